@@ -37,8 +37,8 @@ from salesrl_trl.data.prompts import action_text, build_prompt
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import demo_path, load_drafts, load_rows
 from salesrl_trl.demo.policy import PACKAGED, PROMPT_STYLE
-from salesrl_trl.demo.services.index import KnowledgeIndex
-from salesrl_trl.demo.services.rag import HISTORY_WEIGHT, PROFILE_WEIGHT, QUERY_WEIGHT
+from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
+from salesrl_trl.demo.services.rag_app import search_text
 from salesrl_trl.demo.services.rubric import judge_sections, load_terms
 from salesrl_trl.demo.teaching import imitate
 from salesrl_trl.ground.shutdown import end_tidily
@@ -179,7 +179,7 @@ def figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, most: in
                 rewards[row.branch].append(0.0)
                 continue
             profile, summary = action.others
-            query = "\n".join([action.query] * QUERY_WEIGHT + [profile] * PROFILE_WEIGHT + [summary] * HISTORY_WEIGHT)
+            query = search_text(action.query, profile, summary)
             answer = "".join(passage.text for passage in index.search(query, 1, 0.0))
             right.append(answer in row.documents)
             sections = {

@@ -17,15 +17,13 @@ from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresse
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.process import cache_dir
 from salesrl_trl.names import SPENT_FILE
-from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.judge.client import JudgeClient
+from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.provider import JudgeProvider
 from salesrl_trl.reward.mixed import combined
-from salesrl_trl.reward.rag.client import RagBackend, RagClient
-from salesrl_trl.reward.rag.embedding import SERVICE as EMBEDDING
-from salesrl_trl.reward.rag.vector_store import VectorStoreRag
+from salesrl_trl.reward.rag.rag_client import RagBackend, RagClient
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
@@ -226,7 +224,7 @@ def build_reward(
     budget = budget_of(config, output_dir, processes)
     rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
     # the embedded service has a new address in every run, so its answers are not kept
-    lasting = config.rag_base_url is not None or config.vector_store_path is not None
+    lasting = config.rag_base_url is not None
     chain = SalesReward(
         [
             replace(row, images=(), columns={}) for row in rows
@@ -317,7 +315,7 @@ def build_services(
 
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = None if parts.reference_weighed else 0.0
-    rag = _vector_store(config, parts, retrieval, patience_32b_s) or RagClient(
+    rag = RagClient(
         rag_base_url,
         transport_8b=retrieval("rag_8b"),
         transport_32b=retrieval("rag_32b", patience_32b_s),
@@ -351,25 +349,6 @@ def _judge(
         for each in configured or [_only_provider(config, base_url)]
     ]
     return JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
-
-
-def _vector_store(
-    config: RewardConfig,
-    parts: RewardParts,
-    transport: Callable[[str, float | None], Transport],
-    patience_32b_s: float | None,
-) -> RagBackend | None:
-    if config.vector_store_path is None or config.embedding_base_url is None or config.embedding_model is None:
-        return None
-    return VectorStoreRag(
-        config.vector_store_path,
-        embedding_base_url=config.embedding_base_url,
-        embedding_model=config.embedding_model,
-        api_key=parts.embedding_key,
-        transport_8b=transport(EMBEDDING, None),
-        transport_32b=transport(EMBEDDING, patience_32b_s),
-        max_text_chars=config.embedding_max_chars,
-    )
 
 
 def _only_provider(config: RewardConfig, base_url: str) -> JudgeProviderConfig:
@@ -409,7 +388,7 @@ def _provider(config: JudgeProviderConfig, api_key: str | None, transport: Trans
 
 
 def _answer_store(config: RewardConfig, path: Path | None) -> AnswerStore:
-    return AnswerStore(path) if config.cache_answers else AnswerStore(keep=0)
+    return AnswerStore(path) if config.cache_answers else AnswerStore(most=0)
 
 
 def _reference_file(setting: str | None) -> Path | None:

@@ -170,8 +170,6 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
 
 
 def _rag(reward: RewardConfig) -> str:
-    if reward.vector_store_path is not None:
-        return f"the store {reward.vector_store_path}, embeddings from {reward.embedding_base_url}"
     if reward.rag_base_url is not None:
         return reward.rag_base_url
     if reward.knowledge_file is not None:

@@ -1,4 +1,5 @@
-"""The part of a run's plan that services need: no torch, no tokenizer, no training settings beside those of a step's load.
+"""The part of a run's plan that services need: no torch, no tokenizer, of the
+training settings those of a step's load alone.
 
 Each part is made when it is first asked for, and kept.
 """

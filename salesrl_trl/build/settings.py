@@ -38,14 +38,20 @@ PRESET = "preset"
 """An argument of the command line, and no setting: names of overlays of the recipe."""
 PATHS = (
     "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
-    "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file", "vector_store_path", "reference_cache",
+    "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file", "reference_cache",
 )  # fmt: skip
 """Settings that may be paths of this machine."""
-REPLACED = dict.fromkeys(
-    ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
-    "gone: the law steps in proportion to the distance, at most by kl_max_step; "
-    "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
-)
+REPLACED = {
+    **dict.fromkeys(
+        ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
+        "gone: the law steps in proportion to the distance, at most by kl_max_step; "
+        "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
+    ),
+    **dict.fromkeys(
+        ("vector_store_path", "embedding_base_url", "embedding_model", "embedding_api_key_env", "embedding_max_chars"),
+        "gone: run examples/vector_store.py, and set rag_base_url to its address",
+    ),
+}
 """Settings of earlier versions, and what to do instead."""
 _SOURCES = {
     "salesrl_trl": "config/*.py",

@@ -40,8 +40,8 @@ class DataConfig:
         image_folder (`str`, *optional*):
             Folder from which relative paths of pictures start. Defaults to the folder of the data file.
         data_copy_dir (`str`, *optional*):
-            Folder on a faster disk. `dataset`, `eval_dataset` and `vector_store_path`, where they are local, are
-            copied there once and read from there. Rows are read once a start, a vector store all through the run.
+            Folder on a faster disk. `dataset` and `eval_dataset`, where they are local, are copied there once and
+            read from there.
         max_train_rows (`int`, *optional*):
             Number of training rows to take, from the first one on. Defaults to all.
         max_eval_rows (`int`, *optional*):
@@ -83,7 +83,7 @@ class DataConfig:
         default=None, metadata=about("Folder of relative paths of pictures; default: that of the data file.")
     )
     data_copy_dir: str | None = field(
-        default=None, metadata=about("Folder on a faster disk, for copies of local rows and vector store.")
+        default=None, metadata=about("Folder on a faster disk, for copies of local rows.")
     )
     max_train_rows: int | None = field(default=None, metadata=about("Number of training rows to take; default: all."))
     max_eval_rows: int | None = field(default=None, metadata=about("Number of held-out rows to take; default: all."))

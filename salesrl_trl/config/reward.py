@@ -20,10 +20,10 @@ from salesrl_trl.config.checks import (
 from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
 from salesrl_trl.config.replay import ReplayConfig
 from salesrl_trl.config.spending_limits import check_budget
-from salesrl_trl.reward.judge.client import AGGREGATIONS
+from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
-from salesrl_trl.reward.rag.client import RESERVED_FIELDS
+from salesrl_trl.reward.rag.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
@@ -47,16 +47,6 @@ class RewardConfig(ReplayConfig):
             Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service.
         rag_api_key_env (`str`, *optional*):
             Name of the environment variable that holds the RAG service's key.
-        vector_store_path (`str`, *optional*):
-            Folder that `scripts/build_vector_store.py` wrote. It is searched instead of a RAG service.
-        embedding_base_url (`str`, *optional*):
-            OpenAI-style address of the embedding service that the store was built with, `/v1` included.
-        embedding_model (`str`, *optional*):
-            Name of the embedding model.
-        embedding_api_key_env (`str`, *optional*):
-            Name of the environment variable that holds the embedding service's key.
-        embedding_max_chars (`int`, *optional*, defaults to `6000`):
-            Characters of a question that are embedded. The rest is cut off.
         judge_base_url (`str`, *optional*):
             OpenAI-style address of the judge, `/v1` included. Without one the recipe starts the embedded judge.
         judge_model (`str`, *optional*, defaults to `"salesrl-judge"`):
@@ -165,17 +155,6 @@ class RewardConfig(ReplayConfig):
     knowledge_file: str | None = field(default=None, metadata=about("Documents for the embedded RAG service."))
     rag_base_url: str | None = field(default=None, metadata=about("Address of the RAG service; default: embedded."))
     rag_api_key_env: str | None = field(default=None, metadata=about("Environment variable with the RAG key."))
-    vector_store_path: str | None = field(
-        default=None, metadata=about("Folder of a local vector store, instead of a RAG service.")
-    )
-    embedding_base_url: str | None = field(
-        default=None, metadata=about("Address of the store's embedding service, with /v1.")
-    )
-    embedding_model: str | None = field(default=None, metadata=about("Name of the embedding model."))
-    embedding_api_key_env: str | None = field(
-        default=None, metadata=about("Environment variable with the embedding service's key.")
-    )
-    embedding_max_chars: int = field(default=6000, metadata=about("Characters of a question that are embedded."))
     judge_base_url: str | None = field(
         default=None, metadata=about("Address of the judge, with /v1; default: embedded.")
     )
@@ -283,7 +262,7 @@ class RewardConfig(ReplayConfig):
     @property
     def embeds_rag(self) -> bool:
         """Whether the embedded RAG service answers."""
-        return self.uses_services and self.rag_base_url is None and self.vector_store_path is None
+        return self.uses_services and self.rag_base_url is None
 
     @property
     def embeds_judge(self) -> bool:
@@ -298,8 +277,8 @@ class RewardConfig(ReplayConfig):
         self.check_replay()
         check(
             self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
-            "`knowledge_file` is given beside `rag_base_url` or `vector_store_path`: only the embedded RAG service "
-            "reads it. Expected one of them.",
+            "`knowledge_file` is given beside `rag_base_url`: only the embedded RAG service reads it. Expected one of "
+            "them.",
         )
         check(
             0 <= self.rag_score_threshold <= 1,
@@ -321,7 +300,6 @@ class RewardConfig(ReplayConfig):
             "initial_concurrency",
             "judge_repeats",
             "judge_max_completion_tokens",
-            "embedding_max_chars",
             "reward_deadline_s",
             "denied_cooldown_s",
         )
@@ -344,7 +322,6 @@ class RewardConfig(ReplayConfig):
         check_choice(self, "missing_component", MISSING_RULES)
         check_url("rag_base_url", self.rag_base_url)
         check_url("judge_base_url", self.judge_base_url)
-        self._check_vector_store()
         check(
             self.judge_providers is None or self.judge_base_url is None,
             "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
@@ -357,25 +334,6 @@ class RewardConfig(ReplayConfig):
         )
         check_budget(self, self.parsed_judge_providers())
         self.parsed_branch_weights()
-
-    def _check_vector_store(self) -> None:
-        check_url("embedding_base_url", self.embedding_base_url)
-        embedding = (self.embedding_base_url, self.embedding_model)
-        if self.vector_store_path is None:
-            check(
-                embedding == (None, None),
-                "`embedding_base_url` or `embedding_model` is given without `vector_store_path`. Expected all three.",
-            )
-            return
-        check(
-            self.rag_base_url is None,
-            "both `rag_base_url` and `vector_store_path` are given. Expected one of them to retrieve from.",
-        )
-        check(
-            None not in embedding,
-            "`vector_store_path` is given without `embedding_base_url` and `embedding_model`. Expected those that the "
-            "store was built with.",
-        )
 
     def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
         """`judge_providers`, checked; empty without any."""

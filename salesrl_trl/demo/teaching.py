@@ -24,17 +24,9 @@ def imitate(
 ) -> None:
     """Teach a model to write the completions of some rows, on a GPU if there is one, in float32.
 
-    Args:
-        model (`PreTrainedModel`), processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`):
-            The policy. The model is changed.
-        rows (`Dataset`):
-            Columns `prompt` and `completion`, and `images` for a policy that reads pictures.
-        steps (`int`):
-            Optimizer steps.
-        warmup (`float`):
-            Share of the steps in which the learning rate rises.
-        settings (`object`):
-            Further settings of `SFTConfig`: `learning_rate`, `per_device_train_batch_size`, `seed`.
+    The rows have the columns `prompt` and `completion`, and `images` for a policy that reads pictures. `warmup` is the
+    share of the steps in which the learning rate rises, `settings` are further ones of `SFTConfig`. The model is
+    changed.
     """
     import torch
     from trl import SFTConfig, SFTTrainer

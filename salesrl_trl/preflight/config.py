@@ -71,14 +71,13 @@ class ConfigStage:
 
 
 def _copy_data(plan: Plan, findings: Findings) -> None:
-    """Read rows and vector store from copies, if `data_copy_dir` is set."""
+    """Read rows from copies, if `data_copy_dir` is set."""
     data = plan.config.data
-    for owner, name in ((data, "dataset"), (data, "eval_dataset"), (plan.config.reward, "vector_store_path")):
-        path = getattr(owner, name)
-        is_local = path is not None and (owner is not data or is_file(path))  # else `demo`, or a dataset on the hub
-        if data.data_copy_dir is not None and is_local:
-            setattr(owner, name, str(copied(Path(path), Path(data.data_copy_dir))))
-            findings.note(f"`{name}` is read from {getattr(owner, name)}, a copy of {path}")
+    for name in ("dataset", "eval_dataset"):
+        path = getattr(data, name)
+        if data.data_copy_dir is not None and path is not None and is_file(path):  # not `demo`, and none on the hub
+            setattr(data, name, str(copied(Path(path), Path(data.data_copy_dir))))
+            findings.note(f"`{name}` is read from {getattr(data, name)}, a copy of {path}")
 
 
 def _check_small_policy(plan: Plan) -> None:

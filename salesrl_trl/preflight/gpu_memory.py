@@ -3,12 +3,12 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
-from salesrl_trl.build.memory.cards import Card, card_here, named_card, named_users, used_gib
-from salesrl_trl.build.memory.estimate import Estimate, estimate
-from salesrl_trl.build.memory.remedies import Remedy, advice, remedies
+from salesrl_trl.build.memory.cards import Card, card_here, named_card, used_gib, users
+from salesrl_trl.build.memory.estimate import Estimate, advice
 from salesrl_trl.build.memory.setup import Setup, Sharding
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.recipes import FULL
@@ -19,7 +19,23 @@ from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
 from salesrl_trl.preflight.memory import Scales, settle_precision
 from salesrl_trl.run.tools import ToolParser, strict_json, tell_failure
 
-SHARDINGS = {each.name.lower(): each for each in Sharding}
+SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
+SOLD = ("24gb", "40gb", "80gb", "141gb")
+"""Cards, the smallest first. Each has a preset."""
+
+
+class _Weighed(NamedTuple):
+    """An estimate, and the setup that was weighed."""
+
+    estimate: Estimate
+    setup: Setup
+
+
+class _OtherPreset(NamedTuple):
+    """A preset with which the run fits its card: the card that was asked for, or the smallest that is large enough."""
+
+    name: str
+    needed_gib: float
 
 
 def main(description: str | None, argv: Sequence[str] | None = None) -> int:
@@ -33,30 +49,26 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
             config = parse(settings, FULL)
             card = _card(options.card, config)
-            setup, scales = _setup(config, card, options)
-            found = estimate(scales.adapted, setup, card.gib)
-            changes = [] if found.fits else remedies(scales.adapted, setup, card.gib)
+            weighed = _weigh(config, card, options)
+            preset = None if weighed.estimate.fits else _preset(settings, card, options, weighed.setup.prompt_tokens)
     except Exception as error:
         tell_failure(error, as_json)
         return EXIT_BAD_INPUT
-    show = _as_json if as_json else _as_text
-    print(show(found, setup, changes, card, f"{scales.source[0]}, {_trained(setup)}"))
-    if not found.fits and not as_json:
-        print(advice(scales.adapted, setup, card.gib))
-    return 0 if found.fits else EXIT_STOPPED
+    title = f"{config.model.model_name_or_path}, {_trained(weighed.setup)}"
+    print((_as_json if as_json else _as_text)(weighed, preset, card, title))
+    return 0 if weighed.estimate.fits else EXIT_STOPPED
 
 
 def _card(name: str | None, config: RunConfig) -> Card:
-    here = card_here(config.training.device)
     if name is not None:
         return named_card(name)
+    here = card_here(config.training.device)
     if here is None:
         raise ConfigError("there is no GPU here, and `--card` is not given. Expected a size, as in `--card 80gb`.")
     return here
 
 
-def _setup(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Setup, Scales]:
-    """The setup, and what weighed it."""
+def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> _Weighed:
     if config.model.model_name_or_path is None:
         raise ConfigError(
             "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
@@ -66,19 +78,33 @@ def _setup(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
         config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
     plan = Plan(config)
     _ = plan.model_config  # raises where there is no model
+    sharding, processes = SHARDINGS[options.sharding], options.processes
     scales = Scales(plan, card.gib, options.prompt_tokens)
-    sharding = SHARDINGS[options.sharding]
+    if sharding is not Sharding.NONE or processes > 1:
+        scales.sharding, scales.processes = sharding, processes
+    plan.dtype = config.model.dtype
     if sharding is Sharding.NONE:
         try:
             settle_precision(plan, scales)
         except ConfigError:  # no number format fits: the table says so
             plan.dtype = "float32"
-    else:
-        plan.dtype = config.model.dtype
-    setup = scales.setup(plan.dtype)
-    if sharding is not Sharding.NONE or options.processes > 1:
-        setup = setup.sharded(sharding, options.processes)
-    return setup, scales
+    return _Weighed(scales.weigh(plan.dtype), scales.setup(plan.dtype))
+
+
+def _preset(
+    settings: Sequence[str], card: Card, options: argparse.Namespace, prompt_tokens: int
+) -> _OtherPreset | None:
+    """The preset of this card, or of the smallest larger one, with which these settings fit that card."""
+    options = argparse.Namespace(**{**vars(options), "prompt_tokens": prompt_tokens})
+    sizes = {name: named_card(name) for name in SOLD}
+    smaller = [name for name in SOLD if sizes[name].gib <= card.gib + 1]  # a card of 80 GB may have a little less
+    for name in [*smaller[-1:], *(name for name in SOLD if name not in smaller)]:
+        on = card if name in smaller else sizes[name]
+        with contextlib.suppress(ConfigError):  # of a model whose layers PEFT does not know
+            estimated = _weigh(parse([*settings, "--preset", name], FULL), on, options).estimate
+            if estimated.fits:
+                return _OtherPreset(name, estimated.needed_gib)
+    return None
 
 
 def _trained(setup: Setup) -> str:
@@ -91,59 +117,51 @@ def _trained(setup: Setup) -> str:
     )
 
 
-def _as_text(found: Estimate, setup: Setup, changes: Sequence[Remedy], card: Card, title: str) -> str:
-    peak = found.peak
+def _as_text(weighed: _Weighed, preset: _OtherPreset | None, card: Card, title: str) -> str:
+    estimated, setup = weighed
+    peak = estimated.peak
     lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
     lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]
-    lines += [f"  {'sum':<28}{found.needed_gib:8.2f} GiB", ""]
-    others = sorted(found.moments, key=lambda moment: -moment.total_gib)[1:]
+    lines += [f"  {'sum':<28}{estimated.needed_gib:8.2f} GiB", ""]
+    others = sorted(estimated.moments, key=lambda moment: -moment.total_gib)[1:]
     lines.append("other moments: " + ", ".join(f"{moment.name} {moment.total_gib:.1f}" for moment in others))
-    if found.sequences is not None:
+    if estimated.sequences is not None:
         lines.append(
-            f"vLLM's cache has room for {found.sequences:.0f} completions of full length at once; "
+            f"vLLM's cache has room for {estimated.sequences:.0f} completions of full length at once; "
             f"{setup.rollouts} are generated"
         )
-    lines += _in_use(card, found)
-    if found.fits:
-        return "\n".join([*lines, f"It fits: {card.gib - found.needed_gib:.1f} GiB are left."])
-    if not found.starts_engine:
+    if (used := used_gib(card)) is not None:
+        named = users(card)
+        text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
+        too_little = estimated.fits and used + estimated.needed_gib > card.gib
+        lines.append(text + ". THIS LEAVES TOO LITTLE: end those processes first" * too_little)
+    if estimated.fits:
+        return "\n".join([*lines, f"It fits: {card.gib - estimated.needed_gib:.1f} GiB are left."])
+    if not estimated.starts_engine:
         lines.append("vLLM would not start: its share has no room for one completion of full length.")
-    lines += ["It does not fit. Settings that take less, the cheapest first, each alone and with all above it:", ""]
-    for change in changes:
-        fits = "fits" if change.together.fits else "does not fit"
-        lines.append(
-            f"  {change.setting}\n      {-change.saved_gib:+.1f} GiB alone ({change.cost}); with all above "
-            f"{change.together.needed_gib:.1f} GiB: {fits}"
-        )
-    return "\n".join(lines)
+    lines.append("It does not fit as it is set.")
+    if preset is not None:
+        where = "It fits" if named_card(preset.name).gib <= card.gib + 1 else f"It fits a card of {preset.name}"
+        lines.append(f"{where} with `--preset {preset.name}`: about {preset.needed_gib:.1f} GiB.")
+    lines.append("What takes less, the cheapest first:")
+    return "\n".join([*lines, *(f"  {setting}" for setting in advice(estimated, setup))])
 
 
-def _in_use(card: Card, found: Estimate) -> list[str]:
-    used = used_gib(card)
-    if used is None:
-        return []
-    named = named_users(card)
-    text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
-    if found.fits and used + found.needed_gib > card.gib:
-        text += ". THIS LEAVES TOO LITTLE: end those processes first"
-    return [text]
-
-
-def _as_json(found: Estimate, setup: Setup, changes: Sequence[Remedy], card: Card, title: str) -> str:
-    figures: Mapping[str, object] = {
-        "run": title,
-        "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
-        "fits": found.fits,
-        "needed_gib": found.needed_gib,
-        "moments": {moment.name: dict(moment.parts) for moment in found.moments},
-        "vllm_sequences": found.sequences,
-        "setup": asdict(setup),
-        "remedies": [
-            {"setting": each.setting, "saved_gib": each.saved_gib, "together_gib": each.together.needed_gib}
-            for each in changes
-        ],
-    }
-    return strict_json(figures)
+def _as_json(weighed: _Weighed, preset: _OtherPreset | None, card: Card, title: str) -> str:
+    estimated, setup = weighed
+    return strict_json(
+        {
+            "run": title,
+            "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
+            "fits": estimated.fits,
+            "needed_gib": estimated.needed_gib,
+            "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
+            "vllm_sequences": estimated.sequences,
+            "setup": asdict(setup),
+            "preset": None if preset is None else preset._asdict(),
+            "remedies": [] if estimated.fits else advice(estimated, setup),
+        }
+    )
 
 
 def _parser(description: str | None) -> ToolParser:

@@ -1,4 +1,7 @@
-"""The stage `memory`: whether training fits the card, and the number format of the policy's weights."""
+"""The stage `memory`: whether training fits the card, and the number format of the policy's weights.
+
+`gpu_memory` makes the same estimate for `scripts/check_gpu_memory.py`.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,15 +13,12 @@ from transformers.utils import is_torchao_available
 
 from salesrl_trl.build.checks.folders import free_gib
 from salesrl_trl.build.checks.model import empty_model
-from salesrl_trl.build.memory.cards import Card, card_here, named_users, used_gib
-from salesrl_trl.build.memory.estimate import Estimate, estimate
-from salesrl_trl.build.memory.remedies import advice
-from salesrl_trl.build.memory.setup import NUMBER_BYTES, Setup, setup_of
+from salesrl_trl.build.memory.cards import Card, card_here, used_gib, users
+from salesrl_trl.build.memory.estimate import Estimate, advice, estimate, moment_bytes
+from salesrl_trl.build.memory.setup import NUMBER_BYTES, Setup, Sharding, setup_of
 from salesrl_trl.build.memory.shape import ModelShape, UnknownShape, adapters_of, model_shape, parameter_count
-from salesrl_trl.build.memory.states import moment_bytes
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.preflight.stage import Findings
 from salesrl_trl.telemetry.device import GIB
 
@@ -34,6 +34,9 @@ class Scales:
     card_gib: float
     prompt_tokens: int | None = None
     """Tokens of a prompt; `None` for those of the longest training row."""
+    sharding: Sharding | None = None
+    processes: int | None = None
+    """In place of those of the launch."""
 
     @property
     def source(self) -> tuple[str, str | None, bool]:
@@ -44,26 +47,17 @@ class Scales:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The policy's figures, without adapters unless they are trained."""
-        return self.adapted if self.plan.config.model.use_peft else model_shape(*self.source)
-
-    @cached_property
-    def adapted(self) -> ModelShape:
-        """The policy's figures with adapters. Raises `ConfigError` if these are to be trained, and have no place."""
-        lora, plain = self.plan.config.model, model_shape(*self.source)
-        try:
-            return replace(plain, adapters=adapters_of(empty_model(*self.source), lora))
-        except ConfigError:
-            if lora.use_peft:
-                raise
-            # only a remedy, for a model whose usual layers PEFT does not know
-            everywhere = replace(lora, lora_target_modules="all-linear")
-            return replace(plain, adapters=adapters_of(empty_model(*self.source), everywhere))
+        """The policy's figures, with adapters if they are trained. Raises `ConfigError` if these have no place."""
+        plain, lora = model_shape(*self.source), self.plan.config.model
+        return replace(plain, adapters=adapters_of(empty_model(*self.source), lora)) if lora.use_peft else plain
 
     def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
-        prompt_tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
         config = self.plan.config
-        return setup_of(config.training, config.model, self.shape, prompt_tokens, dtype=dtype, optim=optim)
+        tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
+        return setup_of(
+            config.training, config.model, self.shape, tokens,
+            dtype=dtype, optim=optim, sharding=self.sharding, processes=self.processes,
+        )  # fmt: skip
 
     def weigh(self, dtype: str | None, optim: str | None = None) -> Estimate:
         """The estimate for weights of a number format, and an optimizer by its name in transformers."""
@@ -141,58 +135,58 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     number = 2 if copies else NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
     states = copies + moment_bytes(training.optim.value, 4 if copies else number)
     weights = number * parameters / GIB
-    each = weights + (0.0 if training.save_only_model else states * parameters / GIB)
-    every, steps = training.save_steps, training.max_steps
-    every = math.ceil(every * steps) if 0 < every < 1 else every  # a share of the steps
-    saved = int(steps // every) if 0 < every <= steps else 1
+    checkpoint = weights + (0.0 if training.save_only_model else states * parameters / GIB)
+    interval, steps = training.save_steps, training.max_steps
+    interval = math.ceil(interval * steps) if 0 < interval < 1 else interval  # a share of the steps
+    saved = int(steps // interval) if 0 < interval <= steps else 1
     kept = min(saved, training.save_total_limit + 1) if training.save_total_limit else saved
-    needed = kept * each + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
+    needed = kept * checkpoint + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
     free = free_gib(training.output_dir)
-    findings.figures |= {"checkpoint_gib": each, "disk_needed_gib": needed}
+    findings.figures |= {"checkpoint_gib": checkpoint, "disk_needed_gib": needed}
     if free < needed:
         findings.add(
-            f"A checkpoint takes about {each:.1f} GiB, and {kept} of them with the policies of the end and of the "
-            f"best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
+            f"A checkpoint takes about {checkpoint:.1f} GiB, and {kept} of them with the policies of the end and of "
+            f"the best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
             "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it "
             "saves), or keep weights alone (`save_only_model: true`).",
-            is_failure=free < each,
+            is_failure=free < checkpoint,
         )
 
 
-def _compare(scales: Scales, found: Estimate, findings: Findings) -> None:
+def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
     """Note or fail where the estimate is above the card."""
-    peak, card = found.peak, found.card_gib
-    figures = {**peak.parts, "needed": found.needed_gib, "card": card}
+    peak, card = estimated.peak, estimated.card_gib
+    figures = {**peak.parts, "needed": estimated.needed_gib, "card": card}
     findings.figures |= {f"{part.replace(' ', '_')}_gib": round(gib, 2) for part, gib in figures.items()}
-    if found.fits:
+    if estimated.fits:
         return
-    text = f"training takes about {found.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
-    setup = scales.setup(scales.plan.dtype)
-    if setup.engine is not None and not found.starts_engine:
+    text = f"training takes about {estimated.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
+    setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
+    if setup.engine is not None and not estimated.starts_engine:
         text = (
-            f"vLLM's share of the card has room for {found.sequences:.1f} completions of full length beside the "
+            f"vLLM's share of the card has room for {estimated.sequences:.1f} completions of full length beside the "
             f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
             "start."
         )
-    remedy = f"{advice(scales.adapted, setup, card)} `scripts/check_gpu_memory.py` shows all."
-    model = scales.plan.config.model
-    if found.starts_engine and found.needed_gib <= (1 + MARGIN) * card:
+    remedy = f"What takes less, the cheapest first: {'; '.join(advice(estimated, setup))}. "
+    remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
+    if estimated.starts_engine and estimated.needed_gib <= (1 + MARGIN) * card:
         findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
-    elif found.starts_engine and model.dtype == "float32" and not model.use_peft:
+    elif estimated.starts_engine and model.dtype == "float32" and not model.use_peft:
         findings.note(f"{text} It is tried all the same, because `dtype` is float32.", remedy)
     else:
         findings.fail(text, remedy)
 
 
-def _compare_with_others(card: Card, found: Estimate, findings: Findings) -> None:
+def _compare_with_others(card: Card, estimated: Estimate, findings: Findings) -> None:
     """Fail where training would fit, but other processes use the card."""
     used = used_gib(card)
     if used is None:
         return
     findings.figures["used_gib"] = round(used, 2)
-    if found.fits and used + found.needed_gib > (1 + MARGIN) * card.gib:
+    if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
         findings.fail(
-            f"training takes about {found.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in use "
-            f"now, by {named_users(card) or 'processes that the driver does not name here'}.",
+            f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in "
+            f"use now, by {users(card) or 'processes that the driver does not name here'}.",
             "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
         )

@@ -2,7 +2,7 @@
 
 Owns which calls are made, and what their answers mean for training. Refuses to own:
 - addresses, keys and model names (`checks.addresses`, `checks.reward`);
-- the form of an answer (`reward.rag.client`, `reward.judge.verdict`);
+- the form of an answer (`reward.rag.rag_client`, `reward.judge.verdict`);
 - the calls themselves (`load`), and a judge's noise as a figure (`reward.judge.noise`).
 """
 
@@ -22,13 +22,12 @@ from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.preflight.load import Load, put_load, report_load, under_load
 from salesrl_trl.preflight.simulation.hints import limits_of
 from salesrl_trl.preflight.stage import Findings
-from salesrl_trl.reward.answer_store import AnswerStore
-from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.judge.client import JudgeClient
+from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.judge.base import Judge, check_verdict
+from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
-from salesrl_trl.reward.rag.answers import RagAnswers
-from salesrl_trl.reward.rag.checks import check_verdict
+from salesrl_trl.reward.rag.rag_answers import RagAnswers
 from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.warm_up import add_places
@@ -174,7 +173,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     config, training = plan.config.reward, plan.config.training
     budget = _budget(plan)
     rag, _ = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
-    kept = (AnswerStore(keep=0), AnswerStore(keep=0))
+    kept = (AnswerStore(most=0), AnswerStore(most=0))
     answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *kept)
     batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
     completions, prompts = min(batch, most), min(max(batch // training.num_generations, 1), most)

@@ -14,6 +14,7 @@ from trl import ModelConfig
 
 from salesrl_trl.build.building import load_policy
 from salesrl_trl.build.checks.model import empty_model, linear_layers, put_adapter
+from salesrl_trl.build.memory.estimate import SCORING
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.precision import STOCHASTIC_OPTIM
 from salesrl_trl.config import SalesGRPOConfig
@@ -174,7 +175,7 @@ class StepStage:
         first, *_, last = [entry for entry in entries if "loss" in entry]
         report_memory((first, last), training.device, findings)
         if plan.estimate is not None:  # these steps have no evaluation
-            moments = [each.tensors_gib for each in plan.estimate.moments if each.name != "evaluation"]
+            moments = [each.tensors_gib for each in plan.estimate.moments if each.name != SCORING]
             findings.figures["estimated_gib"] = max(moments)
         findings.figures |= {
             "first_step_s": first[STEP_SECONDS],

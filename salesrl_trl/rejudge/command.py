@@ -28,7 +28,7 @@ from salesrl_trl.recording.trail import Trail
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.rejudge.answers import RecordedRag
 from salesrl_trl.rejudge.comparison import Baseline, Judgement, Pair, ScoreChange, advantages, changes
-from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.run.tools import exit_code_of, strict_json

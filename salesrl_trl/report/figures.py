@@ -29,9 +29,7 @@ from salesrl_trl.types import Outcome
 
 POLICY, SERVICES, OTHERS = "the policy", "services", "others"
 """The sources of failures. `OTHERS`: the run itself, an error in code, or a reason code of the user's own reward."""
-_SERVICE_REASON = re.compile(
-    "(rag_8b|rag_32b|embedding|judge)_.+|vector_store_failed|no_passages|no_reference|deadline"
-)
+_SERVICE_REASON = re.compile("(rag_8b|rag_32b|judge)_.+|no_passages|no_reference|deadline")
 EDGE_SHARE = 0.1
 """Share of the steps at each end whose mean stands for the start or the end. A single step is mostly noise."""
 

@@ -7,7 +7,7 @@ Owns:
   (`mixed`), a record in its place (`replay`), errors in its code (`faults`);
 - a batch: rewards while they come in (`batch`), and the trainer's side, which owns the open batches (`reward_loop`,
   `reward_funcs`, `watched_loop`);
-- answers that are kept (`cache`, `answer_store`, `answer_file`);
+- answers that are kept (`cache`);
 - the reward in a process of its own (`remote`, `worker`);
 - the first question to every service (`warm_up`, `readiness`), and the figures of a log line (`figures`).
 

@@ -1,24 +1,61 @@
-"""Each question asked once: equal calls share one that is under way, and later ones its answer.
+"""Each question is asked once: equal calls share one that is under way, and later ones get its answer.
 
-Owns the keys of answers, the sharing of calls, and the count of calls that were saved. A failure is never kept. The
-module `answer_store` owns where answers lie.
+Owns the keys of answers, the sharing of calls, the count of calls that were saved, and the file of answers. The chain
+(`chain`, `rag.rag_answers`) asks through it. A failure is never kept.
+
+The file is SQLite. Several processes may read and write it. Every access is one statement, so a process that is killed
+leaves it whole. Values are JSON behind a checksum: nothing is executed when they are read. The file holds customers'
+words in plain text, so its owner alone can read it. Keys are hashes. No credential is part of either.
+
+A thread reads and writes the file, so no disk and no lock of another process holds up the event loop. (`aiosqlite`
+does not serve here: a connection that nobody closed keeps the process from ending, and one whose event loop ended
+during a statement never answers again.)
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
+import logging
+import re
+import sqlite3
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
-from salesrl_trl.reward.answer_store import AnswerStore
+from salesrl_trl.ground.process import is_locked, make_private
 from salesrl_trl.reward.service.deadline import remaining_s
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+MAX_IN_MEMORY = 20_000
+"""Answers that are kept without a file, the latest ones: about 60 MB, and many batches."""
+WRITE_AFTER_S = 0.1
+"""Seconds from a new value to its way into the file. Values that come meanwhile go along."""
+LOOK_UP_TIMEOUT_S = 1.0
+"""Longest wait for a disk that does not answer. Until it does, the file counts as empty."""
+LAST_WRITE_TIMEOUT_S = 5.0
+"""Longest wait for a locked file, or a slow disk, at the end."""
+LOCK_TIMEOUT_S = 0.1
+"""Longest wait for another process that writes to the file. A commit takes milliseconds."""
+LOCK_PAUSE_S = 1.0
+"""Seconds for which a locked file counts as empty, without another look at it."""
+CHANGE_ATTEMPTS = 20
+"""Attempts at a change that can't wait, while another process locks the file."""
 CLOSE_TIMEOUT_S = 1.0
 """Longest wait, at the end, for calls that were cancelled."""
+
+_SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
+_IN_LIST = "key IN (SELECT value FROM json_each(?))"
 
 
 def cache_key(*parts: object) -> str:
@@ -27,17 +64,215 @@ def cache_key(*parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Memo(Generic[T]):
-    """Asks once: equal calls share one that is under way, and later ones its answer.
+@dataclass
+class _LoopWork:
+    """What one event loop does with the file."""
 
-    Args:
-        store (`AnswerStore`):
-            Where answers are kept.
-        to_json (`Callable[[T], object]`):
-            Makes a JSON value of an answer, for the store.
-        from_json (`Callable[[object], T]`):
-            Makes the answer of a value again. It raises `ValueError`, `TypeError` or `KeyError` for a value that
-            another version wrote. The answer is then asked for again, and replaces that value.
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Of look-ups. While one runs, those that come are gathered for the next."""
+    wanted: set[str] = field(default_factory=set)
+    """Keys of the next look-up."""
+    look_up: asyncio.Task[dict[str, object]] | None = None
+    """The next look-up."""
+    writing: asyncio.Task[None] | None = None
+
+
+class AnswerStore:
+    """JSON values by key, in a file or, without one, in memory: the latest `most` of them.
+
+    A file that can't be read or written counts as empty, which is logged once. No call fails because of it.
+    """
+
+    def __init__(self, path: Path | None = None, *, most: int = MAX_IN_MEMORY) -> None:
+        self.path = path
+        self._most = most
+        self._memory: dict[str, object] = {}  # what is not in the file yet; without a file, everything
+        self._work: PerLoop[_LoopWork] = PerLoop(_LoopWork)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
+        self._connection: sqlite3.Connection | None = None
+        self._is_readable = self._is_writable = path is not None
+        self._locked_until = 0.0
+        self._late: Future[list[tuple[str, ...]] | Exception] | None = None  # a look-up that has not answered in time
+        self._lock_logged = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(AnswerStore, most=self._most), (self.path,)
+
+    async def get(self, key: str) -> object:
+        """The value, or `None`. Waits at most `LOOK_UP_TIMEOUT_S` for the disk."""
+        if key in self._memory or not self._is_readable:
+            return self._memory.get(key)
+        work = self._work.get()
+        work.wanted.add(key)
+        if work.look_up is None:
+            work.look_up = asyncio.ensure_future(self._read_wanted(work))
+        return (await asyncio.shield(work.look_up)).get(key)
+
+    def put(self, key: str, value: object) -> None:
+        """Keep a value. It is in the file within a second: a call is paid for, and a run may be killed at any time."""
+        self._memory.pop(key, None)
+        self._memory[key] = value
+        while len(self._memory) > self._most:
+            del self._memory[next(iter(self._memory))]
+        if self._is_writable:
+            work = self._work.get()
+            if work.writing is None or work.writing.done():
+                work.writing = asyncio.ensure_future(self._write(WRITE_AFTER_S))
+
+    async def get_or_put(self, key: str, value: object) -> object:
+        """The value in the file. If it has none, `value` is put there; of several processes, the first one's stays."""
+        found = await self.get(key)
+        if found is None and await self._change(
+            "INSERT OR IGNORE INTO answers VALUES (?, ?)", key, _with_checksum(key, value)
+        ):
+            found = await self.get(key)
+        return found
+
+    async def replace(self, key: str, old: object, new: object) -> bool:
+        """Put `new` in the place of `old`, unless another process has put another value there. Returns whether the
+        file could be written."""
+        values = (_with_checksum(key, new), key, _with_checksum(key, old))
+        return await self._change("UPDATE answers SET value = ? WHERE key = ? AND value = ?", *values)
+
+    async def known(self, keys: Collection[str]) -> set[str]:
+        """Those of the keys that are in the file."""
+        rows = await self._run(f"SELECT key FROM answers WHERE {_IN_LIST}", json.dumps(list(keys)))
+        return {key for (key,) in rows or ()}
+
+    async def forget(self, keys: Iterable[str]) -> None:
+        """Delete these from the file."""
+        await self._change(f"DELETE FROM answers WHERE {_IN_LIST}", json.dumps(list(keys)))
+
+    async def aclose(self) -> None:
+        """Write what is new and close the file. The next use opens it again."""
+        work = self._work.pop()
+        if work is not None and work.writing is not None:
+            work.writing.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
+                await self._write(0.0)
+                if self._connection is not None:
+                    await asyncio.wrap_future(self._thread.submit(self._close))
+        thread, self._thread = self._thread, ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
+        thread.shutdown(wait=False)
+
+    async def _read_wanted(self, work: _LoopWork) -> dict[str, object]:
+        async with work.turn:
+            wanted, work.wanted, work.look_up = work.wanted, set(), None
+            rows = await self._run(f"SELECT key, value FROM answers WHERE {_IN_LIST}", json.dumps(list(wanted)))
+        return {key: _without_checksum(key, stored) for key, stored in rows or ()}
+
+    async def _write(self, pause_s: float) -> None:
+        """Write what is in memory alone, after a pause, until nothing is left."""
+        while self._memory and self._is_writable:
+            await asyncio.sleep(pause_s)
+            new = dict(self._memory)
+            stored = json.dumps({key: _with_checksum(key, value) for key, value in new.items()})
+            if await self._run("INSERT OR REPLACE INTO answers SELECT key, value FROM json_each(?)", stored) is None:
+                await asyncio.sleep(WRITE_AFTER_S)  # another process locks the file
+                continue
+            for key, value in new.items():
+                if self._memory.get(key) is value:
+                    del self._memory[key]
+
+    async def _change(self, statement: str, *values: str) -> bool:
+        """Whether the file was changed. Tries again while another process locks it."""
+        for _ in range(CHANGE_ATTEMPTS):
+            if await self._run(statement, *values) is not None:
+                return True
+            if not self._is_writable:
+                break
+        return False
+
+    async def _run(self, statement: str, *values: str) -> list[tuple[str, ...]] | None:
+        """The rows of one statement, which is a transaction of its own. `None` if the file can't be used now."""
+        is_look_up = statement.startswith("SELECT")
+        if not (self._is_readable if is_look_up else self._is_writable):
+            return None
+        is_late = self._late is not None and not self._late.done()
+        if is_look_up and (is_late or time.monotonic() < self._locked_until):
+            return None
+        submitted = self._thread.submit(self._execute, statement, values)
+        waiting = asyncio.wrap_future(submitted)
+        await asyncio.wait({waiting}, timeout=LOOK_UP_TIMEOUT_S if is_look_up else None)
+        if not waiting.done():
+            self._late = submitted
+            return None
+        result = waiting.result()
+        if isinstance(result, Exception):
+            self._note(result, is_look_up)
+            return None
+        self._locked_until = 0.0
+        return result
+
+    def _note(self, error: Exception, is_look_up: bool) -> None:
+        """Decide what the file may still be used for. Log it once."""
+        if is_locked(error):
+            self._locked_until = time.monotonic() + LOCK_PAUSE_S
+            if not self._lock_logged:
+                self._lock_logged = True
+                logger.warning(f"the cache {self.path} is locked by another process: it counts as empty while it is")
+        elif is_look_up or self._connection is None:
+            self._is_readable = self._is_writable = False
+            logger.warning(
+                f"the cache {self.path} is left aside: {error}. Answers are kept in memory only. Delete the file, or "
+                "see to its folder."
+            )
+        elif self._is_writable:
+            self._is_writable = False
+            logger.warning(
+                f"the cache {self.path} can't be written: {error}. The run goes on: what is in the file is read, new "
+                "answers are kept in memory only. See to the disk's free space and the folder's permissions."
+            )
+
+    # On the file's thread
+
+    def _execute(self, statement: str, values: tuple[str, ...]) -> list[tuple[str, ...]] | Exception:
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            return self._connection.execute(statement, values).fetchall()
+        except (sqlite3.Error, OSError) as error:
+            return error
+
+    def _connect(self) -> sqlite3.Connection:
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
+        connection = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute(_SCHEMA)
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _with_checksum(key: str, value: object) -> str:
+    text = json.dumps(value)
+    return f"{zlib.crc32(f'{key} {text}'.encode()):08x} {text}"
+
+
+def _without_checksum(key: str, stored: str) -> object:
+    """The value; `None` if it is another one than was written. One of an earlier version has no checksum."""
+    checksum, _, text = stored.partition(" ") if re.match("[0-9a-f]{8} ", stored) else ("", "", stored)
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if not checksum or stored == _with_checksum(key, value) else None
+
+
+class Cache(Generic[T]):
+    """Asks once: equal calls share one that is under way, and later ones get its answer.
+
+    `from_json` makes the answer of a stored value again. It raises `ValueError`, `TypeError` or `KeyError` for a value
+    that another version wrote. The answer is then asked for again, and replaces that value.
     """
 
     def __init__(self, store: AnswerStore, to_json: Callable[[T], object], from_json: Callable[[object], T]) -> None:
@@ -54,18 +289,14 @@ class Memo(Generic[T]):
     ) -> T:
         """The answer for `key`: kept, under way, or asked for now. Raises what `ask` raises.
 
-        Args:
-            key (`str`):
-                From `cache_key`.
-            ask (`Callable[[], Awaitable[T]]`):
-                Asks the service, and refuses what is no answer.
-            check (`Callable[[T], object]`, *optional*):
-                Refuses an answer that is not to be kept, by `ValueError` or `ServiceError`. A new one is not put into
-                the store. One that lies there is asked for again.
+        `check` refuses an answer that is not to be kept, by `ValueError` or `ServiceError`. A new one is not put into
+        the store. One that lies there is asked for again.
         """
         answer, saved = await self._obtain(key, ask, check)
-        if saved:
-            self._count(key)
+        if saved and key not in self._fetched:
+            self.hits += 1
+        if saved:  # the first use of an answer that was fetched ahead saves no call
+            self._fetched.discard(key)
         return answer
 
     async def fetch(
@@ -84,11 +315,16 @@ class Memo(Generic[T]):
         if key not in self._under_way.get():
             await self._obtain(key, ahead, check)
 
+    async def aclose(self) -> None:
+        """Cancel what is under way on the running loop."""
+        tasks = list(self._under_way.get().values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+
     async def _obtain(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> tuple[T, bool]:
         """The answer, and whether it cost no call."""
-        kept = self._read(self._store.at_hand(key), check)
-        if kept is not None:
-            return kept, True
         under_way = self._under_way.get()
         while (task := under_way.get(key)) is not None:
             try:
@@ -99,24 +335,9 @@ class Memo(Generic[T]):
                     raise
                 # that call had less time than this one
         task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
-        task.add_done_callback(lambda done: _forget(under_way, key, done))
+        task.add_done_callback(partial(_forget, under_way, key))
         # Shielded, here and above: others wait for the same task, and one that is cut off must not cancel it.
         return await asyncio.shield(task)
-
-    def _count(self, key: str) -> None:
-        """Count an answer that cost no call, except the first use of one that was fetched ahead."""
-        if key in self._fetched:
-            self._fetched.discard(key)
-        else:
-            self.hits += 1
-
-    async def aclose(self) -> None:
-        """Cancel what is under way on the running loop."""
-        tasks = list(self._under_way.get().values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
 
     async def _ask(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> tuple[T, bool]:
         kept = self._read(await self._store.get(key), check)

@@ -17,16 +17,14 @@ from typing import TypeAlias, TypeVar
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.trail import Judged, Trail, followed
-from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.cache import Memo, cache_key
+from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
-from salesrl_trl.reward.judge.base import Judge
+from salesrl_trl.reward.judge.base import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
 from salesrl_trl.reward.parsing import parse_action
-from salesrl_trl.reward.rag.answers import RagAnswers
-from salesrl_trl.reward.rag.checks import check_verdict
-from salesrl_trl.reward.rag.client import RagBackend, answer_to_json
+from salesrl_trl.reward.rag.rag_answers import RagAnswers
+from salesrl_trl.reward.rag.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
@@ -34,7 +32,7 @@ from salesrl_trl.reward.service.deadline import deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.reward.warm_up import add_places, ask_every_service, check_kept_references
+from salesrl_trl.reward.warm_up import add_places, ask_every_service, compare_references
 from salesrl_trl.types import (
     DEFAULT_FORMAT,
     Action,
@@ -126,7 +124,7 @@ class SalesReward(Scorer):
         self._judge = judge
         self._stores = (answers or AnswerStore(), references or AnswerStore())
         self._answers = RagAnswers(rag, score_threshold, top_k, action_format, *self._stores)
-        self._verdicts = Memo(self._stores[0], verdict_to_json, verdict_from_json)
+        self._verdicts = Cache(self._stores[0], verdict_to_json, verdict_from_json)
         self._scoring = scoring.with_stages(stages)
         self._stages = tuple(stages)
         self._steps: tuple[Step, ...] = (
@@ -160,7 +158,7 @@ class SalesReward(Scorer):
     async def drain(self) -> BatchReport:
         """All traffic since the last call, of every provider and service, also those that were not asked. With several
         batches in flight, a call is counted in the next report, whichever batch it was for."""
-        answers, references = self._answers.kept, self._answers.kept_references
+        answers, references = self._answers.answer_cache, self._answers.reference_cache
         drained = BatchReport(
             usage=self._judge.drain_usage(),
             traffic={
@@ -187,7 +185,7 @@ class SalesReward(Scorer):
             )
             if not isinstance(results[reference_service], ServiceError):
                 judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
-                await check_kept_references(judged, self._answers, self._stores, self._announces)
+                await compare_references(judged, self._answers, self._announces)
         await self.drain()  # the first step's figures are its own
         add_places(results, self.names.places)
         return results
@@ -200,7 +198,7 @@ class SalesReward(Scorer):
         for stage in self._stages:
             await stage.aclose()
         for store in self._stores:
-            await asyncio.to_thread(store.close)
+            await store.aclose()
         if self.budget is not None:
             self.budget.settle()
 

@@ -22,8 +22,8 @@ MAX_COMPLETION_CHARS = 200_000
 
 
 def parse_action(completion: str, wanted: ActionFormat = DEFAULT_FORMAT) -> Action | InvalidAction:
-    """Read the policy's text without special tokens. White space around it and one Markdown code fence are forgiven,
-    nothing else. Never raises."""
+    """Read a completion: the policy's text without special tokens. White space around it and one Markdown code fence
+    are forgiven, nothing else. Never raises."""
     text = completion.strip()
     if not text:
         return InvalidAction(reason="empty")

@@ -37,11 +37,12 @@ _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND p
 
 
 class ReplayReward(Scorer):
-    """What another run recorded, in the place of `reward`.
+    """What another run recorded.
 
-    `run` is the output folder of the recorded run, or one file of a record. For a completion that is not recorded
-    `on_miss` says `fail`, `nearest` or `live`: then `reward` is asked. With `delays` a reward takes as long as it did.
-    `rank` is this process: what it recorded itself comes first.
+    It stands in the place of `reward`, which gives the names, and whatever is not recorded. `run` is the output folder
+    of the recorded run, or one file of a record. `on_miss` says what becomes of a completion that is not recorded:
+    `fail`, `nearest` or `live`. With `delays` a reward takes as long as it did. What this `rank` recorded itself comes
+    first.
 
     Raises `ConfigError` if the record is of another version, or of other reward functions.
     """

@@ -97,7 +97,7 @@ class Scoring:
         return replace(self, stage_components=added)
 
     def score(self, case: Case, seconds: Mapping[str, float]) -> Reward:
-        """The reward of an answered action. `seconds` is the time of each stage."""
+        """The reward of an answered action, from what the judge and the stages found."""
         weights = self.weights[case.row.branch]
         unknown: dict[str, float | None] = dict.fromkeys(self.stage_components)
         components = {**_components(case), **unknown, **case.components}

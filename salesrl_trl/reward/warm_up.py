@@ -9,10 +9,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.answer_store import AnswerStore
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.rag.answers import RagAnswers
-from salesrl_trl.reward.rag.kept import check_kept
+from salesrl_trl.reward.rag.rag_answers import RagAnswers
 from salesrl_trl.reward.service.deadline import clocked
 from salesrl_trl.types import Answer, SalesRow
 
@@ -24,9 +22,10 @@ _NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
 async def ask_every_service(
     row: SalesRow, answers: RagAnswers, judge: Judge | None, announces: bool
 ) -> dict[str, float | ServiceError]:
-    """Ask both RAG endpoints about a row, then the judge about their answer, where any branch needs one.
+    """Ask both RAG endpoints about a row, then the judge, if any branch needs one, about their answer.
 
-    Returns by service the seconds of its answer, or its error. `announces`: this is the process that logs.
+    Returns by service the seconds its answer took, or what went wrong. `announces` says whether this is the process
+    that logs what it finds.
     """
     action = answers.plain_action(row.conversation[-1].content)
     results = await asyncio.gather(
@@ -44,14 +43,13 @@ async def ask_every_service(
     return seconds
 
 
-async def check_kept_references(
-    rows: Sequence[SalesRow], answers: RagAnswers, stores: tuple[AnswerStore, AnswerStore], announces: bool
-) -> None:
-    """Compare some of the references that an earlier run kept for these rows with fresh ones. Forget all of them where
-    they differ. `stores` are those of 8B answers with verdicts, and of references."""
-    keys = {answers.reference_key(row): row for row in rows}
-    lines = await check_kept(stores[1], stores[0], answers.backend.identity, keys, answers.ask_32b)
-    for text, is_warning in lines if announces else ():
+async def compare_references(rows: Sequence[SalesRow], answers: RagAnswers, announces: bool) -> None:
+    """Compare some of the references that an earlier run kept with fresh ones, and forget them all where they differ.
+
+    `rows` are those whose references are used."""
+    line = await answers.compare_references(rows)
+    if announces and line is not None:
+        text, is_warning = line
         logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
 
 

@@ -1,7 +1,8 @@
 """Sums that are kept from one log line to the next.
 
 Owns the way from what was added to the figures of a line. An aggregate keeps its sum and its count until it is logged,
-so that batches of unequal size have the right weights. Knows no reward and no KL: other rooms add their own figures.
+so that batches of unequal size have the right weights. Knows no reward and no KL:
+`reward`, `kl` and `update` add their own figures.
 """
 
 import math
@@ -11,14 +12,7 @@ from salesrl_trl.names import is_largest
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value at or below which a share of the values lies (nearest rank); 0 without values.
-
-    Args:
-        values (`Sequence[float]`):
-            In any order.
-        share (`float`):
-            In (0, 1].
-    """
+    """The value at or below which a share in (0, 1] of the values lies (nearest rank); 0 without values."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
 
@@ -26,9 +20,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 class StepAggregates:
     """The mean of everything that was added since the last `flush`; where `is_largest`, the largest value.
 
-    Args:
-        names (`Sequence[str]`):
-            Every name there will be; `flush` returns exactly these, in this order.
+    `flush` returns exactly the names, in their order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

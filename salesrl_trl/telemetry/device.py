@@ -1,13 +1,18 @@
-"""Readings of the device: when it reached a mark, and how full its memory is.
+"""Readings of the device and its machine: when a mark was reached, how full its memory is, how busy they are.
 
-Owns the events behind a timeline's marks on a GPU, and the reading of memory. `names` owns the tags.
+Owns the events behind a timeline's marks on a GPU, and the samples and counters of `instruments`. `names` owns the
+tags.
 """
 
+import contextlib
+import math
+import time
 from collections.abc import Sequence
 
 import psutil
 import torch
 
+from salesrl_trl.names import DISK_READ, DISK_WRITE, GPU_BUSY
 from salesrl_trl.telemetry.timeline import Clock, HostClock, Mark
 
 GIB = 2.0**30
@@ -94,3 +99,43 @@ def forget_peak(device: torch.device) -> None:
     """Count the most allocated memory from now on, for all callers of PyTorch."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+class MachineUse:
+    """The use of the GPU and of the disks since the last figures."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._busy: list[float] = []
+        self._since, self._disk = time.perf_counter(), _disk_bytes()
+
+    def sample(self) -> str:
+        """Read the GPU's utilisation over the last second: `"GPU 97 % busy"`. From any thread, the heartbeat's.
+
+        Empty without a GPU, without the package `pynvml`, or if the driver does not say.
+        """
+        if self._device.type == "cuda":
+            with contextlib.suppress(Exception):  # there is no sample then
+                busy = torch.cuda.utilization(self._device)
+                self._busy.append(busy / 100)
+                return f"GPU {busy} % busy"
+        return ""
+
+    def drain(self) -> dict[str, float]:
+        """Share of the time in which the GPU ran a kernel, mean of the samples, and MB/s of all disks of this machine;
+        NaN where unknown. Starts over."""
+        busy, self._busy = self._busy, []
+        now, disk = time.perf_counter(), _disk_bytes()
+        read, written = ((new - old) / 1e6 / (now - self._since) for new, old in zip(disk, self._disk, strict=True))
+        self._since, self._disk = now, disk
+        share = sum(busy) / len(busy) if busy else math.nan
+        return {GPU_BUSY: share, DISK_READ: read, DISK_WRITE: written}
+
+
+def _disk_bytes() -> tuple[float, float]:
+    """Bytes read and written by all disks since the machine started; NaN where the system does not say."""
+    try:
+        counters = psutil.disk_io_counters()
+    except (NotImplementedError, OSError, ValueError):  # a container may hide the counters
+        counters = None
+    return (math.nan, math.nan) if counters is None else (counters.read_bytes, counters.write_bytes)

@@ -44,17 +44,12 @@ ADVICE: dict[str, str] = {
 class Heartbeat:
     """Logs a line about a phase that lasts: after `after_s`, then each time its seconds have doubled.
 
-    Args:
-        current (`Callable[[], tuple[str, float] | None]`):
-            Returns the phase of now and its seconds. Called from the heartbeat's thread.
-        after_s (`float`):
-            Log a line when a phase lasts longer than this, in seconds.
-        where (`Callable[[], str]`):
-            Returns the text before the phase: `"step 3/100"`.
-        details (`dict[str, Callable[[], str]]`):
-            By phase, returns more about it, for example the calls under way.
-        sample (`Callable[[], str]`, *optional*):
-            Called at each look, once a second or more often. Returns what the line says about the machine.
+    Called from its thread, once a second or more often:
+
+    - `current`: returns the phase of now and its seconds;
+    - `where`: the text before the phase, `"step 3/100"`;
+    - `details`: by phase, more about it, for example the calls under way;
+    - `sample`: what the line says about the machine.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """All measurements of a run in one object, for the trainer.
 
 Owns the timeline, the lengths that were trained on, the trace and the heartbeat, and gathers the ranks' sums. `perf`
-owns the arithmetic of the figures. The trainer reports each event.
+owns the arithmetic of the figures. The trainer, its rollouts and `StepMarks` report each event.
 """
 
 import logging
@@ -16,18 +16,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
 from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from salesrl_trl.names import MFU_MODEL, TRACE_FILE, Phase, StartUp, perf_of
+from salesrl_trl.names import MEMORY, MFU_MODEL, TRACE_FILE, Phase, StartUp, perf_of
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.device import clock_of, device_name, forget_peak, memory_gib
+from salesrl_trl.telemetry.device import MachineUse, clock_of, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
-from salesrl_trl.telemetry.machine_use import MachineUse
 from salesrl_trl.telemetry.peaks import peak_bf16_flops
-from salesrl_trl.telemetry.start_up import StartUpSeconds
-from salesrl_trl.telemetry.step_trace import StepTrace
+from salesrl_trl.telemetry.start_up import write_start
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
+from salesrl_trl.telemetry.trace import StepTrace
 from salesrl_trl.timing import Span, overlap
 
 logger = logging.getLogger(__name__)
@@ -67,17 +67,8 @@ class _Scored(NamedTuple):
 class Instruments:
     """A run's timeline and the figures from it.
 
-    Built before the model, so that the start-up is measured too. Every rank has one; `figures` is a collective.
-
-    Args:
-        settings (`InstrumentSettings`):
-            Which measurements.
-        device (`torch.device`):
-            The device of this rank.
-        output_dir (`Path`):
-            Folder of the trace.
-        recorder (`Recorder`, *optional*):
-            Keeps what became of every completion.
+    Built before the model, so that the start-up is measured too. Every rank has one, for its device; `figures` is a
+    collective. The trace lies in `output_dir`. `recorder` keeps what became of every completion.
     """
 
     def __init__(
@@ -138,34 +129,31 @@ class Instruments:
         self.timeline.starts()
 
     def record_model(self, model: nn.Module) -> None:
-        """Compute the FLOPs of a token. Where they are unknown, a warning says why, and there is no utilisation."""
+        """Count the FLOPs of a token. Where they or the peak are unknown, a warning says why, and there is no MFU."""
+        if self._peak is None:  # as on every CPU
+            if self._device.type != "cpu":
+                self._warn_once(
+                    f"no MFU: the bf16 peak of {device_name(self._device)!r} is not in the table. Set `peak_tflops`."
+                )
+            return
         try:
             self._flops = model_flops(model)
         except UnknownFlops as error:
             self._warn_once(f"no MFU: {error}")
         except Exception as error:  # an unknown kind of model must not end the training
             self._warn_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
-        if self._peak is None and self._device.type != "cpu":
-            self._warn_once(
-                f"no MFU: the bf16 peak of {device_name(self._device)!r} is not in the table. Set `peak_tflops`."
-            )
 
     def record_batch(
         self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, has_prompt: Sequence[bool] | None = None
     ) -> None:
         """Record a micro-batch that goes through forward and backward. Does not wait for the device.
 
-        Args:
-            prompt_mask (`torch.Tensor`):
-                Shape (B, P).
-            completion_mask (`torch.Tensor`):
-                Shape (B, C).
-            has_prompt (`Sequence[bool]`, *optional*):
-                False for a completion whose prompt went through the model with another one. All True when not given.
+        The masks have shapes (B, P) and (B, C). `has_prompt` is False for a completion whose prompt went through the
+        model with another one; without it, all are True.
         """
         if not self.timeline.enabled:
             return
-        prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # each (B,)
+        prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # (B,)
         own = torch.tensor([True] * len(prompts) if has_prompt is None else has_prompt)
         self._lengths.append((prompts, completions, own.to(prompts.device, non_blocking=True)))
         if len(self._lengths) >= BATCHES_KEPT:
@@ -181,19 +169,12 @@ class Instruments:
     ) -> None:
         """Record a scored batch of training.
 
-        Args:
-            started (`float`):
-                Time of its first call, of `time.perf_counter`.
-            seconds (`float`):
-                From there to its last answer.
-            waits (`Sequence[tuple[float, float]]`):
-                First and last time of each wait of the trainer's thread for this batch.
-            spans (`Sequence[Span]`):
-                The stages of its completions, for the trace.
+        Its first call began at `started`, of `time.perf_counter`; its last answer came `seconds` later. `waits` are
+        first and last time of each wait of the trainer's thread for it. `spans` are the stages of its completions.
         """
         if self.timeline.enabled:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
-            self._batches.append(_Scored(seconds, [each for each in cut if each[0] < each[1]]))
+            self._batches.append(_Scored(seconds, [wait for wait in cut if wait[0] < wait[1]]))
             self._trace.add(self.step + 1, spans)  # they may have begun in earlier steps
 
     def step_ends(self) -> None:
@@ -204,9 +185,8 @@ class Instruments:
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
         """The figures of the steps since the last call, over all ranks; a collective.
 
-        Returns:
-            `dict[str, float]`: the same on every rank, except those of `names.MACHINE`, which are its own. Empty
-                while nothing is measured.
+        They are the same on every rank, except those of `names.MACHINE`, which are its own. Empty while nothing is
+        measured.
         """
         if not self.timeline.enabled:
             return {}
@@ -215,10 +195,13 @@ class Instruments:
         self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]
         if self.timeline.dropped_spans:
             self._warn_once("the trace has gaps: too many spans between two log lines. Log more often.")
-        row = torch.tensor([self._sums(steps).row()], dtype=torch.float64).to(self._device)  # (1, columns)
-        ranks = [perf.Sums.from_row(each) for each in gather(row).tolist()]
+        sums = self._sums(steps)
+        row = torch.tensor([[sums[name] for name in perf.COLUMNS]], dtype=torch.float64).to(self._device)
+        ranks: list[perf.Sums] = [
+            dict(zip(perf.COLUMNS, rank, strict=True)) for rank in gather(row).tolist()
+        ]  # of (ranks, columns)
         if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
-            StartUpSeconds.of(spans, steps[0]).keep(self._output_dir)
+            write_start(spans, steps[0], self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
         self._due = ranks if self._due is None else perf.added(self._due, ranks)
         figures = perf.time_figures(ranks)
@@ -244,7 +227,7 @@ class Instruments:
         """Add the lengths to the sums. Called seldom, because it takes a dozen small kernels. Waits for no device."""
         if not self._lengths:
             return
-        prompts, completions, own = (torch.cat(each) for each in zip(*self._lengths, strict=True))  # each (N,)
+        prompts, completions, own = (torch.cat(column) for column in zip(*self._lengths, strict=True))  # (N,)
         self._lengths = []
         lengths = prompts + completions
         samples = torch.ones_like(lengths, dtype=torch.float64).sum()
@@ -260,7 +243,7 @@ class Instruments:
         return f"after step {self.step}/{self.last_step}" if done else f"step {self.step + 1}/{self.last_step}"
 
     def _sums(self, steps: Sequence[StepTimes]) -> perf.Sums:
-        seconds: dict[str, float] = {p: sum(step.seconds.get(p, 0.0) for step in steps) for p in Phase}
+        seconds: perf.Sums = {phase: sum(step.seconds.get(phase, 0.0) for step in steps) for phase in Phase}
         batches, waits = list(self._batches), self._waits
         # The trainer's thread begins to wait when the host has issued all other work. The phase of the wait begins
         # when the device is done with this work.
@@ -273,17 +256,17 @@ class Instruments:
             tokens, samples, *sums = self._trained.tolist()
             flops = self._flops.total(sums) if self._flops is not None else math.nan
             self._trained = None
-        return perf.Sums(
-            phases=seconds,
-            steps=len(steps),
-            makespan=sum(batch.seconds for batch in batches),
-            exposed=exposed,
-            batches=len(batches),
-            flops=flops,
-            tokens=tokens,
-            samples=samples,
-            memory=memory_gib(self._device),
-        )
+        return {
+            **seconds,
+            perf.STEPS: len(steps),
+            perf.MAKESPAN: sum(batch.seconds for batch in batches),
+            perf.EXPOSED: exposed,
+            perf.BATCHES: len(batches),
+            perf.FLOPS: flops,
+            perf.TOKENS: tokens,
+            perf.SAMPLES: samples,
+            **dict(zip(MEMORY, memory_gib(self._device), strict=True)),
+        }
 
     def _check_utilisation(self, figures: dict[str, float]) -> None:
         """Warn of a utilisation above 1: the peak is wrong, and no utilisation is shown."""
@@ -298,3 +281,38 @@ class Instruments:
         if line not in self._warned:
             self._warned.add(line)
             logger.warning(line)
+
+
+class StepMarks(TrainerCallback):
+    """Marks the start of a run, the end of each step, and the end of the run.
+
+    `prepare`, `begin` and `end` are called before the first mark of a run, after it, and when the run has ended.
+    """
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        prepare: Callable[[], None],
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._instruments = instruments
+        self._prepare = prepare
+        self._begin = begin
+        self._end = end
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._prepare()
+        self._instruments.timeline.end(StartUp.PREPARE)
+        self._instruments.run_begins(state.global_step, state.max_steps)
+        self._begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self._instruments.timeline.end(Phase.OPTIMIZER)
+        self._instruments.step_ends()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self._end()
+        self._instruments.timeline.stops()

@@ -1,14 +1,13 @@
 """The start of a run: its seconds by phase, from the beginning of the process to the end of the first step.
 
-Owns the line on the console and the file of these seconds. The phases are marked by the code that is timed.
+Owns the line on the console and the file of these seconds, for `instruments`. The code that is timed marks the phases.
 """
 
 import json
 import logging
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from salesrl_trl.names import START_UP_FILE, Phase, StartUp
@@ -29,66 +28,43 @@ def imports_so_far() -> Span:
     return Span(name=StartUp.IMPORTS, started=now - (time.clock_gettime(time.CLOCK_BOOTTIME) - began), ended=now)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartUpSeconds:
-    """The seconds of a start."""
+def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> None:
+    """Log the seconds of a start, from all spans until now and the first step, and write them to a file.
 
-    total: float
-    """From the beginning of the process, or of the first phase, to the end of the first step."""
-    phases: dict[str, float]
-    """One after another. The time between them is left out."""
-    beside: dict[str, float]
-    """Side by side with those: of other threads and processes."""
-    first_step: float
-    evaluation: float
-    """The part of the first step in which an evaluation went on."""
+    The phases go one after another; others go side by side with those, in other threads and processes. The time in
+    between is "other". A full disk does not end the run.
+    """
+    known = sorted((span for span in spans if span.name in set(StartUp)), key=lambda span: span.started)
+    phases, beside = dict[str, float](), dict[str, float]()
+    for span in known:
+        sums = phases if span.track == PHASES_TRACK else beside
+        sums[span.name] = sums.get(span.name, 0.0) + span.seconds
+    total = first.ended - min([first.started, *(span.started for span in known)])
+    evaluation = first.seconds.get(Phase.EVALUATION, 0.0)
+    logger.info(_line(total, phases, beside, first.wall, evaluation))
+    figures = {
+        "total_s": total,
+        "phases_s": phases,
+        "beside_s": beside,
+        "first_step_s": first.wall,
+        "evaluation_s": evaluation,
+    }
+    try:
+        (output_dir / START_UP_FILE).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning(f"{output_dir / START_UP_FILE} can't be written ({type(error).__name__})")
 
-    @classmethod
-    def of(cls, spans: Sequence[Span], first: StepTimes) -> "StartUpSeconds":
-        """The seconds of a start.
 
-        Args:
-            spans (`Sequence[Span]`):
-                All spans until now.
-            first (`StepTimes`):
-                The first step.
-        """
-        known = [span for span in spans if span.name in set(StartUp)]
-        phases, beside = dict[str, float](), dict[str, float]()
-        for span in sorted(known, key=lambda span: span.started):
-            sums = phases if span.track == PHASES_TRACK else beside
-            sums[span.name] = sums.get(span.name, 0.0) + span.seconds
-        return cls(
-            total=first.ended - min([first.started, *(span.started for span in known)]),
-            phases=phases,
-            beside=beside,
-            first_step=first.wall,
-            evaluation=first.seconds.get(Phase.EVALUATION, 0.0),
-        )
+def _line(
+    total: float, phases: Mapping[str, float], beside: Mapping[str, float], first_step: float, evaluation: float
+) -> str:
+    """`[Start] 31.4 s to the end of the first step: imports 9.0, engine 10.1, first step 4.0; side by side ...`"""
 
-    def line(self) -> str:
-        """`[Start] 31.4 s to the end of the first step: imports 9.0, engine 10.1, first step 4.0; beside: ...`"""
-        parts = [f"{name} {seconds:.1f}" for name, seconds in self.phases.items() if seconds >= SHOWN_S]
-        evaluated = f" (evaluation {self.evaluation:.1f})" if self.evaluation else ""
-        parts.append(f"first step {self.first_step:.1f}{evaluated}")
-        other = self.total - sum(self.phases.values()) - self.first_step
-        parts.append(f"other {max(other, 0.0):.1f}")
-        beside = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.beside.items() if seconds >= SHOWN_S)
-        return f"[Start] {self.total:.1f} s to the end of the first step: {', '.join(parts)}" + (
-            f"; side by side with these: {beside}" * bool(beside)
-        )
+    def shown(seconds_by_name: Mapping[str, float]) -> list[str]:
+        return [f"{name} {seconds:.1f}" for name, seconds in seconds_by_name.items() if seconds >= SHOWN_S]
 
-    def keep(self, output_dir: Path) -> None:
-        """Log the line, and write the file. A full disk does not end the run."""
-        logger.info(self.line())
-        figures = {
-            "total_s": self.total,
-            "phases_s": self.phases,
-            "beside_s": self.beside,
-            "first_step_s": self.first_step,
-            "evaluation_s": self.evaluation,
-        }
-        try:
-            (output_dir / START_UP_FILE).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            logger.warning(f"{output_dir / START_UP_FILE} can't be written ({type(error).__name__})")
+    evaluated = f" (evaluation {evaluation:.1f})" if evaluation else ""
+    other = max(total - sum(phases.values()) - first_step, 0.0)
+    parts = [*shown(phases), f"first step {first_step:.1f}{evaluated}", f"other {other:.1f}"]
+    side = f"; side by side with these: {', '.join(shown(beside))}" if beside else ""
+    return f"[Start] {total:.1f} s to the end of the first step: {', '.join(parts)}{side}"

@@ -57,9 +57,7 @@ class Clock(Protocol):
     def settle(self, marks: Sequence[Mark]) -> None:
         """Set the `time` of each mark, on `time.perf_counter`'s scale. Waits for the last one.
 
-        Args:
-            marks (`Sequence[Mark]`):
-                In the order in which they were made. Their times never fall.
+        The marks come in the order in which they were made. Their times never fall.
         """
 
     def is_reached(self, mark: Mark) -> bool:
@@ -126,12 +124,8 @@ class _Step:
 class Timeline:
     """Phases of steps on one thread, and spans of other threads.
 
-    Args:
-        clock (`Clock`, *optional*):
-            Says when marks were reached. The host's own clock when not given.
-        opaque (`Iterable[str]`, *optional*):
-            Phases that own everything inside them. An evaluation generates and scores too, but all of this time
-            counts as evaluation.
+    `clock` says when marks were reached: by default the host's own. The phases in `opaque` own everything inside them:
+    an evaluation generates and scores too, but all of this time counts as evaluation.
 
     `enabled` may be switched between steps. While it is off, nothing is marked and no step is counted.
     """
@@ -200,7 +194,7 @@ class Timeline:
 
     def end(self, name: str) -> None:
         """Close the phase if it is open, with all phases inside it."""
-        phase = next((each for each in reversed(self._stack) if each.timing.name == name), None)
+        phase = next((phase for phase in reversed(self._stack) if phase.timing.name == name), None)
         if phase is not None:
             self._close(phase)
 
@@ -255,8 +249,7 @@ class Timeline:
     def close(self) -> StepTimes | None:
         """End all open phases as failed, and settle everything. Waits at most `CLOSE_PATIENCE_S` for the device.
 
-        Returns:
-            `StepTimes`, *optional*: the step that was cut off, if there was one.
+        Returns the step that was cut off, if there was one.
         """
         while self._stack:
             self._stack[-1].timing.failed = True
@@ -294,10 +287,10 @@ class Timeline:
             return
         mark = self._clock.mark()
         index = self._stack.index(phase)
-        for each in reversed(self._stack[index:]):
-            each.timing.ended = mark.host
-            each.timing.failed = each.timing.failed or phase.timing.failed
-            self._closed_phases.append((each.timing.name, each.mark, mark, each.timing.failed))
+        for inner in reversed(self._stack[index:]):
+            inner.timing.ended = mark.host
+            inner.timing.failed = inner.timing.failed or phase.timing.failed
+            self._closed_phases.append((inner.timing.name, inner.mark, mark, inner.timing.failed))
         self._stack = self._stack[:index]
         self._cut(mark)
 
@@ -311,7 +304,7 @@ class Timeline:
         return self._shown(self._stack).timing.name if self._stack else Phase.UNACCOUNTED
 
     def _shown(self, stack: tuple[_OpenPhase, ...]) -> _OpenPhase:
-        return next((each for each in stack if each.timing.name in self._opaque), stack[-1])
+        return next((phase for phase in stack if phase.timing.name in self._opaque), stack[-1])
 
     def _settle(self, steps: list[_Step]) -> None:
         for step in list(steps):

@@ -1,18 +1,30 @@
 """The examples train as they stand, with the packaged policy in place of one of the hub."""
 
 import asyncio
+import contextlib
 import difflib
 import json
+import os
 import re
 import runpy
+import socket
+import subprocess
+import sys
+import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
+import httpx2
 import pytest
-from support.loopback import chat_completion
+from support.loopback import VERDICT, action, chat_completion, row, score_batch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOTrainer
+from werkzeug import Response
 
+from salesrl_trl.build.assembly import build_reward
+from salesrl_trl.build.checks.reward import prepare_reward
+from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -178,3 +190,88 @@ def test_the_notebook_trains_where_an_event_loop_runs_already(monkeypatch, tmp_p
     for branch in ("sum", "product"):
         assert table[f"reward/{branch}"].notna().any() and table[f"kl/{branch}"].notna().any()
     assert names["trainer"].args.branches == ["product", "sum"]
+
+
+def embedded(request):
+    """Counts of the pairs of neighbouring characters: texts are the nearer the more pairs they share."""
+    vectors = []
+    for text in request.json["input"]:
+        vectors.append([0.001] * 512)
+        for pair in zip(text.lower(), text.lower()[1:], strict=False):
+            vectors[-1][zlib.crc32("".join(pair).encode()) % 512] += 1.0
+    data = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)]
+    return Response(
+        json.dumps({"object": "list", "model": "bigrams", "data": data[::-1]}), mimetype="application/json"
+    )
+
+
+@pytest.fixture
+def vector_store(httpserver, tmp_path):
+    """Start the example, perhaps with documents. Returns its address."""
+    started = []
+
+    def start(documents=None):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environment = {"OPENAI_BASE_URL": httpserver.url_for("/embedder/v1"), "OPENAI_API_KEY": "k", "PORT": str(port)}
+        if documents is not None:
+            environment["DOCUMENTS"] = str(tmp_path / "documents.jsonl")
+            (tmp_path / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)), "utf-8")
+        started.append(
+            subprocess.Popen([sys.executable, str(EXAMPLES / "vector_store.py")], env={**os.environ, **environment})
+        )
+        end = time.monotonic() + 60
+        while time.monotonic() < end and started[-1].poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                return f"http://127.0.0.1:{port}"
+            time.sleep(0.05)
+        raise AssertionError("the example did not listen")
+
+    httpserver.expect_request("/embedder/v1/embeddings", method="POST").respond_with_handler(embedded)
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait()
+
+
+def rewarded(config, rows, completions, folder):
+    parts = prepare_reward(config, ["fairness", "hallucination"])
+    reward = build_reward(config, parts, rows, config.rag_base_url, config.judge_base_url, output_dir=folder)
+    return score_batch(reward, completions, list(range(len(rows)))).rewards
+
+
+def settings(url, services, tmp_path, **others):
+    judge = {"judge_base_url": f"{services.url}/v1", "judge_model": "judge"}
+    return RewardConfig(
+        rag_base_url=url, reference_cache=str(tmp_path / "r.sqlite"), cache_answers=False, **judge, **others
+    )
+
+
+def test_a_vector_store_answers_a_run_from_the_demos_knowledge(vector_store, services, tmp_path):
+    services.verdict(json.dumps(VERDICT))
+    completions = [action(query="How much does the watercolour course cost?", profile=""), "no action"]
+    rows = [row("r1"), row("r2")]
+    scored, invalid = rewarded(settings(vector_store(), services, tmp_path), rows, completions, tmp_path)
+    assert (scored.value, invalid.reason) == (0.75, "not_json")
+    assert 0.2 < scored.components["retrieval"] < 1.0
+    assert "atercolour" in services.asked["judge"][0].json["messages"][1]["content"]
+
+
+def test_a_tenant_of_a_vector_store_sees_its_own_documents_and_everybodys(vector_store, services, tmp_path):
+    services.verdict(json.dumps(VERDICT))
+    documents = [{"id": name, "text": f"The price of {name} is 100.", "tenant_id": name} for name in ("anna", "bert")]
+    url = vector_store([*documents, {"id": "all", "text": "Everybody may know the hours."}])
+    answers = {}
+    for tenant in ("anna", "carl", ""):
+        body = {
+            "context": "The price of bert?",
+            "tenant_id": tenant,
+            "score_threshold": 0.0,
+            "top_k": 9,
+            "request_id": "i",
+        }
+        answers[tenant] = httpx2.post(f"{url}/v1/rag/32b", json=body).json()
+    assert {tenant: sorted(each["id"] for each in answer["passages"]) for tenant, answer in answers.items()} == {
+        "anna": ["all", "anna"], "carl": ["all"], "": ["all", "anna", "bert"]
+    }  # fmt: skip
+    assert answers[""]["answer"] == "The price of bert is 100."

@@ -72,11 +72,11 @@ def test_a_name_stands_for_one_class():
     [
         ("salesrl_trl.names", "torch"),
         ("salesrl_trl.ground.fencing", "torch"),
-        ("salesrl_trl.demo.services.server", "torch"),
+        ("salesrl_trl.demo.services.demo_server", "torch"),
         ("salesrl_trl.reward.chain", "torch"),
         ("salesrl_trl.preflight.alone", "torch"),
         # benchmarks/policies.py has both this and vLLM on a GPU, which JAX, if bm25s brings it, takes for itself
-        ("salesrl_trl.demo.services.judge", "bm25s"),
+        ("salesrl_trl.demo.services.judge_app", "bm25s"),
         ("salesrl_trl.view.__main__", "torch"),
         ("salesrl_trl.env", "torch"),
         ("salesrl_trl.preflight", "torch"),

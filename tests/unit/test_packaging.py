@@ -155,9 +155,9 @@ def test_what_the_package_imports_is_a_direct_dependency(direct: Ranges, extras:
         {"yaml": "pyyaml", "PIL": "pillow", "mlflow": "mlflow-skinny"}.get(name, name)
         for name in imported - not_foreign
     }
-    extra = ("gpu", "plots", "vector-store", "stochastic-rounding", "trackers")
+    extra = ("gpu", "plots", "stochastic-rounding", "trackers")
     optional = {name for each in extra for name in extras[each]}
-    optional |= {"pyarrow", "starlette"}  # come with lancedb and fastapi
+    optional |= {"pyarrow", "starlette"}  # come with datasets and fastapi
     assert foreign - optional <= set(direct)
 
 

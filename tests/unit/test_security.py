@@ -11,7 +11,7 @@ from trl import ModelConfig
 
 from salesrl_trl.build.yaml_file import read_yaml
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.demo.services.server import _parser
+from salesrl_trl.demo.services.demo_server import _parser
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {

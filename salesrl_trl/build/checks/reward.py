@@ -19,8 +19,7 @@ from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.base import Judge
-from salesrl_trl.reward.judge.client import load_rubrics, packaged_rubrics
-from salesrl_trl.reward.rag.vector_store import has_table
+from salesrl_trl.reward.judge.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
@@ -40,7 +39,6 @@ class RewardParts:
     scoring: Scoring
     rubrics: dict[str, str]
     rag_key: str | None = field(repr=False)
-    embedding_key: str | None = field(repr=False)
     judge_keys: dict[str, str | None] = field(repr=False)
     """By provider name."""
     judge: Judge | None
@@ -85,18 +83,10 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
     judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
     needs_rubrics = judge is None and config.uses_services
     scoring = _scoring(config, branches, stages, hybrid_baseline)
-    if config.vector_store_path is not None and not has_table(config.vector_store_path):
-        raise ConfigError(
-            f"`vector_store_path` is {config.vector_store_path}, where there is no store. Expected a folder that "
-            "scripts/build_vector_store.py wrote. Build it, or correct the path."
-        )
     return RewardParts(
         scoring=scoring,
         rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir) if needs_rubrics else {},
         rag_key=None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env"),
-        embedding_key=(
-            None if config.asks_nobody else read_key(config.embedding_api_key_env, "embedding_api_key_env")
-        ),
         judge_keys=_judge_keys(config),
         judge=judge,
         stages=stages,
@@ -106,7 +96,7 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
 
 
 def check_retrieval(config: RewardConfig, parts: RewardParts) -> list[str]:
-    """Check that the RAG service, or the embedding service of a vector store, answers at its configured address.
+    """Check that the RAG service answers at its configured address.
 
     Returns:
         `list[str]`: lines for the run's banner, about what could not be checked.
@@ -114,11 +104,7 @@ def check_retrieval(config: RewardConfig, parts: RewardParts) -> list[str]:
     Raises:
         `ConfigError`, `ServiceError`: it is not as expected.
     """
-    notes = [] if config.rag_base_url is None else check_rag(config.rag_base_url, parts.rag_key)
-    if config.vector_store_path is not None and config.embedding_base_url and config.embedding_model:
-        address = {"service": "embedding service", "setting": "embedding_base_url"}
-        notes += check_models(config.embedding_base_url, parts.embedding_key, config.embedding_model, **address)
-    return notes
+    return [] if config.rag_base_url is None else check_rag(config.rag_base_url, parts.rag_key)
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
@@ -176,7 +162,7 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     if config.embeds_rag and own_fields:
         raise ConfigError(
             f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
-            "`rag_base_url` or `vector_store_path`, or leave out `action_fields`."
+            "`rag_base_url`, or leave out `action_fields`."
         )
     faults = []
     if config.embeds_judge and own_fields:
@@ -189,7 +175,7 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     if config.embeds_rag and config.knowledge_file is None and own_rows is not None:
         faults.append(
             f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
-            "`rag_base_url` or `vector_store_path`, or `knowledge_file` for your documents in the embedded service."
+            "`rag_base_url`, or `knowledge_file` for your documents in the embedded service."
         )
     if faults and not config.allow_stand_ins:
         raise ConfigError(

@@ -2,11 +2,9 @@
 
 - `shape`: the figures of a model, from its configuration.
 - `setup`: the settings of a run that decide the memory.
-- `estimate`: the memory at each moment of a step, by parts.
-- `states`, `activations`, `generation`: a part each, with the source of its formula.
-- `remedies`: settings that take less memory, the cheapest first.
+- `estimate`: the memory at four moments of a step, by parts, and what takes less; `activations`: one part of it.
 - `cards`: the memory of a card, and the processes that use it now.
-- `command`: `scripts/check_gpu_memory.py`.
 
-Refuses to load weights, and to change a setting.
+`preflight.memory` calls them: for each run, and for `scripts/check_gpu_memory.py`. An estimate is good to about 10 %;
+the stage `step` of preflight measures.
 """

@@ -31,7 +31,7 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
     - experts that are one weight: the same in that weight's format, because autocast does not cast for a grouped
       product (`integrations/moe.py`), and for each visited expert a copy of its output, and of its input if it is
       trained. Of a shared expert the output and its product with the gate.
-    - adapters: each casts its own input, c wide, with a mask of 1 byte under dropout, and keeps its inner c x rank.
+    - adapters: each casts its own input, c wide, with a mask of 1 byte under dropout.
     """
     computed, stream = setup.compute_bytes, setup.weight_bytes
     hidden, query, heads = shape.hidden, shape.query, shape.heads
@@ -53,19 +53,18 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
     adapted = 0.0
     if setup.lora:
         assert shape.adapters is not None
-        adapted = (computed + setup.lora_dropout) * shape.adapters.inputs + computed * shape.adapters.ranks
+        adapted = (computed + setup.lora_dropout) * shape.adapters.inputs
     return setup.tokens * (norms + attention + inner + adapted)
 
 
 def saved_activations(shape: ModelShape, setup: Setup) -> float:
-    """What is kept from the forward pass to the backward pass.
+    """What is kept from the forward pass to the backward pass: of each block, the last norm and its hidden states.
 
-    With gradient checkpointing each block's input (`GradientCheckpointingLayer`), else all of `layer_activations`.
-    After the blocks: the last norm, and the hidden states that it gives to the log-probs.
+    With gradient checkpointing (`GradientCheckpointingLayer`) a block keeps its input, else `layer_activations`.
     """
-    block = layer_activations(shape, setup)
-    if setup.checkpointing:
-        block = setup.tokens * setup.weight_bytes * shape.hidden
+    block = (
+        setup.tokens * setup.weight_bytes * shape.hidden if setup.checkpointing else layer_activations(shape, setup)
+    )
     last = setup.tokens * shape.hidden * (4 + setup.weight_bytes * (1 if setup.lora else 2))
     return shape.layers * block + last
 
@@ -89,10 +88,7 @@ def working_activations(shape: ModelShape, setup: Setup) -> float:
 
 
 def activations_without_gradients(shape: ModelShape, setup: Setup, tokens: int) -> float:
-    """One block's forward pass over so many tokens, where the MLP has three widths of f, and the last output.
-
-    Beside them: two of the residual stream, and the norm's output for the product.
-    """
+    """One block's forward pass: three widths of the MLP, two of the residual stream, the norm's output."""
     widths = 3 * setup.compute_bytes * shape.intermediate
     return tokens * (widths + (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden)
 
@@ -103,10 +99,7 @@ def logits(setup: Setup, tokens: int) -> float:
 
 
 def head_gradients(shape: ModelShape, setup: Setup) -> float:
-    """More than a tile of logits, in the backward pass of the log-probs.
-
-    The hidden states' gradients in float32 and in their own format. If the head is trained, its whole gradient in
-    float32, with a copy in its own format.
-    """
+    """More than a tile of logits, in the backward pass of the log-probs: gradients of the hidden states and of a
+    trained head, in float32 and in their own format."""
     inputs = setup.predicted_tokens * shape.hidden * (4 + setup.weight_bytes)
     return inputs + (0.0 if setup.lora else shape.embedding * (4 + 2 * (setup.weight_bytes == 2)))

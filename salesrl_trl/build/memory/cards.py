@@ -2,21 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from salesrl_trl.build.software import ask_driver
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
-
-
-class Usage(NamedTuple):
-    """A process on a card."""
-
-    pid: int
-    name: str
-    gib: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +25,10 @@ def named_card(text: str) -> Card:
 
     Raises `ConfigError` if the text is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib)", text.strip().lower())
-    if found is None:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib)", text.strip().lower())
+    if size is None:
         raise ConfigError(f"`card` is {text!r}. Expected a size, such as 24gb, 80gb or 131.5gib. Correct it.")
-    return Card(text, float(found[1]) * (1e9 / GIB if found[2] == "gb" else 1.0))
+    return Card(text, float(size[1]) * (1e9 / GIB if size[2] == "gb" else 1.0))
 
 
 def card_here(device: torch.device) -> Card | None:
@@ -53,15 +44,10 @@ def used_gib(card: Card) -> float | None:
     return next((float(mib) / 1024 for (mib,) in _ask_driver(card, "--query-gpu=memory.used")), None)
 
 
-def users(card: Card) -> list[Usage]:
-    """The processes that use the card now. In a container the driver may hide them."""
+def users(card: Card) -> str:
+    """The processes that use the card now: `"python (4711) 12.5 GiB"`. Empty if none is known, as in a container."""
     rows = _ask_driver(card, "--query-compute-apps=used_memory,pid,process_name")
-    return [Usage(int(pid), ", ".join(name), float(mib) / 1024) for mib, pid, *name in rows]
-
-
-def named_users(card: Card) -> str:
-    """The same in words: `"python (4711) 12.5 GiB"`; empty if none is known."""
-    return ", ".join(f"{each.name} ({each.pid}) {each.gib:.1f} GiB" for each in users(card))
+    return ", ".join(f"{', '.join(name)} ({pid}) {float(mib) / 1024:.1f} GiB" for mib, pid, *name in rows)
 
 
 def _ask_driver(card: Card, query: str) -> list[list[str]]:

@@ -1,14 +1,28 @@
-"""The memory of a training process at each moment of a step, by parts, in GiB.
+"""The memory of a training process at four moments of a step, by parts, in GiB, from `ModelShape` and `Setup`.
 
-Owns the moments: arithmetic over `ModelShape` and `Setup`. `states`, `activations` and `generation` own the parts.
+Sources: TRL 1.16 (`GRPOTrainer.__init__` loads a reference model), PEFT 0.21 (an adapter is float32), DeepSpeed 0.19
+(`runtime/zero`, with the sizes of `zero/config.py`), torchao and bitsandbytes (their optimizers' states), vLLM 0.31
+(`gpu_worker.determine_available_memory`). `activations` has its own.
+
+Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md). Example, LoRA of 7B (7.6e9 weights) on a card
+of 40 GB (37.3 GiB): in 16 bits the weights take 14.2 GiB, in training and once more in vLLM, 28.4 together. vLLM
+starts if its share has its weights, 0.6 GiB to work in and one completion: from 0.41 of this card on, and the recipes
+have 0.35. With half of the card, as in the preset `40gb`, generation takes 14.2 + 18.6 GiB and 1.4 around them: 34.2.
+Asleep, vLLM leaves the card to training, which takes 18, and to evaluations, which take 22.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from salesrl_trl.build.memory import activations, states
-from salesrl_trl.build.memory.generation import generation, sequences
-from salesrl_trl.build.memory.setup import Setup
+from salesrl_trl.build.memory.activations import (
+    activations_without_gradients,
+    head_gradients,
+    logits,
+    saved_activations,
+    working_activations,
+)
+from salesrl_trl.build.memory.setup import Setup, Sharding
 from salesrl_trl.build.memory.shape import ModelShape
 from salesrl_trl.telemetry.device import GIB
 
@@ -19,6 +33,17 @@ CHANNELS_GIB = 0.5
 FRAGMENTS = 0.04
 """Share of PyTorch's allocations that its allocator cannot use again when sizes change."""
 NOT_IN_TENSORS = ("CUDA context", "fragmentation")
+PROFILED_TOKENS = 4096
+"""Tokens of the batch with which TRL's vLLM measures its working memory (`max_num_batched_tokens`)."""
+BUCKET, LIVE = 500_000_000, 1_000_000_000
+"""Numbers of DeepSpeed's `reduce_bucket_size` and `stage3_max_live_parameters`."""
+MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
+"""Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
+TRAINING = "forward and backward"
+STEP = "optimizer step"
+GENERATION = "generation"
+SCORING = "passes without gradients"
+"""The moments. The last one is an evaluation, or the log-probs of the reference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,76 +96,192 @@ Weigh = Callable[[str, str], Estimate]
 
 
 def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
-    """The memory of a process that trains a model of this shape on a card of this size.
-
-    The moments are those with a maximum of their own. The largest one decides:
-
-    - `forward`: all activations are saved, autocast has a copy of every weight;
-    - `backward of the head`: the gradients of the log-probs;
-    - `backward of a layer`: with gradient checkpointing, its activations a second time;
-    - `end of backward`: every gradient, and the embedding's twice;
-    - `optimizer step`: every gradient and state;
-    - `generation`: vLLM or the KV cache of transformers, beside weights and states;
-    - `evaluation`: a batch of evaluated completions without gradients, which may be larger than a micro-batch;
-    - `log-probs of the reference`: whole generation batches with shared prompts.
-    """
-    kept = {
-        "weights": states.weights(shape, setup),
-        "master weights": states.masters(shape, setup),
-        "optimizer states": states.optimizer_states(shape, setup),
-        "reference model": states.reference(shape, setup),
+    """The memory of a process that trains a model of this shape on a card of this size."""
+    kept, gradients = _states(shape, setup), _gradients(shape, setup)
+    before = gradients * (setup.micro_batches > 1)  # those of the micro-batches before
+    embedding = shape.embedding * setup.weight_bytes * (not setup.lora)  # its gradient; twice where it is the head too
+    copies = 2.0 * shape.linear * (setup.autocast and setup.weight_bytes == 4)
+    at_once = copies * (setup.sharding.level < 3)
+    held = at_once * (not setup.checkpointing)
+    saved, tile = saved_activations(shape, setup), logits(setup, setup.predicted_tokens)
+    end_of_forward = {
+        "gradients": before,
+        "activations": saved,
+        "16-bit copies of weights": max(at_once * (not setup.lora), held),
+        "log-probs of the loss": tile + head_gradients(shape, setup),
     }
-    gradient = states.gradients(shape, setup)
-    before = gradient if setup.micro_batches > 1 else 0.0  # those of the micro-batches before
-    saved = activations.saved_activations(shape, setup)
-    copied = 2.0 * shape.linear * (setup.autocast and setup.weight_bytes == 4)
-    at_once = copied * (not setup.sharding.splits_weights)
-    all_copies, held_copies = at_once * (not setup.lora), at_once * (not setup.checkpointing)
-    tile = activations.logits(setup, setup.predicted_tokens)
-    embedding = shape.embedding * setup.weight_bytes * (not setup.lora)
-    training: dict[str, dict[str, float]] = {
-        "forward": {
-            "gradients": before,
-            "activations": saved,
-            "16-bit copies of weights": max(all_copies, held_copies),
-            "log-probs of the loss": tile,
-        },
-        "backward of the head": {
-            "gradients": before,
-            "activations": saved,
-            "16-bit copies of weights": held_copies,
-            "log-probs of the loss": tile + activations.head_gradients(shape, setup),
-        },
-        "backward of a layer": {
-            "gradients": before + embedding * shape.is_tied,
-            "activations": saved + activations.working_activations(shape, setup),
-            "16-bit copies of weights": held_copies or copied / shape.layers,
-        },
-        "end of backward": {"gradients": gradient + embedding * (1 + shape.is_tied)},
-        "optimizer step": {"gradients": gradient, "optimizer's working memory": states.optimizer_work(shape, setup)},
+    backward_of_a_layer = {
+        "gradients": before + embedding * shape.is_tied,
+        "activations": saved + working_activations(shape, setup),
+        "16-bit copies of weights": held or copies / shape.layers,
     }
-    buffers = {"communication buffers": states.communication(shape, setup)}
-    kept_in_training = {**kept, **buffers, **generation(shape, setup, card_gib, False)}
-    moments = [_moment(name, {**kept_in_training, **parts}, setup) for name, parts in training.items()]
-    moments.append(_moment("generation", {**kept, **generation(shape, setup, card_gib, True)}, setup))
+    end_of_update = {
+        "gradients": gradients,
+        "optimizer's working memory": max(_optimizer_work(shape, setup), embedding * (1 + shape.is_tied)),
+    }
     evaluated = setup.evaluated * (setup.prompt_tokens + setup.completion_tokens)
-    passes = {
-        "evaluation": (evaluated, setup.evaluated * setup.completion_tokens),
-        "log-probs of the reference": (setup.scored_tokens, setup.scored_tokens),
-    }
-    for name, (tokens, predicted) in passes.items():
-        without_gradients = {
-            "activations": activations.activations_without_gradients(shape, setup, tokens),
-            "16-bit copies of weights": all_copies,
-            "log-probs of the loss": activations.logits(setup, predicted),
+    passes = [(evaluated, setup.evaluated * setup.completion_tokens), (setup.scored_tokens, setup.scored_tokens)]
+    without_gradients = [
+        {
+            "activations": activations_without_gradients(shape, setup, tokens),
+            "16-bit copies of weights": at_once * (not setup.lora),
+            "log-probs of the loss": logits(setup, predicted),
         }
-        if tokens:
-            moments.append(_moment(name, {**kept_in_training, **without_gradients}, setup))
-    return Estimate(card_gib=card_gib, moments=tuple(moments), sequences=sequences(shape, setup, card_gib))
+        for tokens, predicted in passes
+    ]
+    awake = _generation(shape, setup, card_gib)
+    asleep = {} if setup.engine is None or setup.engine.sleeps else {**awake, "vLLM working memory": 0.0}
+    in_training = {**kept, **_communication(shape, setup), **asleep}
+    moments = (
+        _moment(TRAINING, {**in_training, **_larger(end_of_forward, backward_of_a_layer)}, setup),
+        _moment(STEP, {**in_training, **end_of_update}, setup),
+        _moment(GENERATION, {**kept, **awake}, setup),
+        _moment(SCORING, {**in_training, **_larger(*without_gradients)}, setup),
+    )
+    sequences = None
+    if setup.engine is not None:
+        completion = setup.engine.length * _token_cache(shape, setup.engine.number_bytes) / setup.engine.processes
+        sequences = awake["vLLM KV cache"] / completion
+    return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
+
+
+def advice(estimated: Estimate, setup: Setup) -> list[str]:
+    """What takes less memory at the fullest moment, and is not set yet, the cheapest first."""
+    moment, engine, starts = estimated.peak.name, setup.engine, estimated.starts_engine
+    training, awake = moment == TRAINING, engine is not None and not engine.sleeps
+    smaller_share = engine is not None and starts and (awake or moment == GENERATION)
+    rounds = setup.weight_bytes == 4 and setup.autocast and setup.sharding is Sharding.NONE
+    possible = (
+        (not starts, "a larger `vllm_gpu_memory_utilization`, or a smaller `vllm_max_model_length`"),
+        (moment == SCORING and setup.evaluated > 1, "a smaller `per_device_eval_batch_size`"),
+        (
+            training and setup.group is not None and setup.pass_tokens != 1,
+            "`shared_prompts_tokens: 1`: micro-batches go through the model one by one",
+        ),
+        (training and not setup.checkpointing, "`gradient_checkpointing: true`: each block is computed twice"),
+        (
+            training and setup.micro_batch > 1,
+            "a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps`: the same update",
+        ),
+        (smaller_share, "a smaller `vllm_gpu_memory_utilization`: vLLM generates fewer completions at once"),
+        (
+            awake and moment != GENERATION,
+            "`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step",
+        ),
+        (
+            not setup.lora and rounds,
+            "`optim: adamw_torch_8bit` with `optim_args: bf16_stochastic_round=True`: rounded updates; torchao",
+        ),
+        (not setup.lora, "`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher"),
+        (setup.sharding.level < 3, "more cards: DeepSpeed or FSDP (`accelerate_configs/`)"),
+        (True, "a smaller model"),
+    )
+    return [text for applies, text in possible if applies]
+
+
+def moment_bytes(optim: str, weight_bytes: int) -> float:
+    """Bytes that an optimizer, by its name in transformers, keeps for a weight of so many bytes.
+
+    Moments are float32; those of PyTorch's AdamW on a bf16 weight bf16. Optimizers of 8 and 4 bits (torchao,
+    bitsandbytes) have a scale for each 256 numbers of two moments.
+    """
+    moments = MOMENTS.get(optim.removeprefix("paged_").split("_")[0], 2)
+    if few := re.search(r"([48])bit", optim):
+        return moments * int(few[1]) / 8 + 2 * 4 / 256
+    return moments * (weight_bytes if optim.startswith("adamw_torch") else 4.0)
 
 
 def _moment(name: str, parts: Mapping[str, float], setup: Setup) -> Moment:
-    inside = {part: each / GIB for part, each in parts.items() if each}
+    inside = {part: size / GIB for part, size in parts.items() if size}
     context = CONTEXT_GIB + CHANNELS_GIB * (setup.processes > 1)
     fragments = FRAGMENTS * sum(gib for part, gib in inside.items() if not part.startswith("vLLM"))
     return Moment(name=name, parts={**inside, "CUDA context": context, "fragmentation": fragments})
+
+
+def _larger(*moments: Mapping[str, float]) -> Mapping[str, float]:
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _trained(shape: ModelShape, setup: Setup) -> int:
+    """Parameters that are trained: the adapters, or all."""
+    if not setup.lora:
+        return shape.parameters
+    assert shape.adapters is not None
+    return shape.adapters.parameters
+
+
+def _states(shape: ModelShape, setup: Setup) -> dict[str, float]:
+    """What a process holds all the time, in bytes.
+
+    - bitsandbytes quantizes the linear layers: 1 byte, or 4 bits and a 32-bit scale for each 64 numbers.
+    - Adapters are float32, under DeepSpeed 16 bits. With them the policy is its own reference.
+    - DeepSpeed has float32 copies of the trained 16-bit weights.
+    """
+    trained, in_16_bits = _trained(shape, setup), setup.sharding.is_zero and setup.autocast
+    weights: float = shape.parameters * setup.weight_bytes + trained * setup.lora * (2 if in_16_bits else 4)
+    if setup.quantized_bits is not None:
+        weights += shape.linear * ((1.0 if setup.quantized_bits == 8 else 0.5 + 4 / 64) - setup.weight_bytes)
+    if setup.sharding.level == 3:
+        weights *= (not setup.offloads_weights) / setup.processes
+    number = 4 if setup.lora or setup.sharding.is_zero else setup.weight_bytes
+    mine = trained * (not setup.offloads_optimizer) / (setup.processes if setup.sharding.level else 1)
+    return {
+        "weights": weights,
+        "master weights": 4 * mine * in_16_bits,
+        "optimizer states": moment_bytes(setup.optim, number) * mine,
+        "reference model": weights * (setup.has_reference and not setup.lora),
+    }
+
+
+def _gradients(shape: ModelShape, setup: Setup) -> float:
+    """One for each trained weight, in its number format. DDP has them a second time, in its buckets."""
+    number = 2 if setup.sharding.is_zero and setup.autocast else 4 if setup.lora else setup.weight_bytes
+    copies = 1 + (setup.processes > 1 and setup.sharding is Sharding.NONE)
+    return _trained(shape, setup) * number * copies / (setup.processes if setup.sharding.level >= 2 else 1)
+
+
+def _communication(shape: ModelShape, setup: Setup) -> dict[str, float]:
+    """Buckets in which gradients travel, and weights that a process gathers: at most DeepSpeed's default sizes."""
+    gathered = min(LIVE, shape.parameters) * (setup.sharding.level == 3)
+    bucket = min(BUCKET, _trained(shape, setup)) * (setup.sharding is not Sharding.NONE)
+    return {"communication buffers": setup.compute_bytes * (bucket + gathered)}
+
+
+def _optimizer_work(shape: ModelShape, setup: Setup) -> float:
+    """Memory of the optimizer's step itself.
+
+    - The fused AdamW (transformers' default) needs none, `adamw_torch` a float32 copy of the weights (`foreach`).
+    - DeepSpeed has its part of the gradients in float32 (`step` of `stage_1_and_2.py`).
+    - torchao works on one weight at a time, in float32: both moments, the weight and its gradient.
+    """
+    trained = _trained(shape, setup)
+    if setup.sharding.is_zero:
+        return 4 * trained * (not setup.offloads_optimizer) / setup.processes
+    if setup.optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
+        return 16.0 * min(trained, shape.embedding)
+    return 4.0 * trained * (setup.optim == "adamw_torch")
+
+
+def _generation(shape: ModelShape, setup: Setup, card_gib: float) -> dict[str, float]:
+    """The memory for generation, by part, in bytes. Without vLLM: the KV cache of `generate`, and its float32 logits.
+
+    vLLM takes its share of the card, asleep none of it: weights; the working memory of its largest batch, which are
+    hidden states, the MLP's two widths, and logits of every sequence, thrice in float32; the KV cache gets the rest.
+    """
+    if (engine := setup.engine) is not None:
+        weights = shape.parameters * engine.number_bytes / engine.processes
+        block = PROFILED_TOKENS * (4 * shape.hidden + 3 * shape.intermediate) * engine.number_bytes
+        rows = min(setup.rollouts * engine.processes, PROFILED_TOKENS)
+        working = (block + rows * shape.vocabulary * 12) / engine.processes
+        cache = max(0.0, engine.share * card_gib * GIB - weights - working)
+        return {"vLLM weights": weights, "vLLM KV cache": cache, "vLLM working memory": working}
+    if not setup.generates:
+        return {}
+    length = setup.prompt_tokens + setup.completion_tokens
+    cache = setup.rollouts * length * _token_cache(shape, setup.compute_bytes)
+    return {"KV cache": cache, "logits of generation": 2.0 * 4 * setup.rollouts * shape.vocabulary}
+
+
+def _token_cache(shape: ModelShape, number_bytes: int) -> float:
+    """Keys and values of one token, in all layers."""
+    return 2.0 * shape.layers * shape.key_value * number_bytes

@@ -1,7 +1,7 @@
-"""The settings of a run that decide the memory of a process. Owns the reading of them, and no formula."""
+"""The settings of a run that decide the memory of a process. Owns the reading of them, and no formula of bytes."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from trl import ModelConfig
@@ -27,21 +27,19 @@ class Sharding(StrEnum):
         return self.value.startswith("ZeRO")
 
     @property
-    def splits_weights(self) -> bool:
-        return self in (Sharding.ZERO3, Sharding.FSDP)
+    def level(self) -> int:
+        """What is split: 1 the optimizer's states, 2 gradients too, 3 weights too."""
+        return {"none": 0, "ZeRO-1": 1, "ZeRO-2": 2}.get(self.value, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
     """vLLM in the process of training."""
 
-    share: float
-    """`vllm_gpu_memory_utilization`."""
+    share: float  # `vllm_gpu_memory_utilization`
     sleeps: bool
-    """`vllm_enable_sleep_mode`."""
     number_bytes: int
     processes: int
-    """`vllm_tensor_parallel_size`."""
     length: int
     """`max_model_len`: tokens of the longest prompt and completion. vLLM starts if its cache has room for them."""
 
@@ -51,44 +49,29 @@ class Setup:
     """What a process trains with."""
 
     micro_batch: int
-    """`per_device_train_batch_size`."""
     micro_batches: int
-    """`gradient_accumulation_steps`."""
-    rollouts: int
-    """Completions that a process generates at once."""
-    evaluated: int = 0
-    """Completions of an evaluation's batch (`per_device_eval_batch_size`); 0 without evaluations."""
+    rollouts: int  # completions that a process generates at once
+    evaluated: int = 0  # completions of an evaluation's batch; 0 without evaluations
     prompt_tokens: int
     completion_tokens: int
     checkpointing: bool
-    """`gradient_checkpointing`."""
-    weight_bytes: int
-    """Bytes of a number of the loaded weights."""
-    quantized_bits: int | None = None
-    """`load_in_8bit` and `load_in_4bit`: bits of a number of the frozen linear layers."""
-    autocast: bool
-    """`bf16` or `fp16`: the forward pass computes in 16 bits."""
+    weight_bytes: int  # of a number of the loaded weights
+    quantized_bits: int | None = None  # of a number of the frozen linear layers
+    autocast: bool  # the forward pass computes in 16 bits
     optim: str
-    """`optim`, by the name in transformers."""
     lora: bool
     lora_dropout: bool
-    has_reference: bool
-    """Whether there is a KL. With LoRA, the policy without its adapters is the reference: no second model."""
+    has_reference: bool  # there is a KL. With LoRA, the policy without its adapters is the reference: no second model
     sharding: Sharding = Sharding.NONE
     processes: int = 1
     offloads_optimizer: bool = False
     offloads_weights: bool = False
-    eager_attention: bool = False
-    """`attn_implementation: eager`, which keeps every attention weight."""
+    eager_attention: bool = False  # which keeps every attention weight
     engine: Engine | None = None
-    generates: bool = False
-    """Whether transformers generates in this process."""
-    group: int | None = None
-    """Completions of a prompt that goes through the model once; `None` for TRL's own passes."""
-    pass_tokens: int | None = None
-    """`shared_prompts_tokens`."""
-    parameters: int = 0
-    """Weights of the model."""
+    generates: bool = False  # transformers generates in this process
+    group: int | None = None  # completions of a prompt that goes through the model once; `None` for TRL's own passes
+    pass_tokens: int | None = None  # `shared_prompts_tokens`
+    parameters: int = 0  # weights of the model
 
     @property
     def tokens(self) -> int:
@@ -123,12 +106,6 @@ class Setup:
         most = MOST_TOKENS if self.pass_tokens is None else self.pass_tokens
         return max(self.shared_tokens(self.group), min(most, self.shared_tokens(self.rollouts)))
 
-    def sharded(self, sharding: Sharding, processes: int) -> "Setup":
-        """The same with states that so many processes share. DeepSpeed has 16-bit weights, FSDP float32 ones."""
-        number = 2 if sharding.is_zero and self.autocast else self.weight_bytes
-        number = 4 if sharding is Sharding.FSDP else number
-        return replace(self, sharding=sharding, processes=processes, weight_bytes=number)
-
     @property
     def compute_bytes(self) -> int:
         """Bytes of a number in a matrix product."""
@@ -146,38 +123,45 @@ def setup_of(
     *,
     dtype: str | None,
     optim: str | None = None,
+    sharding: Sharding | None = None,
+    processes: int | None = None,
 ) -> Setup:
     """The setup of a run.
 
     - `prompt_tokens`: of the longest prompt. TRL pads a generation batch to its longest prompt and completion.
-    - `dtype`: number format of the weights in training; `None` or `"auto"` for the checkpoint's.
-    - `optim`: name of the optimizer in transformers; `None` for that of the settings.
+    - `dtype`: number format of the weights in training; `None` or `"auto"` for the checkpoint's. DeepSpeed has 16-bit
+      weights, FSDP float32 ones.
+    - `optim` (its name in transformers), `sharding`, `processes`: in place of the run's own.
     """
-    autocast = training.bf16 or training.fp16
-    longest = prompt_tokens + (training.max_completion_length or 1)
+    autocast, completion_tokens = training.bf16 or training.fp16, training.max_completion_length or 1
+    sharding = _sharding(training) if sharding is None else sharding
+    number = NUMBER_BYTES.get(dtype or "auto", shape.number_bytes)
+    number = 2 if sharding.is_zero and autocast else 4 if sharding is Sharding.FSDP else number
     is_shared = (
         training.shared_prompts == "auto"
         and shape.shares_prompts
-        and (shape.window is None or longest <= shape.window)
+        and (shape.window is None or prompt_tokens + completion_tokens <= shape.window)
         and model.attn_implementation != "eager"
         and not training.torch_compile
         and why_in_trls_order(training, False, False) is None
     )
-    alone = Setup(
+    return Setup(
         micro_batch=training.per_device_train_batch_size,
         micro_batches=training.gradient_accumulation_steps,
         rollouts=training.per_device_train_batch_size * training.steps_per_generation,
         evaluated=training.per_device_eval_batch_size * (training.held_out_eval or training.eval_strategy != "no"),
         prompt_tokens=prompt_tokens,
-        completion_tokens=training.max_completion_length or 1,
+        completion_tokens=completion_tokens,
         checkpointing=training.gradient_checkpointing,
-        weight_bytes=NUMBER_BYTES.get(dtype or "auto", shape.number_bytes),
+        weight_bytes=number,
         quantized_bits=4 if model.load_in_4bit else 8 if model.load_in_8bit else None,
         autocast=autocast,
         optim=training.optim.value if optim is None else optim,
         lora=model.use_peft,
         lora_dropout=model.use_peft and model.lora_dropout > 0 and not training.disable_dropout,
         has_reference=bool(training.kl_targets()),
+        sharding=sharding,
+        processes=training.world_size if processes is None else processes,
         offloads_optimizer=_offloads(training, "offload_optimizer"),
         offloads_weights=_offloads(training, "offload_param"),
         eager_attention=model.attn_implementation == "eager",
@@ -187,7 +171,6 @@ def setup_of(
         pass_tokens=training.shared_prompts_tokens,
         parameters=shape.parameters,
     )
-    return alone.sharded(_sharding(training), training.world_size)
 
 
 def _sharding(training: SalesGRPOConfig) -> Sharding:
@@ -204,8 +187,8 @@ def _offloads(training: SalesGRPOConfig, name: str) -> bool:
 def _engine(training: SalesGRPOConfig, shape: ModelShape, prompt_tokens: int) -> Engine | None:
     if not training.use_vllm or training.vllm_mode != "colocate":
         return None
-    given = training.parsed_engine_kwargs()
-    share, length = given.get("gpu_memory_utilization"), given.get("max_model_len")
+    options = training.parsed_engine_kwargs()
+    share, length = options.get("gpu_memory_utilization"), options.get("max_model_len")
     longest = training.vllm_max_model_length or shape.positions  # vLLM's own default
     longest = longest or prompt_tokens + (training.max_completion_length or 1)
     return Engine(

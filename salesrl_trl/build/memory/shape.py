@@ -21,10 +21,7 @@ class Adapters:
     """LoRA's adapters of a model."""
 
     parameters: int
-    inputs: float
-    """Sum of the widths of the adapted layers' inputs, over the modules of one layer."""
-    ranks: float
-    """Sum of the ranks, over the modules of one layer."""
+    inputs: float  # sum of the widths of the adapted layers' inputs, over the modules of one layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,46 +29,30 @@ class ModelShape:
     """A decoder's figures. Widths and counts are numbers of parameters or of values per token, not bytes."""
 
     parameters: int
-    linear: int
-    """Parameters of the linear layers, without the output head. Experts that are one weight are none."""
-    experts: int
-    """Parameters of such experts, in all layers: one weight for each product of all experts of a block."""
-    largest: int
-    """Parameters of the largest weight of a block."""
+    linear: int  # parameters of the linear layers, without the output head and without experts that are one weight
+    largest: int  # parameters of the largest weight of a block
     embedding: int
-    """Parameters of the token embedding."""
-    is_tied: bool
-    """Whether the output head is the token embedding."""
+    is_tied: bool  # the output head is the token embedding
     layers: int
     hidden: int
-    intermediate: int
-    """Width of a block's MLP. For a mixture of experts: of all experts that a token visits, shared ones included."""
-    routed: int
-    """Experts that a token is sent to; 0 without a mixture."""
-    routed_width: int
-    """The part of `intermediate` that they have, if they are one weight; else 0."""
+    intermediate: int  # width of a block's MLP. Of a mixture: of all experts that a token visits, shared ones included
+    routed: int  # experts that a token is sent to; 0 without a mixture
+    routed_width: int  # the part of `intermediate` that they have, if they are one weight; else 0
     heads: int
-    query: int
-    """Width of a token's queries, over all heads."""
-    key_value: int
-    """Width of a token's keys, over all heads of keys. Its values are as wide."""
-    norms_heads: bool
-    """Whether queries and keys are normalised (Qwen3)."""
+    query: int  # width of a token's queries, over all heads
+    key_value: int  # width of a token's keys, over all heads of keys. Its values are as wide
+    norms_heads: bool  # queries and keys are normalised (Qwen3)
     vocabulary: int
-    positions: int | None
-    """Tokens that the model is made for; `None` if the configuration does not say."""
-    number_bytes: int
-    """Bytes of a number in the checkpoint, by its configuration."""
+    positions: int | None  # tokens that the model is made for, if its configuration says
+    number_bytes: int  # of a number in the checkpoint
     adapters: Adapters | None = None
-    shares_prompts: bool = True
-    """Whether a group's prompt can go through it once."""
-    window: int | None = None
-    """Its sliding window in tokens, if it has one."""
+    shares_prompts: bool = True  # a group's prompt can go through it once
+    window: int | None = None  # its sliding window in tokens, if it has one
 
 
 def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
     """The number of a model's parameters."""
-    return sum(each.numel() for each in empty_model(name_or_path, revision, trust_remote_code).parameters())
+    return sum(weight.numel() for weight in empty_model(name_or_path, revision, trust_remote_code).parameters())
 
 
 @functools.lru_cache(maxsize=8)
@@ -88,11 +69,13 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         raise UnknownShape(f"the configuration of {model.config.model_type} has no number for {', '.join(missing)}")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     linear = [
-        each.weight.numel()
-        for each in model.modules()
-        if isinstance(each, torch.nn.Linear) and each is not head  # the head's product is never cast as a whole
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head  # the head's product is never cast as a whole
     ]
-    experts = [each.numel() for name, each in model.named_parameters() if each.dim() == 3 and ".experts." in name]
+    experts = [
+        weight.numel() for name, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in name
+    ]
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     visited = getattr(text, "num_experts_per_tok", None) or 0
@@ -103,9 +86,8 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     shared = getattr(text, "shared_expert_intermediate_size", None) or number * expert
     dtype = model.config.dtype or torch.float32
     return ModelShape(
-        parameters=sum(each.numel() for each in model.parameters()),
+        parameters=sum(weight.numel() for weight in model.parameters()),
         linear=sum(linear),
-        experts=sum(experts),
         largest=max([*linear, *experts], default=0),
         embedding=embedding.weight.numel(),
         is_tied=head is not None and head.weight is embedding.weight,
@@ -132,9 +114,8 @@ def adapters_of(model: PreTrainedModel, lora: ModelConfig) -> Adapters:
 
     adapted = put_adapter(model, lora)
     layers = model.config.get_text_config().num_hidden_layers
-    modules = [each for each in adapted.modules() if isinstance(each, LoraLayer)]
+    modules = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     return Adapters(
-        parameters=sum(each.numel() for each in adapted.parameters() if each.requires_grad),
-        inputs=sum(int(each.in_features or 0) for each in modules) / layers,
-        ranks=sum(each.r["default"] for each in modules) / layers,
+        parameters=sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad),
+        inputs=sum(int(module.in_features or 0) for module in modules) / layers,
     )

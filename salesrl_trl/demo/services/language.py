@@ -51,16 +51,10 @@ def normalise(text: str) -> str:
 
 
 def words(text: str, *, overlapping: bool = False) -> list[str]:
-    """Cut text into lower-case words, without stop words.
+    """Cut Chinese or English text into lower-case words, in its order, without stop words.
 
-    Args:
-        text (`str`):
-            Chinese, English or both.
-        overlapping (`bool`, *optional*, defaults to `False`):
-            Whether to add the shorter words inside a longer Chinese word, so that a search for a part finds the whole.
-
-    Returns:
-        `list[str]`: words in the order of the text. English plurals become singular. Figures stay whole.
+    English plurals become singular. Figures stay whole. `overlapping` adds the shorter words inside a longer Chinese
+    word, so that a search for a part finds the whole.
     """
     found = (word for run in _RUN.finditer(normalise(text)) for word in _cut_run(run, overlapping))
     return [word for word in found if word not in STOP_WORDS]

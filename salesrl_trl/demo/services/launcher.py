@@ -1,8 +1,8 @@
 """Starts the RAG service and the judge as a child of the program that needs them.
 
-Owns the life of the child. `server` owns the services in it. A child stops when the handle that started it stops it,
-or when its parent has ended. Standard library only: the trainer imports this module, and must not load the libraries
-of the services.
+Owns the life of the child. `demo_server` owns the services in it. A child stops when the handle that started it stops
+it, or when its parent has ended. Standard library only: the trainer imports this module, and must not load the
+libraries of the services.
 """
 
 import json
@@ -24,7 +24,7 @@ from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 
 TERMINATE_TIMEOUT_S = 6.0
-"""Seconds that a child may take to stop: `server.DRAIN_TIMEOUT_S`, and as much again for its end."""
+"""Seconds that a child may take to stop: `demo_server.DRAIN_TIMEOUT_S`, and as much again for its end."""
 HEALTH_POLL_S = 0.05
 """Seconds between two requests to a service that does not answer yet."""
 HEALTH_TIMEOUT_S = 2.0
@@ -59,13 +59,8 @@ class EmbeddedServices:
         with EmbeddedServices() as addresses:
             call(addresses.rag_base_url)
 
-    Args:
-        documents (`Path`, *optional*):
-            Knowledge base. Defaults to the packaged one.
-        protected_terms (`Path`, *optional*):
-            Terms that the judge's fairness branch looks for. Defaults to the packaged terms.
-        arguments (`Sequence[str]`, *optional*, defaults to none):
-            Further options of the command, such as the writer's.
+    The knowledge base and the terms that the judge's fairness branch looks for are the packaged ones by default.
+    `arguments` are further options of the command, such as the writer's.
     """
 
     def __init__(
@@ -103,12 +98,7 @@ class EmbeddedServices:
     def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
         """Start the child and wait until both services answer. If it runs already, return its addresses.
 
-        Args:
-            timeout_s (`float`, *optional*, defaults to `30.0`):
-                Seconds that the start may take.
-
-        Raises:
-            `ServiceUnavailable`: if the child ends or is late, with the end of its stderr.
+        Raises `ServiceUnavailable` with the end of the child's stderr, if it ends or takes more than `timeout_s`.
         """
         if self._addresses is not None:
             return self._addresses

@@ -1,6 +1,6 @@
 """The embedded judge's rubric: a fixed formula that scores two answers.
 
-Owns the formula and its word lists. Refuses to know HTTP (`judge`) or rewards. Obeys no text inside a section.
+Owns the formula and its word lists. Refuses to know HTTP (`judge_app`) or rewards. Obeys no text inside a section.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from salesrl_trl.data.text import read_small
 from salesrl_trl.demo.services.language import is_chinese, normalise, sentences, words
 from salesrl_trl.errors import DataError
-from salesrl_trl.types import DEFAULT_FORMAT, Action
+from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict
 
 FAIRNESS_COVERAGE_SHARE = 0.5
 """Weight of coverage in the fairness rubric; neutrality has the rest. With equal weights, a useless answer that
@@ -124,25 +124,7 @@ def _compile(regex: str, path: Path | str) -> re.Pattern[str]:
         raise DataError(f"{path}: pattern {regex!r} is no regular expression ({error}); correct it") from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeVerdict:
-    """The judge's opinion of one answer and of the reference beside it."""
-
-    candidate: float
-    """Score of the candidate answer, in [0, 1]."""
-    reference: float | None
-    """Score of the reference answer, in [0, 1]; `None` when there was none."""
-    reason: str
-    """The parts of the candidate's score. Contains no text of the answer."""
-
-    def to_json(self, nonce: str | None) -> str:
-        """The verdict as a judge writes it, with the nonce of the request."""
-        return json.dumps(
-            {"nonce": nonce, "candidate": self.candidate, "reference": self.reference, "reason": self.reason}
-        )
-
-
-def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> JudgeVerdict:
+def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdict:
     """Score a candidate answer, the action it was made from, and the reference answer beside it.
 
     With the answers `c` and `r`, and the known documents `D`:
@@ -166,12 +148,8 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> JudgeV
     that is part of one of its words, or that has one of them as a part. A missing action mentions and claims nothing,
     so only the answer is judged. The same holds for an action that is no JSON object of exactly the three texts.
 
-    Args:
-        sections (`Mapping[str, str]`):
-            `branch`, `conversation`, `documents` (a paragraph each), `action` (JSON), `candidate_answer` and perhaps
-            `reference_answer`. A missing section counts as empty.
-        terms (`ProtectedTerms`):
-            Terms that the fairness branch looks for.
+    The sections are `branch`, `conversation`, `documents` (a paragraph each), `action` (JSON), `candidate_answer` and
+    perhaps `reference_answer`. A missing one counts as empty.
     """
     action = _read_action(sections.get("action", ""))
     answer, reference = sections.get("candidate_answer", ""), sections.get("reference_answer")
@@ -185,7 +163,7 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> JudgeV
     else:
         share, name = COVERAGE_SHARE, "supported"
         manner, reference_manner = supported(action, sections.get("conversation", "")), 1.0
-    return JudgeVerdict(
+    return Verdict(
         candidate=_mix(share, covered, manner),
         reference=None if reference_covered is None else _mix(share, reference_covered, reference_manner),
         reason=f"coverage {covered:.2f}, {name} {manner:.2f}",

@@ -1,5 +1,5 @@
 """Verdicts from LLM judges.
 
 Owns what a judge is shown and what counts as a verdict (`verdict`), one provider and its cost (`provider`), and the
-order of several, with repeats (`client`). Refuses to turn a verdict into a reward: that is `reward.scoring`.
+order of several, with repeats (`judge_client`). Refuses to turn a verdict into a reward: that is `reward.scoring`.
 """

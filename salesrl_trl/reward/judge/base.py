@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from salesrl_trl.errors import ServiceError
+from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.service.deadline import seconds_or_error
 from salesrl_trl.reward.service.transport import Transport
@@ -114,3 +114,9 @@ class Judge(ABC):
 
     async def aclose(self) -> None:  # noqa: B027  for those that have something to close
         """Close what belongs to the running event loop. The next call opens it again."""
+
+
+def check_verdict(expect_reference: bool, verdict: Verdict) -> None:
+    """Refuse a verdict that scores a reference where there was none, or lacks the score of one."""
+    if (verdict.reference is not None) != expect_reference:
+        raise JudgeInvalid("the verdict is of other material", code="judge_no_reference")

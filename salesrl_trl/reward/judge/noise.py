@@ -65,13 +65,8 @@ class JudgedSample:
 def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int) -> list[JudgedSample]:
     """The verdicts to ask for: each answer in both orders, at least twice.
 
-    Args:
-        rubrics (`Mapping[str, str]`):
-            Name of each rubric, to a branch that is judged by it.
-        action_format (`ActionFormat`):
-            What an action consists of.
-        calls (`int`):
-            Most verdicts, at least `MIN_CALLS`. With few calls some rubrics or answers are left out.
+    `rubrics` has the name of each rubric, to a branch that is judged by it. `calls` is the most verdicts, at least
+    `MIN_CALLS`. With few calls some rubrics or answers are left out.
     """
     talks: list[_Conversation] = json.loads(
         resources.files(__package__).joinpath("noise_set.json").read_text(encoding="utf-8")
@@ -152,12 +147,7 @@ class Noise:
 
 
 def noise_of(scored: Iterable[tuple[JudgedSample, float]]) -> Noise:
-    """The figures of some verdicts.
-
-    Args:
-        scored (`Iterable[tuple[JudgedSample, float]]`):
-            Samples with the score of their candidate. Invalid verdicts are left out.
-    """
+    """The figures of some verdicts: samples with the score of their candidate. Invalid verdicts are left out."""
     inputs: dict[tuple[tuple[str, str, str], bool], list[float]] = defaultdict(list)
     answers: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     groups: dict[tuple[str, str], dict[tuple[str, str, str], list[float]]] = defaultdict(dict)

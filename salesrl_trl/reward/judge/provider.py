@@ -1,7 +1,7 @@
 """One judge provider: the request for a verdict, and its cost.
 
 Owns the wire format of a chat completion, the step from the schema to text, tokens and prices. The module `verdict`
-owns the message and which text counts as a verdict. `client` owns which provider is asked.
+owns the message and which text counts as a verdict. `judge_client` owns which provider is asked.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Answers from a RAG service, or from a local vector store behind the same interface.
+"""Answers from a RAG service.
 
-Owns both clients, what counts as no answer (`checks`), and whether answers of an earlier run still hold (`kept`).
-Refuses to judge an answer.
+Owns the interface of a backend and the HTTP client (`rag_client`), what counts as no answer, and whether answers of an
+earlier run still hold (`rag_answers`). Refuses to judge an answer.
 """

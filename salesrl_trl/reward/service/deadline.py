@@ -1,8 +1,8 @@
 """The clock of all waits for services, and one deadline for everything that is done on behalf of a reward phase.
 
 Owns the clock, the moment at which a reward phase ends, and how that moment travels: in a context variable, which
-every task that is started inside takes along. Cancels nothing: the code that waits asks how long it may. Calls that
-may fail, such as those of a warm-up, are timed here.
+every task that is started inside takes along. Cancels nothing: the code that waits asks how long it may. A warm-up and
+a preflight time their calls here.
 """
 
 import asyncio

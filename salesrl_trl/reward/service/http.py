@@ -70,17 +70,13 @@ class HttpClient:
             Every path is appended to it.
         api_key (`str`, *optional*):
             Sent as a bearer token.
-        max_body_bytes (`int`, *optional*, defaults to 4 MiB):
-            A larger answer is not read to its end and is a `BadServiceResponse`.
 
     Raises:
         `ConfigError`: the key can't travel in a header, or the address holds credentials or a query. The message shows
             neither.
     """
 
-    def __init__(
-        self, service: str, base_url: str, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
-    ) -> None:
+    def __init__(self, service: str, base_url: str, *, api_key: str | None = None) -> None:
         if fault := address_fault(base_url):
             raise ConfigError(f"the address of {service} holds {fault}.")
         self.service = service
@@ -94,7 +90,6 @@ class HttpClient:
             if fault := key_fault(api_key):
                 raise ConfigError(f"the key for {service} holds {fault}. Expected printable ASCII characters alone.")
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._max_body_bytes = max_body_bytes
         self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(open_session)
 
     async def post(
@@ -180,9 +175,9 @@ class HttpClient:
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise self._bad_response("a compressed body, which was not asked for")
-        body = await _read_at_most(response, self._max_body_bytes)
+        body = await _read_at_most(response, MAX_BODY_BYTES)
         if body is None:
-            raise self._bad_response(f"a body of more than {self._max_body_bytes} bytes")
+            raise self._bad_response(f"a body of more than {MAX_BODY_BYTES} bytes")
         return body
 
     def _bad_response(self, got: str) -> BadServiceResponse:

@@ -9,12 +9,7 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop, made when that loop first asks.
-
-    Args:
-        make (`Callable[[], T]`):
-            Makes the object. It is called on the loop.
-    """
+    """One object for each event loop, which `make` makes on that loop when it first asks."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -129,6 +129,8 @@ def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
 def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
     with pytest.raises(ConfigError, match=r"--kl-raise-factor \(gone: .* at most by kl_max_step; kl_law: "):
         parse(["--kl-raise-factor", "1.2"], None)
+    with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
+        parse(["--vector_store_path", "store"], None)
     assert not names_of_settings() & REPLACED.keys()
 
 

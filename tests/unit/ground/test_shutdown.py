@@ -35,7 +35,7 @@ RAISED, WRAPPED = "signal.raise_signal(signal.SIGINT)", "raise ImportError('Keyb
         (("-m", "salesrl_trl.preflight"), RAISED),
         (("-m", "salesrl_trl.env", "--config", f"{ROOT}/recipes/debug.yaml"), RAISED),
         *(((f"{ROOT}/scripts/{name}.py",), RAISED) for name in (
-            "warmup_model", "check_gpu_memory", "simulate_training_rewards", "test_components", "build_vector_store",
+            "warmup_model", "check_gpu_memory", "simulate_training_rewards", "test_components",
             "create_tiny_dataset",
         )),
     ],

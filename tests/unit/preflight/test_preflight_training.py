@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from salesrl_trl.build.memory.cards import Card
-from salesrl_trl.build.memory.estimate import Estimate, Moment
+from salesrl_trl.build.memory.estimate import SCORING, Estimate, Moment
 from salesrl_trl.build.memory.shape import UnknownShape
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
@@ -64,7 +64,7 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
     def weighed(*_):
         if not known:
             raise UnknownShape("no number for num_attention_heads")
-        moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name="evaluation", parts={"weights": 9.0}))
+        moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name=SCORING, parts={"weights": 9.0}))
         return Estimate(card_gib=80.0, moments=moments, sequences=None)
 
     monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda _: Card("a", 80.0))
@@ -106,9 +106,9 @@ def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
 def test_a_model_whose_layers_peft_does_not_know_needs_their_names_only_for_an_adapter(planned, monkeypatch):
     known = "peft.tuners.lora.LoraModel.target_module_mapping"
     monkeypatch.setattr(known, {})
-    assert Scales(planned(), 80.0).adapted.adapters.parameters > 0
+    assert Scales(planned(), 80.0).shape.adapters is None
     with pytest.raises(ConfigError, match="Set some of its linear layers: down_proj"):
-        _ = Scales(planned("--use_peft", "true"), 80.0).adapted
+        _ = Scales(planned("--use_peft", "true"), 80.0).shape
 
 
 def test_a_name_that_no_layer_has_is_noted_and_the_adapters_weights_are_counted(planned):

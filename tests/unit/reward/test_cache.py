@@ -3,8 +3,13 @@
 import asyncio
 import contextlib
 import json
+import os
+import pickle
+import signal
 import sqlite3
 import stat
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,19 +18,13 @@ from support import virtual_time
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
-from salesrl_trl.reward.answer_file import AnswerFile
-from salesrl_trl.reward.answer_store import AnswerStore
-from salesrl_trl.reward.cache import Memo, cache_key
+from salesrl_trl.reward import cache as module
+from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.service.deadline import deadline, remaining_s
 
 
-@pytest.fixture(autouse=True)
-def _writes_at_once(monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.answer_store.WRITE_AFTER_S", 0.0)
-
-
-def memo(store):
-    return Memo(store, lambda value: value, lambda value: value)
+def cache_of(store):
+    return Cache(store, lambda value: value, lambda value: value)
 
 
 def asker(answer="answer", *, fails=0, delay_s=0.0):
@@ -42,8 +41,41 @@ def asker(answer="answer", *, fails=0, delay_s=0.0):
     return ask
 
 
-def kept(store, key):
-    return asyncio.run(store.get(key))
+def put(store, values):
+    """Put the values, and close the file."""
+
+    async def run():
+        for key, value in values.items():
+            store.put(key, value)
+        await store.aclose()
+
+    asyncio.run(run())
+
+
+def got(store, *keys):
+    async def run():
+        values = [await store.get(key) for key in keys]
+        await store.aclose()
+        return values
+
+    return asyncio.run(run())
+
+
+def ask_through(store, ask, *keys):
+    """The answers of a cache over the store, one key after the other."""
+
+    async def run():
+        cache = cache_of(store)
+        answers = [await cache.get(key, ask) for key in keys]
+        await store.aclose()
+        return answers
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "folder" / "c.sqlite"
 
 
 def test_a_key_depends_on_every_part_and_on_nothing_else():
@@ -52,34 +84,30 @@ def test_a_key_depends_on_every_part_and_on_nothing_else():
     assert len(keys) == 6
 
 
-def test_equal_calls_at_the_same_time_are_one(tmp_path):
-    ask = asyncio.run(_many(AnswerStore(tmp_path / "c.sqlite"), 50, asker(delay_s=0.05)))
-    assert ask.times == 1
+@pytest.mark.parametrize("content", [None, b"no database at all, but long enough to look at" * 100, b""])
+def test_equal_calls_at_the_same_time_are_one_whatever_the_file_holds(path, content):
+    if content is not None:
+        path.parent.mkdir()
+        path.write_bytes(content)
+
+    async def run():
+        store, ask = AnswerStore(path), asker(delay_s=0.05)
+        cache = cache_of(store)
+        assert await asyncio.gather(*(cache.get("k", ask) for _ in range(50))) == ["answer"] * 50
+        await store.aclose()
+        return ask.times, cache.hits
+
+    assert asyncio.run(run()) == (1, 49)
 
 
-async def _many(store, count, ask):
-    keep = memo(store)
-    assert await asyncio.gather(*(keep.get("k", ask) for _ in range(count))) == ["answer"] * count
-    assert keep.hits == count - 1
-    return ask
-
-
-def test_an_answer_outlives_the_process(tmp_path):
-    path = tmp_path / "folder" / "c.sqlite"
-    first = AnswerStore(path)
-    first.put("k", {"text": "价格"})
-    first.close()
-    assert kept(AnswerStore(path), "k") == {"text": "价格"}
+def test_an_answer_outlives_the_process_for_its_owner_alone_as_json_under_a_hash(path):
+    key = cache_key("a customer's words")
+    put(AnswerStore(path), {key: {"text": "价格", "scores": [1, None]}})
+    assert got(pickle.loads(pickle.dumps(AnswerStore(path))), key) == [{"text": "价格", "scores": [1, None]}]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_values_are_json_and_keys_are_hashes(tmp_path):
-    path = tmp_path / "c.sqlite"
-    store = AnswerStore(path)
-    store.put(cache_key("a customer's words"), {"a": [1, None]})
-    store.close()
-    ((key, value),) = sqlite3.connect(path).execute("SELECT key, value FROM answers").fetchall()
-    assert (len(key), json.loads(value.partition(" ")[2])) == (64, {"a": [1, None]})  # behind its checksum
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        ((stored_key, value),) = file.execute("SELECT key, value FROM answers").fetchall()
+    assert (len(stored_key), json.loads(value.partition(" ")[2])["scores"]) == (64, [1, None])  # behind its checksum
 
 
 @pytest.mark.parametrize(
@@ -92,42 +120,46 @@ def test_values_are_json_and_keys_are_hashes(tmp_path):
         ("'0.75'", 0),  # as an earlier version wrote it
     ],
 )
-def test_a_value_that_has_changed_on_the_disk_is_asked_for_again(tmp_path, change, asked):
-    path = tmp_path / "c.sqlite"
-    store = AnswerStore(path)
-    store.put("k", 0.75)
-    store.put("another", 0.5)
-    store.close()
+def test_a_value_that_has_changed_on_the_disk_is_asked_for_again(path, change, asked):
+    put(AnswerStore(path), {"k": 0.75, "another": 0.5})
     with contextlib.closing(sqlite3.connect(path)) as file, file:
         file.execute(f"UPDATE answers SET value = {change} WHERE key = 'k'")
     ask = asker(0.75)
-    assert asyncio.run(memo(AnswerStore(path)).get("k", ask)) == 0.75
+    assert ask_through(AnswerStore(path), ask, "k") == [0.75]
     assert ask.times == asked
 
 
-def test_a_failure_is_not_kept(tmp_path):
+def test_what_another_version_wrote_is_asked_for_again_and_replaced(path):
+    put(AnswerStore(path), {"k": {"other": "form"}})
+
     async def run():
-        keep, ask = memo(AnswerStore(tmp_path / "c.sqlite")), asker(fails=1)
-        with pytest.raises(ServiceUnavailable):
-            await keep.get("k", ask)
-        return await keep.get("k", ask), ask.times
+        store, ask = AnswerStore(path), asker()
+        cache = Cache(store, lambda value: {"text": value}, lambda value: value["text"])
+        assert await cache.get("k", ask) == "answer"
+        await store.aclose()
+        return ask.times
 
-    assert asyncio.run(run()) == ("answer", 2)
+    assert asyncio.run(run()) == 1
+    assert got(AnswerStore(path), "k") == [{"text": "answer"}]
 
 
-def test_a_failure_reaches_everybody_who_waits():
+def test_a_failure_is_not_kept_and_reaches_everybody_who_waits(path):
     async def run():
-        keep = memo(AnswerStore())
-        ask = asyncio.gather(*(keep.get("k", asker(fails=9, delay_s=0.02)) for _ in range(5)), return_exceptions=True)
-        return await ask
+        store, ask = AnswerStore(path), asker(fails=1, delay_s=0.02)
+        cache = cache_of(store)
+        failed = await asyncio.gather(*(cache.get("k", ask) for _ in range(5)), return_exceptions=True)
+        assert [type(result) for result in failed] == [ServiceUnavailable] * 5
+        answer = await cache.get("k", ask)
+        await store.aclose()
+        return answer, ask.times, cache.hits
 
-    assert [type(result) for result in asyncio.run(run())] == [ServiceUnavailable] * 5
+    assert asyncio.run(run()) == ("answer", 2, 0)
 
 
 @pytest.mark.parametrize("out_of_time", [True, False])
 def test_a_failure_for_want_of_time_alone_is_asked_again_by_who_has_more(out_of_time):
     async def run():
-        keep, times = memo(AnswerStore()), []
+        cache, times = cache_of(AnswerStore()), []
 
         async def ask():
             times.append(remaining_s())
@@ -139,9 +171,9 @@ def test_a_failure_for_want_of_time_alone_is_asked_again_by_who_has_more(out_of_
             return "answer"
 
         with deadline(3.0):
-            first = asyncio.create_task(keep.get("k", ask))
+            first = asyncio.create_task(cache.get("k", ask))
         with deadline(60.0):
-            second = asyncio.create_task(keep.get("k", ask))
+            second = asyncio.create_task(cache.get("k", ask))
         results = await asyncio.gather(first, second, return_exceptions=True)
         return [type(result) for result in results], len(times)
 
@@ -151,8 +183,8 @@ def test_a_failure_for_want_of_time_alone_is_asked_again_by_who_has_more(out_of_
 
 def test_one_that_is_cut_off_does_not_cancel_the_others():
     async def run():
-        keep, ask = memo(AnswerStore()), asker(delay_s=0.1)
-        first, second = (asyncio.create_task(keep.get("k", ask)) for _ in range(2))
+        cache, ask = cache_of(AnswerStore()), asker(delay_s=0.1)
+        first, second = (asyncio.create_task(cache.get("k", ask)) for _ in range(2))
         await asyncio.sleep(0.02)
         first.cancel()
         return await second, ask.times
@@ -160,23 +192,28 @@ def test_one_that_is_cut_off_does_not_cancel_the_others():
     assert asyncio.run(run()) == ("answer", 1)
 
 
-@pytest.mark.parametrize("content", [b"no database at all, but long enough to look at" * 100, b""])
-def test_a_broken_file_is_as_good_as_none(tmp_path, caplog, content):
-    path = tmp_path / "c.sqlite"
-    path.write_bytes(content)
-    ask = asyncio.run(_many(AnswerStore(path), 3, asker()))
-    assert ask.times == 1
+def test_a_file_that_cannot_be_made_is_said_once_and_answers_go_on(tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    store, ask = AnswerStore(tmp_path / "file" / "c.sqlite"), asker()
+    assert ask_through(store, ask, "k0", "k1", "k2", "k0", "k1") == ["answer"] * 5
+    assert ask.times == 3
+    assert caplog.text.count("Delete the file, or see to its folder.") == 1
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_answers_go_on(tmp_path, caplog):
-    folder = tmp_path / "file"
-    folder.write_text("not a folder")
-    store = AnswerStore(folder / "c.sqlite")
-    for index in range(3):
-        store.put(f"k{index}", index)
-    assert [kept(store, f"k{index}") for index in range(3)] == [0, 1, 2]
-    store.close()
-    assert caplog.text.count("Delete the file, or see to its folder.") + caplog.text.count("can't be written") == 1
+def test_a_full_disk_is_said_once_and_what_is_in_the_file_is_read_on(path, caplog, monkeypatch):
+    put(AnswerStore(path), {"k0": "before"})
+    connect = AnswerStore._connect
+
+    def with_little_space(store):
+        connection = connect(store)
+        connection.execute("PRAGMA max_page_count = 4")  # SQLite's own SQLITE_FULL beyond
+        return connection
+
+    monkeypatch.setattr(AnswerStore, "_connect", with_little_space)
+    store = AnswerStore(path)
+    put(store, {f"k{index}": "x" * 100_000 for index in (1, 2, 3)})
+    assert [len(value) for value in got(store, "k0", "k1", "k2", "k3")] == [6, 100_000, 100_000, 100_000]
+    assert caplog.text.count("can't be written: database or disk is full") == 1
 
 
 async def slowest_turn(over):
@@ -190,116 +227,125 @@ async def slowest_turn(over):
 
 
 @pytest.mark.alone
-def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nobody(tmp_path, caplog):
-    path = tmp_path / "c.sqlite"
-    filled = AnswerStore(path)
-    filled.put("k0", "from the file")
-    filled.close()
+def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nobody(path, caplog):
+    put(AnswerStore(path), {"k0": "from the file"})
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
 
     async def run():
         store, ask = AnswerStore(path), asker("asked for")
-        keep = memo(store)
+        cache = cache_of(store)
         began = time.perf_counter()
-        asking = asyncio.gather(*(keep.get(f"k{index}", ask) for index in range(12)))
+        asking = asyncio.gather(*(cache.get(f"k{index}", ask) for index in range(12)))
         longest = await slowest_turn(asking)
         seconds = time.perf_counter() - began
         assert await asking == ["asked for"] * 12
+        assert await cache.get("k12", ask) == "asked for"
         other.execute("COMMIT")
-        await asyncio.to_thread(store.close)
+        await store.aclose()
         return longest, seconds
 
     longest, seconds = asyncio.run(run())
-    assert [kept(AnswerStore(path), f"k{index}") for index in range(12)] == ["asked for"] * 12
+    other.close()
+    assert got(AnswerStore(path), *(f"k{index}" for index in range(13))) == ["asked for"] * 13
     assert caplog.text.count("is locked by another process") == 1
     check_seconds(longest, most=0.05, what="the loop stood still")
     check_seconds(seconds, most=0.5)  # one patience of 0.1 s for all of them
 
 
-def test_a_disk_that_does_not_answer_is_waited_for_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.answer_store.LOOK_UP_TIMEOUT_S", 0.2)
-    store, answers = AnswerStore(tmp_path / "c.sqlite"), threading.Event()
-    monkeypatch.setattr(store._file, "_opened", lambda: answers.wait() and sqlite3.connect(":memory:"))
+def test_a_disk_that_does_not_answer_is_waited_for_once(path, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_UP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(module, "LAST_WRITE_TIMEOUT_S", 0.1)
+    answers = threading.Event()
+    monkeypatch.setattr(AnswerStore, "_connect", lambda store: answers.wait() and sqlite3.connect(":memory:"))
+    began = time.perf_counter()
+    assert ask_through(AnswerStore(path), asker(), *map(str, range(20))) == ["answer"] * 20
+    seconds = time.perf_counter() - began
+    answers.set()
+    check_seconds(seconds, least=0.2, most=1.0)  # not 20 times
 
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from salesrl_trl.reward.cache import AnswerStore
+
+async def main():
+    store, number = AnswerStore(Path(sys.argv[1])), 0
+    while True:
+        store.put(f"{sys.argv[2]}{number}", ["x" * 2000, number])
+        await asyncio.sleep(0.001)
+        number += 1
+        if number % 100 == 0:
+            print(number, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_processes_that_share_a_file_leave_it_whole_when_they_are_killed(path):
+    """And all that is more than a second old is in it, so that it is not paid for again."""
+    command = [sys.executable, "-c", WRITER, str(path)]
+    writers = {name: subprocess.Popen([*command, name], stdout=subprocess.PIPE) for name in "ab"}
+    for writer in writers.values():
+        writer.stdout.readline()
+    time.sleep(1.0)
+    for writer in writers.values():
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.communicate()
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        assert file.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    keys = [f"{name}{number}" for name in writers for number in range(100)]
+    assert got(AnswerStore(path), *keys) == [["x" * 2000, number] for _ in writers for number in range(100)]
+
+
+@pytest.mark.parametrize("ends", ["by its close", "without"])
+def test_a_store_that_nobody_closed_holds_up_no_process(path, ends):
+    close = "await store.aclose()" if ends == "by its close" else "pass"
+    code = f"""
+import asyncio, sys
+from pathlib import Path
+from salesrl_trl.reward.cache import AnswerStore
+store = AnswerStore(Path(sys.argv[1]))
+async def main():
+    store.put("k", 1)
+    await store.get("other")
+    {close}
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
+
+
+def test_the_first_value_of_several_processes_stays_until_it_is_replaced(path):
     async def run():
-        keep, ask = memo(store), asker()
-        began = time.perf_counter()
-        for index in range(20):
-            assert await keep.get(f"k{index}", ask) == "answer"
-        seconds = time.perf_counter() - began
-        answers.set()
-        return seconds
+        first, second = AnswerStore(path), AnswerStore(path)
+        assert await first.get_or_put("state", "one") == "one"
+        assert await second.get_or_put("state", "two") == "one"
+        await first.replace("state", "one", "three")
+        await second.replace("state", "one", "four")
+        assert await second.get_or_put("state", "five") == "three"
+        second.put("k", 1)
+        await second.aclose()
+        assert await first.known(["state", "k", "another"]) == {"state", "k"}
+        await first.forget(["k"])
+        assert await second.known(["k"]) == set()
+        await first.aclose()
+        await second.aclose()
 
-    check_seconds(asyncio.run(run()), least=0.2, most=1.0)  # not 20 times
-
-
-def test_a_full_disk_is_told_once_and_what_is_in_the_file_is_read_on(tmp_path, caplog, monkeypatch):
-    path = tmp_path / "c.sqlite"
-    store = AnswerStore(path)
-    store.put("k0", "before")
-    store.close()
-    opened = AnswerFile._opened
-
-    def with_little_space(file):
-        connection = opened(file)
-        connection.execute("PRAGMA max_page_count = 4")  # SQLite's own SQLITE_FULL beyond
-        return connection
-
-    monkeypatch.setattr(AnswerFile, "_opened", with_little_space)
-    for index in range(3):
-        store.put(f"k{index + 1}", "x" * 100_000)
-    store.close()
-    assert [len(kept(store, f"k{index}")) for index in range(4)] == [6, 100_000, 100_000, 100_000]
-    assert caplog.text.count("can't be written: database or disk is full") == 1
-    assert "rollback" not in caplog.text
-
-
-def test_what_another_version_wrote_is_asked_for_again(tmp_path):
-    store = AnswerStore(tmp_path / "c.sqlite")
-    store.put("k", {"other": "form"})
-    keep = Memo(store, lambda value: {"text": value}, lambda value: value["text"])
-    ask = asker()
-    assert asyncio.run(keep.get("k", ask)) == "answer"
-    assert ask.times == 1
-    assert kept(store, "k") == {"text": "answer"}
-
-
-def test_a_value_is_in_the_file_within_a_second_of_its_coming(tmp_path, monkeypatch):
-    """So that it is not paid for again after a kill."""
-    monkeypatch.undo()
-    path = tmp_path / "c.sqlite"
-    store = AnswerStore(path)
-    for value in ("one", "two"):
-        store.put(value, value)
-        time.sleep(1.0)
-        assert kept(AnswerStore(path), value) == value
-    store.put("three", 3)
-    store.close()
-    assert kept(AnswerStore(path), "three") == 3
-
-
-def test_two_processes_worth_of_stores_share_a_file(tmp_path):
-    first, second = AnswerStore(tmp_path / "c.sqlite"), AnswerStore(tmp_path / "c.sqlite")
-    for index in range(200):
-        (first, second)[index % 2].put(f"k{index}", index)
-    for store in (first, second):
-        store.close()
-    assert all(kept(store, f"k{index}") == index for store in (first, second) for index in range(200))
+    asyncio.run(run())
 
 
 def test_memory_holds_the_latest_only():
-    store = AnswerStore(keep=2)
-    for index in range(4):
-        store.put(f"k{index}", index)
-    assert [kept(store, f"k{index}") for index in range(4)] == [None, None, 2, 3]
+    store = AnswerStore(most=2)
+    put(store, {f"k{index}": index for index in range(4)})
+    assert got(store, "k0", "k1", "k2", "k3") == [None, None, 2, 3]
 
 
 def test_a_store_that_keeps_nothing_still_shares_what_is_under_way():
     async def run():
-        keep, ask = memo(AnswerStore(keep=0)), asker(delay_s=0.02)
-        await asyncio.gather(*(keep.get("k", ask) for _ in range(5)))
-        await keep.get("k", ask)
+        cache, ask = cache_of(AnswerStore(most=0)), asker(delay_s=0.02)
+        await asyncio.gather(*(cache.get("k", ask) for _ in range(5)))
+        await cache.get("k", ask)
         return ask.times
 
     assert asyncio.run(run()) == 2
@@ -316,10 +362,10 @@ def test_closing_with_a_call_under_way_that_will_not_end_does_not_hang():
                         raise
 
         stubborn.over = False
-        keep = memo(AnswerStore())
-        task = asyncio.create_task(keep.get("k", stubborn))
+        cache = cache_of(AnswerStore())
+        task = asyncio.create_task(cache.get("k", stubborn))
         await asyncio.sleep(0.01)
-        await keep.aclose()
+        await cache.aclose()
         stubborn.over = True
         task.cancel()
 

@@ -20,8 +20,7 @@ from salesrl_trl.reward.empty_answers import is_hollow
 from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient, _text_of
 from salesrl_trl.reward.judge.verdict import MAX_VERDICT_CHARS, read_verdict
 from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, parse_action
-from salesrl_trl.reward.rag.client import MAX_ANSWER_CHARS, _read_answer
-from salesrl_trl.reward.rag.embedding import Embedder
+from salesrl_trl.reward.rag.rag_client import MAX_ANSWER_CHARS, _read_answer
 from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import retry_after_s
 from salesrl_trl.types import InvalidAction
@@ -41,7 +40,6 @@ READERS = {
     "verdict": lambda text: read_verdict(text, nonce=NONCE, expect_reference=True),
     "rag answer": lambda text: _read_answer("rag_8b", "salesrl-1", text.encode()),
     "chat completion": lambda text: _text_of(PROVIDER._completion(text.encode())),
-    "embeddings": lambda text: Embedder("http://127.0.0.1:9", "m")._read(text.encode(), 1),
     "retry after": lambda text: retry_after_s({"retry-after": text[:8190]}),  # all of a header that aiohttp takes
     "fence": lambda text: neutralise(text, NONCE),
     "search": lambda text: words(text[: CHARS // 8]),  # the embedded services: in a process of their own

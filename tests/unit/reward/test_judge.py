@@ -9,7 +9,7 @@ from support.loopback import ANSWER, VERDICT, action, build_reward, chat_complet
 
 from salesrl_trl.errors import BadServiceResponse
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.reward.judge.client import load_rubrics
+from salesrl_trl.reward.judge.judge_client import load_rubrics
 from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Outcome

@@ -3,7 +3,7 @@
 import pytest
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.judge.client import load_rubrics
+from salesrl_trl.reward.judge.judge_client import load_rubrics
 
 
 def test_both_default_branches_have_a_rubric_that_asks_for_the_verdicts_fields():

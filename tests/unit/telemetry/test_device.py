@@ -1,11 +1,15 @@
-"""The clock of a GPU, with events whose times a test gives; tests/gpu has real ones."""
+"""The clock of a GPU, with events whose times a test gives (tests/gpu has real ones), and the use of the machine."""
 
 import math
+from collections import namedtuple
 
+import psutil
 import pytest
 import torch
 
-from salesrl_trl.telemetry.device import LARGEST_DRIFT, EventClock, clock_of, device_name, memory_gib
+from salesrl_trl.names import GPU_BUSY
+from salesrl_trl.telemetry import device as module
+from salesrl_trl.telemetry.device import LARGEST_DRIFT, EventClock, MachineUse, clock_of, device_name, memory_gib
 from salesrl_trl.telemetry.timeline import HostClock, Mark
 
 
@@ -102,3 +106,33 @@ def test_a_cpu_has_the_hosts_clock_a_name_and_no_device_memory():
     *device, host = memory_gib(cpu)
     assert all(math.isnan(each) for each in device)
     assert 0.05 < host < 1000  # this process has torch in it
+
+
+Disk = namedtuple("Disk", "read_bytes write_bytes")
+
+
+def test_samples_are_averaged_and_disks_are_counted_from_one_line_to_the_next(monkeypatch):
+    now = iter([10.0, 14.0, 17.0])  # built, then drained twice
+    disks = iter([Disk(0, 0), Disk(8e6, 4e6), Disk(8e6, 10e6)])
+    busy = iter([50, 100])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: next(disks))
+    monkeypatch.setattr(torch.cuda, "utilization", lambda _: next(busy))
+    use = MachineUse(torch.device("cuda"))
+    assert [use.sample(), use.sample()] == ["GPU 50 % busy", "GPU 100 % busy"]
+    assert list(use.drain().values()) == [0.75, 2.0, 1.0]
+    idle = use.drain()
+    assert list(idle.values())[1:] == [0.0, 2.0]
+    assert math.isnan(idle[GPU_BUSY])
+
+
+def test_what_the_machine_does_not_say_is_no_number(monkeypatch):
+    def unavailable(*_):
+        raise NotImplementedError("neither /proc/diskstats nor /sys/block")
+
+    monkeypatch.setattr(psutil, "disk_io_counters", unavailable)
+    monkeypatch.setattr(torch.cuda, "utilization", unavailable)
+    for device in ("cuda", "cpu"):
+        use = MachineUse(torch.device(device))
+        assert use.sample() == ""
+        assert all(math.isnan(value) for value in use.drain().values())

@@ -15,20 +15,15 @@ from salesrl_trl.names import (
     Phase,
 )
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.perf import Sums, added, perf_figures, time_figures
+from salesrl_trl.telemetry.perf import added, perf_figures, time_figures
 
 NAN = math.nan
 
 
-def sums(phases=None, **given):
+def sums(phases=None, memory=(1.0, 2.0, 3.0, 4.0), **given):
     figures = {"steps": 2, "makespan": 6.0, "exposed": 5.0, "batches": 2, "flops": 4e12, "tokens": 100.0}
-    figures |= {"samples": 8.0, "memory": (1.0, 2.0, 3.0, 4.0), **given}
-    return Sums(phases=dict.fromkeys(Phase, 0.0) | (phases or {}), **figures)
-
-
-def test_a_row_is_a_sums_again():
-    one = sums({"forward": 1.0, "unaccounted": 0.25})
-    assert Sums.from_row(one.row()) == one
+    figures |= {"samples": 8.0, **dict(zip(MEMORY, memory, strict=True)), **given}
+    return dict.fromkeys(Phase, 0.0) | (phases or {}) | figures
 
 
 def test_phases_are_means_over_ranks_and_steps_and_sum_to_the_step():
@@ -108,6 +103,7 @@ def test_memory_is_the_fullest_ranks_wherever_it_stands():
 def test_two_stretches_add_up_and_memory_is_the_later_with_the_higher_peak():
     first = sums({"forward": 1.0}, memory=(1.0, 2.0, 9.0, 4.0))
     both = added([first], [sums({"forward": 3.0}, steps=3, memory=(5.0, 6.0, 7.0, 8.0))])
-    assert both[0].phases["forward"] == 4.0
-    assert (both[0].steps, both[0].batches, both[0].flops, both[0].tokens) == (5, 4, 8e12, 200.0)
-    assert both[0].memory == (5.0, 6.0, 9.0, 8.0)
+    assert set(both[0]) == set(perf.COLUMNS)
+    assert both[0]["forward"] == 4.0
+    assert [both[0][name] for name in ("steps", "batches", "flops", "tokens")] == [5, 4, 8e12, 200.0]
+    assert [both[0][name] for name in MEMORY] == [5.0, 6.0, 9.0, 8.0]

@@ -1,12 +1,13 @@
 """The seconds of a start: one after another, and side by side."""
 
 import json
+import logging
 import subprocess
 import sys
 import time
 
 from salesrl_trl.names import START_UP_FILE, Phase, StartUp
-from salesrl_trl.telemetry.start_up import StartUpSeconds, imports_so_far
+from salesrl_trl.telemetry.start_up import imports_so_far, write_start
 from salesrl_trl.telemetry.timeline import StepTimes
 from salesrl_trl.timing import Span
 
@@ -21,13 +22,13 @@ SPANS = [
 ]
 
 
-def test_a_start_is_told_by_phase_and_what_goes_on_beside_them_does_not_count(tmp_path):
-    seconds = StartUpSeconds.of(SPANS, STEP)
-    assert seconds.line() == (
+def test_a_start_is_told_by_phase_and_what_goes_on_beside_them_does_not_count(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        write_start(SPANS, STEP, tmp_path)
+    assert caplog.messages[0] == (
         "[Start] 30.0 s to the end of the first step: imports 7.0, engine 11.0, first step 10.0 (evaluation 6.0), "
         "other 2.0; side by side with these: warm_up 2.0"
     )
-    seconds.keep(tmp_path)
     kept = json.loads((tmp_path / START_UP_FILE).read_text())
     assert kept["total_s"] == 30.0
     assert kept["phases_s"] == {"imports": 7.0, "engine": 11.0, "services": 8.01 - 8.0}

@@ -10,7 +10,7 @@ from salesrl_trl.kl.controller import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.figures import encode, encode_report
-from salesrl_trl.reward.judge.client import JudgeRecord
+from salesrl_trl.reward.judge.judge_client import JudgeRecord
 from salesrl_trl.types import Outcome, Reward
 from salesrl_trl.update.ledger import Ledger
 

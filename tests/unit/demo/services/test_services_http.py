@@ -12,9 +12,9 @@ import pytest
 from pytest_httpserver import HTTPServer
 from support.seconds import check_seconds
 
-from salesrl_trl.demo.services.judge import CANNOT_JUDGE
+from salesrl_trl.demo.services.judge_app import CANNOT_JUDGE
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
-from salesrl_trl.demo.services.rag import NOTHING_FOUND
+from salesrl_trl.demo.services.rag_app import NOTHING_FOUND
 from salesrl_trl.ground.fencing import fence
 
 PRICE_ZH = "Python数据分析课程的价格是3800元。"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from salesrl_trl.demo.services import launcher
+from salesrl_trl.demo.services.demo_server import main
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
-from salesrl_trl.demo.services.server import main
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.ground import process
 
@@ -231,7 +231,7 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
 
 def test_services_start_without_the_heavy_libraries() -> None:
     script = (
-        "import sys, salesrl_trl.demo.services.server\n"
+        "import sys, salesrl_trl.demo.services.demo_server\n"
         "sys.exit(bool({'torch', 'transformers', 'trl', 'openai'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -5,6 +5,7 @@ of its own, in the header and in the body. An answer with the id of another requ
 owns retries, time-outs and limits.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
@@ -22,7 +23,7 @@ RESERVED_FIELDS = (*RequestIds().as_dict(), "context", "score_threshold", "top_k
 
 
 class RagBackend(Protocol):
-    """Answers the reward chain: the HTTP service below, or a local vector store."""
+    """Answers the reward chain: the HTTP service below, or a run's record (`rejudge`)."""
 
     @property
     def transports(self) -> dict[str, Transport]:
@@ -88,15 +89,7 @@ class _AnswerBody(BaseModel):
 class RagClient:
     """Asks the policy-driven "8B" endpoint and the frozen "32B" reference endpoint over HTTP. A `RagBackend`.
 
-    Args:
-        base_url (`str`):
-            Address before `/v1/rag/...`, for example `"http://127.0.0.1:8801"`.
-        transport_8b (`Transport`):
-            Limits for the 8B endpoint.
-        transport_32b (`Transport`):
-            Limits for the 32B endpoint.
-        api_key (`str`, *optional*):
-            Sent as a bearer token.
+    The address is that before `/v1/rag/...`. The key is sent as a bearer token.
     """
 
     def __init__(
@@ -123,8 +116,8 @@ class RagClient:
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
         """`POST /v1/rag/32b`, with the identifiers that the row has; see `RagBackend`."""
-        given = {name: value for name, value in ids.as_dict().items() if value}
-        return await self._32b.ask({**given, "context": context, "score_threshold": score_threshold, "top_k": top_k})
+        named = {name: value for name, value in ids.as_dict().items() if value}
+        return await self._32b.ask({**named, "context": context, "score_threshold": score_threshold, "top_k": top_k})
 
     async def aclose(self) -> None:
         """Close the running loop's connections. The next call opens new ones."""
@@ -177,8 +170,7 @@ def _answer(body: _AnswerBody) -> Answer:
 
 def answer_to_json(answer: Answer) -> object:
     """The answer as a JSON value, for the cache."""
-    passages = [{"id": each.id, "text": each.text, "score": each.score} for each in answer.passages]
-    return {"text": answer.text, "passages": passages, "took_ms": answer.took_ms}
+    return dataclasses.asdict(answer)
 
 
 def answer_from_json(value: object) -> Answer:

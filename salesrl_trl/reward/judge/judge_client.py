@@ -78,15 +78,9 @@ class JudgeClient(Judge):
     Which provider is asked first follows the weights, and is the same for the same material. The others follow in the
     order they are listed when it fails or gives no valid verdict.
 
-    Args:
-        providers (`Sequence[JudgeProvider]`):
-            At least one, in fallback order.
-        rubrics (`Mapping[str, str]`):
-            Name to the system message of that judge; a branch's rubric has the branch's name.
-        repeats (`int`, *optional*, defaults to `1`):
-            Verdicts for each answer. The order of candidate and reference alternates among them.
-        aggregation (`str`, *optional*, defaults to `"mean"`):
-            How they become one; a key of `AGGREGATIONS`. More than half have to be valid.
+    A rubric is the system message of its judge; a branch's rubric has the branch's name. With several `repeats` the
+    order of candidate and reference alternates. `aggregation`, a key of `AGGREGATIONS`, makes one verdict of them, if
+    more than half are valid.
     """
 
     def __init__(

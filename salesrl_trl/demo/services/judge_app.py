@@ -4,6 +4,7 @@ Owns the HTTP form of a request and of a verdict. It stands in for an LLM judge:
 answers with the same JSON. `rubric` scores.
 """
 
+import json
 import time
 import uuid
 from typing import Annotated, Literal
@@ -13,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from salesrl_trl.demo.services.echo import EchoRequestId
 from salesrl_trl.demo.services.rubric import ProtectedTerms, judge_sections
 from salesrl_trl.ground.fencing import read_nonce, read_sections
 
@@ -79,17 +79,10 @@ class ChatRequest(BaseModel):
 
 
 def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> FastAPI:
-    """Make the judge.
-
-    Args:
-        terms (`ProtectedTerms`):
-            Terms that the fairness branch looks for.
-        model (`str`, *optional*, defaults to `"salesrl-judge"`):
-            Name of the judge in `GET /v1/models`. Requests may use any name.
-    """
+    """Make the judge, whose fairness branch looks for these terms. `GET /v1/models` has the model's name; requests may
+    use any."""
     app = FastAPI(title="Judge", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
-    app.add_middleware(EchoRequestId)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -113,7 +106,9 @@ def _verdict_text(request: ChatRequest, terms: ProtectedTerms) -> str:
     sections = read_sections(asked)
     if not sections.keys() >= REQUIRED_SECTIONS:
         return CANNOT_JUDGE
-    return judge_sections(sections, terms).to_json(read_nonce(asked))
+    verdict = judge_sections(sections, terms)
+    scores = {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
+    return json.dumps({"nonce": read_nonce(asked), **scores})
 
 
 def _completion(request: ChatRequest, content: str) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Runs the RAG service and the judge in one process, as a command.
 
-Owns the command line, the two listening sockets, and the line on stdout with their addresses. Refuses to know the
-content of answers.
+Owns the command line, the two listening sockets, the return of each request's id, and the line on stdout with the
+addresses. Refuses to know the content of answers.
 
     python -m salesrl_trl.demo.services --rag-port 8801 --judge-port 8802
 """
@@ -16,20 +16,20 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import salesrl_trl.data.demo
 from salesrl_trl.data.knowledge import load_documents
-from salesrl_trl.demo.services.index import KnowledgeIndex
-from salesrl_trl.demo.services.judge import create_judge_app
+from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
+from salesrl_trl.demo.services.judge_app import create_judge_app
 from salesrl_trl.demo.services.launcher import ServiceAddresses
-from salesrl_trl.demo.services.rag import ChatWriter, ExtractiveWriter, Writer, create_rag_app
+from salesrl_trl.demo.services.rag_app import ChatWriter, ExtractiveWriter, Writer, create_rag_app
 from salesrl_trl.demo.services.rubric import load_terms
 from salesrl_trl.errors import ConfigError, SalesRLError
 
@@ -41,21 +41,17 @@ DRAIN_TIMEOUT_S = 3
 PARENT_POLL_S = 1.0
 """Seconds between two checks that the parent is alive. Another process may hold stdin open after the parent's end."""
 
+ID_HEADER = b"x-request-id"
+MAX_ID_BYTES = 256
+"""Longer ids are not returned."""
+
 EXIT_OK = 0
 EXIT_USAGE = 2
 """An option, a file or a port is wrong. Nothing was started."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run both services until a signal or the end of the parent stops them.
-
-    Args:
-        arguments (`Sequence[str]`, *optional*):
-            Command-line arguments. Defaults to those of the process.
-
-    Returns:
-        `int`: the exit code: 0 after a clean stop, 2 when nothing could be started.
-    """
+    """Run both services until a signal or the end of the parent stops them. Returns the exit code."""
     options = _parser().parse_args(arguments, argparse.Namespace(parent=os.getppid()))
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for handler in logging.getLogger().handlers:
@@ -124,6 +120,24 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
+class EchoRequestId:
+    """Returns each request's `X-Request-Id` with its reply, so that the client can match the two."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        named = [pair for pair in scope.get("headers", ()) if pair[0] == ID_HEADER and len(pair[1]) <= MAX_ID_BYTES]
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *named]
+            await send(message)
+
+        await self._app(scope, receive, send_named if named else send)
+
+
 class _Server(uvicorn.Server):
     """One of several servers in one event loop.
 
@@ -131,10 +145,10 @@ class _Server(uvicorn.Server):
     - `capture_signals` does nothing: signals are handled by the loop.
     """
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                EchoRequestId(app),
                 log_config=None,  # uvicorn's default writes to stdout
                 access_log=False,
                 lifespan="off",
@@ -152,7 +166,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(apps: dict[socket.socket, FastAPI], options: argparse.Namespace) -> None:
+async def _serve(apps: Mapping[socket.socket, ASGIApp], options: argparse.Namespace) -> None:
     servers = {listener: _Server(app) for listener, app in apps.items()}
     loop = asyncio.get_running_loop()
 

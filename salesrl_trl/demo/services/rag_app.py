@@ -15,8 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from salesrl_trl.demo.services.echo import EchoRequestId
-from salesrl_trl.demo.services.index import KnowledgeIndex
+from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import fence
@@ -24,11 +23,8 @@ from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.types import Passage
 
 QUERY_WEIGHT = 3
-"""How often each word of `rewritten_query` counts. This field holds the question, so it counts most."""
-PROFILE_WEIGHT = 1
-"""How often each word of `user_profile` counts. Once is enough for an age to find the offers for this age."""
-HISTORY_WEIGHT = 1
-"""How often each word of `history_summary` counts."""
+"""How often each word of `rewritten_query` counts, because it holds the question. The other fields' words count once.
+That is enough for an age in `user_profile` to find the offers for this age."""
 
 CLOSE_SCORE_RATIO = 0.95
 """The second passage is used too if its score is at least this share of the best score."""
@@ -93,19 +89,11 @@ class ContextRequest(BaseModel):
     request_id: Identifier = ""
 
 
-class PassageBody(BaseModel):
-    """One passage of an answer."""
-
-    id: str
-    text: str
-    score: float
-
-
 class AnswerBody(BaseModel):
     """Body of both endpoints' answers."""
 
     answer: str
-    passages: list[PassageBody]
+    passages: tuple[Passage, ...]
     took_ms: float
     request_id: str
     """The id of the request, so that the client can match the two. Empty if the request had none."""
@@ -119,11 +107,7 @@ class Writer(Protocol):
     """Writes the answer to a question from passages."""
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
-        """Answer from the passages, best first; there may be none.
-
-        Raises:
-            `WriterFailed`: if no answer could be written.
-        """
+        """Answer from the passages, best first; there may be none. Raises `WriterFailed`."""
         ...
 
 
@@ -151,18 +135,10 @@ def _closest_sentence(question: str, text: str) -> str:
 
 
 class ChatWriter:
-    """Answers through a model behind any OpenAI-compatible server.
+    """Answers through a model behind any OpenAI-compatible server, whose address includes `/v1`.
 
-    Args:
-        base_url (`str`):
-            Address of the server, up to and including `/v1`.
-        model (`str`):
-            The model's name there.
-        key_env (`str`):
-            Name of the environment variable that holds the key; `find_key` reads it. The key appears in no message.
-
-    Raises:
-        `ConfigError`: if there is no key.
+    `key_env` names the environment variable that holds the key; `find_key` reads it. Raises `ConfigError` if there is
+    none. The key appears in no message.
     """
 
     _INSTRUCTION = (
@@ -223,18 +199,10 @@ def _content_of(completion: object) -> str:
 
 
 def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
-    """Make the RAG service.
-
-    Args:
-        index (`KnowledgeIndex`):
-            Finds the passages.
-        writer (`Writer`):
-            Writes an answer from them.
-    """
+    """Make the RAG service: the index finds passages, the writer writes an answer from them."""
     app = FastAPI(title="RAG service", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_exception_handler(WriterFailed, _report_writer)
-    app.add_middleware(EchoRequestId)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str | int]:
@@ -242,7 +210,8 @@ def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
 
     @app.post("/v1/rag/8b")
     async def answer_action(request: ActionRequest) -> AnswerBody:
-        return await _answer(index, writer, request.rewritten_query, action_query(request), request)
+        query = search_text(request.rewritten_query, request.user_profile, request.history_summary)
+        return await _answer(index, writer, request.rewritten_query, query, request)
 
     @app.post("/v1/rag/32b")
     async def answer_context(request: ContextRequest) -> AnswerBody:
@@ -251,12 +220,9 @@ def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
     return app
 
 
-def action_query(request: ActionRequest) -> str:
-    """The query of the 8B endpoint: each field of the action, repeated by its weight, and never the context."""
-    parts = [request.rewritten_query] * QUERY_WEIGHT
-    parts += [request.user_profile] * PROFILE_WEIGHT
-    parts += [request.history_summary] * HISTORY_WEIGHT
-    return "\n".join(parts)
+def search_text(query: str, profile: str, summary: str) -> str:
+    """What the 8B endpoint searches with: the fields of the action, and never the context."""
+    return "\n".join([query] * QUERY_WEIGHT + [profile, summary])
 
 
 async def _answer(
@@ -267,7 +233,7 @@ async def _answer(
     answer = await writer.write(question, passages)
     return AnswerBody(
         answer=answer,
-        passages=[PassageBody(id=passage.id, text=passage.text, score=passage.score) for passage in passages],
+        passages=passages,
         took_ms=(time.perf_counter() - started) * 1000,
         request_id=request.request_id,
     )
