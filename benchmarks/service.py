@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from salesrl_trl.ground.fencing import read_nonce
-from salesrl_trl.recording.trail import Trail, followed
+from salesrl_trl.recording.completion_record import CompletionRecord, noted_in
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.service.http import HttpClient
@@ -163,8 +163,8 @@ class SlowReward(InstantReward):
         self._clients = {name: HttpClient(name, url) for name in CALLS}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        stages.trail = Trail() if self._records else None
-        with followed(stages.trail):
+        stages.completion_record = CompletionRecord() if self._records else None
+        with noted_in(stages.completion_record):
             return await self._scored(sample, stages)
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:

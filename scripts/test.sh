@@ -61,8 +61,7 @@ test_lowest() {
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
     tests/unit/demo/services/test_knowledge_index.py tests/unit/build/test_checks.py tests/unit/data/test_templates.py \
     tests/unit/telemetry/test_device.py tests/unit/telemetry/test_layout.py tests/unit/shared_prompts \
-    tests/unit/report/test_report_records.py \
-    tests/unit/report/test_report_plots.py::test_a_run_with_everything_gives_every_picture \
+    tests/unit/view/test_run_folder.py tests/unit/view/test_report_page.py \
     tests/unit/telemetry/test_flops.py::test_of_two_adapters_copies_of_the_head_the_one_that_runs_is_counted ||
     status=$?
   wait "$training" || status=$?

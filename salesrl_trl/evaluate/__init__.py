@@ -1,9 +1,6 @@
 """The evaluation of policies that are there already, by a run's own path, without training.
 
-Owns:
-- the policies, and the settings in which an evaluation differs from a run (`policies`);
-- their answers and the rewards of these (`answers`);
-- the figures, and the comparison of two policies (`findings`), as text (`text`).
-
-Refuses to own the statistics: `salesrl_trl.evaluation.comparison` does. `__main__` has the command line.
+`__main__` has the command line. It calls, in this order, `policies` (where they lie, and the settings in which an
+evaluation differs from a run), `answering` (the answers, with their rewards), `findings` (the figures, and the
+comparison of two policies) and `evaluation_text`. Refuses to own the statistics: `evaluation.comparison` does.
 """

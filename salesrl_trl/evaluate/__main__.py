@@ -39,9 +39,8 @@ TOO_FEW = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print, and write the file. Returns the exit code."""
     argv, out = sys.argv[1:] if argv is None else argv, sys.stdout
-    options, settings = None, list[str]()
-    with contextlib.suppress(ConfigError):  # it is raised again below, where errors are told
-        options, settings = _parser().parse_known_args(argv)  # `--help` ends here, without the imports of seconds
+    if not {"-h", "--help"}.isdisjoint(argv):
+        _parser().parse_args(["--help"])  # it ends here, without the imports of seconds
 
     from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_STOPPED
     from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
@@ -49,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # for lines of other libraries
+        failing_as = EXIT_BAD_INPUT
         try:
-            if options is None:
-                options, settings = _parser().parse_known_args(argv)
+            options, settings = _parser().parse_known_args(argv)
             _check(options)
             from salesrl_trl.build.assembly import launched_services
+            from salesrl_trl.evaluate.evaluation_text import text_of
             from salesrl_trl.evaluate.policies import EvaluatedPolicy, plans_of, policy_of, settings_of
-            from salesrl_trl.evaluate.text import text_of
 
             named = [policy_of(name) for name in options.policy]
             config = settings_of(settings, named, FULL)
@@ -68,12 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             plans = plans_of(config, policies, folder, options.rows)
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):
                 logger.info(note)
-        except (Exception, KeyboardInterrupt) as error:
-            exit_with(_told(error), EXIT_BAD_INPUT)
-        try:
+            failing_as = EXIT_STOPPED
             findings = _evaluate(plans, policies, services, options.samples)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(_told(error), EXIT_STOPPED)
+            exit_with(_reported(error), failing_as)
         print(text_of(findings), file=out, flush=True)
         if options.output is not None:
             write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")
@@ -86,7 +83,7 @@ def _evaluate(
     """Let one policy after the other answer. The reward is opened once, so that equal calls are made once."""
     from salesrl_trl.build.assembly import open_reward
     from salesrl_trl.build.building import build_instruments
-    from salesrl_trl.evaluate.answers import answers_of
+    from salesrl_trl.evaluate.answering import answers_of
     from salesrl_trl.evaluate.findings import LABELS, findings_of, modes
     from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
     from salesrl_trl.names import StartUp
@@ -107,8 +104,8 @@ def _evaluate(
             with instruments.timeline.phase(StartUp.WARM_UP):
                 warm_up(reward_loop)
         answers = [
-            answers_of(each, policy.adapter, reward_loop, instruments, wanted, f"{label} ({policy.name})")
-            for each, policy, label in zip(plans, policies, LABELS, strict=False)
+            answers_of(plan_of_policy, policy.adapter, reward_loop, instruments, wanted, f"{label} ({policy.name})")
+            for plan_of_policy, policy, label in zip(plans, policies, LABELS, strict=False)
         ]
     return findings_of(
         [policy.name for policy in policies],
@@ -121,8 +118,8 @@ def _evaluate(
     )
 
 
-def _told(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
-    """The error that is told to the user. A stop is that of a command which keeps nothing."""
+def _reported(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
+    """The error that the user sees. A stop is that of a command which keeps nothing."""
     if not isinstance(error, StopRequested):
         return error
     if str(error) == "Ctrl-C":

@@ -1,6 +1,7 @@
 """The figures of an evaluation: of each policy and mode, and of the second policy against the first.
 
-Owns what is counted, what is too little, and the form of the file. Refuses to own the statistics.
+Owns what is counted, what is too little, and the form of the file. Refuses to own the statistics. Called by the
+command.
 """
 
 import math
@@ -34,7 +35,7 @@ class Mode(NamedTuple):
 
     name: str
     """`"greedy"` or `"sampled"`."""
-    each: int
+    samples: int
     """Answers to each row."""
     is_greedy: bool
 
@@ -99,14 +100,14 @@ class EvaluationFindings:
     def lacking(self) -> list[str]:
         """What was scored too little to be judged: `"B greedy fairness: 3 of 64 rows were scored"`. A branch is named
         where its policy's rows as a whole were scored enough."""
-        found: dict[str, dict[str, Mean]] = {
-            f"{each.label} {each.mode}": {name: group.reward for name, group in each.groups.items()}
-            for each in self.answered
+        by_branch: dict[str, dict[str, Mean]] = {
+            f"{answered.label} {answered.mode}": {name: group.reward for name, group in answered.groups.items()}
+            for answered in self.answered
         }
-        found |= {f"B - A {mode}": dict(by_branch) for mode, by_branch in self.differences.items()}
+        by_branch |= {f"B - A {mode}": dict(changes) for mode, changes in self.differences.items()}
         return [
             f"{what} {name}: {mean.rows} of {mean.total} rows were scored"
-            for what, means in found.items()
+            for what, means in by_branch.items()
             for name, mean in means.items()
             if mean.lacks(self.least) and (name == ALL or not means[ALL].lacks(self.least))
         ]
@@ -122,15 +123,15 @@ class EvaluationFindings:
             "too_few_scored": self.lacking,
             "figures": [
                 {
-                    "policy": each.label,
-                    "answers": each.mode,
-                    "missing": dict(each.missing),
-                    "branches": {name: asdict(group) for name, group in each.groups.items()},
+                    "policy": answered.label,
+                    "answers": answered.mode,
+                    "missing": dict(answered.missing),
+                    "branches": {name: asdict(group) for name, group in answered.groups.items()},
                 }
-                for each in self.answered
+                for answered in self.answered
             ],
             "differences": {
-                mode: {name: {**asdict(found), "equal": found.equal} for name, found in by_branch.items()}
+                mode: {name: {**asdict(change), "equal": change.equal} for name, change in by_branch.items()}
                 for mode, by_branch in self.differences.items()
             },
             "rows": [
@@ -141,11 +142,11 @@ class EvaluationFindings:
 
     def _rewards(self, place: int) -> dict[str, dict[str, float | None]]:
         """A row's reward: policy to mode to value."""
-        found: dict[str, dict[str, float | None]] = {}
-        for each in self.answered:
-            value = each.values[place]
-            found.setdefault(each.label, {})[each.mode] = None if math.isnan(value) else value
-        return found
+        rewards: dict[str, dict[str, float | None]] = {}
+        for answered in self.answered:
+            value = answered.values[place]
+            rewards.setdefault(answered.label, {})[answered.mode] = None if math.isnan(value) else value
+        return rewards
 
 
 def findings_of(
@@ -158,27 +159,14 @@ def findings_of(
     seed: int,
     least: float,
 ) -> EvaluationFindings:
-    """The figures of an evaluation.
+    """The figures of an evaluation of one or two `policies`.
 
-    Args:
-        policies (`Sequence[str]`):
-            Their names, one or two.
-        rows (`Sequence[SalesRow]`):
-            The held-out rows.
-        branches (`Sequence[str]`):
-            Branch names. One without a row is left out.
-        modes (`Sequence[Mode]`):
-            The modes.
-        answers (`Sequence`):
-            Of each policy, in each mode: the answers to all rows, those of a row beside each other.
-        seed (`int`):
-            Of the sampling.
-        least (`float`):
-            Smallest share of rows with a value for which a mean or a difference counts.
+    `answers` are those of each policy, in each of the `modes`, to all `rows`; those of a row stand beside each other.
+    A branch without a row is left out. A mean or a difference counts if the share `least` of its rows has a value.
     """
     places = {ALL: list(range(len(rows)))}
     places |= {branch: [place for place, row in enumerate(rows) if row.branch == branch] for branch in branches}
-    places = {name: there for name, there in places.items() if there}
+    places = {name: of_branch for name, of_branch in places.items() if of_branch}
     answered = [
         _answered(label, mode, scored, places)
         for label, of_policy in zip(LABELS, answers, strict=False)
@@ -188,10 +176,10 @@ def findings_of(
     if len(policies) > 1:
         for first, second in zip(answered[: len(modes)], answered[len(modes) :], strict=True):
             differences[first.mode] = {
-                name: difference_of([first.values[each] for each in there], [second.values[each] for each in there])
-                for name, there in places.items()
+                name: difference_of([first.values[n] for n in of_branch], [second.values[n] for n in of_branch])
+                for name, of_branch in places.items()
             }
-    samples = sum(mode.each for mode in modes if not mode.is_greedy)
+    samples = sum(mode.samples for mode in modes if not mode.is_greedy)
     return EvaluationFindings(
         policies=policies,
         rows=rows,
@@ -204,14 +192,14 @@ def findings_of(
 
 
 def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[str, Sequence[int]]) -> AnsweredRow:
-    rewards = [each.reward.value for each in scored]
-    values = row_means([math.nan if reward is None else reward for reward in rewards], mode.each)
-    by_row = [scored[first : first + mode.each] for first in range(0, len(scored), mode.each)]
+    rewards = [answer.reward.value for answer in scored]
+    values = row_means([math.nan if reward is None else reward for reward in rewards], mode.samples)
+    by_row = [scored[first : first + mode.samples] for first in range(0, len(scored), mode.samples)]
     groups = {
-        name: _group([values[place] for place in there], [each for place in there for each in by_row[place]])
-        for name, there in places.items()
+        name: _group([values[n] for n in of_branch], [answer for n in of_branch for answer in by_row[n]])
+        for name, of_branch in places.items()
     }
-    missing = Counter(each.reward.reason for each in scored if each.reward.value is None)
+    missing = Counter(answer.reward.reason for answer in scored if answer.reward.value is None)
     return AnsweredRow(
         label=label, mode=mode.name, values=values, groups=groups, missing=dict(sorted(missing.items()))
     )
@@ -222,8 +210,8 @@ def _group(values: Sequence[float], scored: Sequence[Scored]) -> GroupOfRows:
     return GroupOfRows(
         reward=mean_of(values),
         answers=count,
-        valid=sum(each.reward.outcome is not Outcome.INVALID_ACTION for each in scored) / count,
-        unscored=sum(each.reward.value is None for each in scored) / count,
-        tokens=sum(each.tokens for each in scored) / count,
-        truncated=sum(each.is_truncated for each in scored) / count,
+        valid=sum(answer.reward.outcome is not Outcome.INVALID_ACTION for answer in scored) / count,
+        unscored=sum(answer.reward.value is None for answer in scored) / count,
+        tokens=sum(answer.tokens for answer in scored) / count,
+        truncated=sum(answer.is_truncated for answer in scored) / count,
     )

@@ -1,6 +1,6 @@
 """The policies of an evaluation: where each lies, its settings, and the rows that all of them answer.
 
-Owns the settings in which an evaluation differs from a run. Loads no weights.
+Owns the settings in which an evaluation differs from a run. Loads no weights. Called by the command.
 """
 
 import copy
@@ -78,11 +78,11 @@ def policy_of(name: str) -> EvaluatedPolicy:
         return EvaluatedPolicy(name=name, path=base, adapter=folder)
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.is_dir()
     if looks_local and not (folder / CONFIG).is_file():
-        inside = sorted({str(each.parent) for file in (CONFIG, ADAPTER) for each in folder.glob(f"*/{file}")})
-        found = f"a folder without {CONFIG} and {ADAPTER}" if folder.is_dir() else "where there is nothing"
+        inside = sorted({str(file.parent) for name in (CONFIG, ADAPTER) for file in folder.glob(f"*/{name}")})
+        state = f"a folder without {CONFIG} and {ADAPTER}" if folder.is_dir() else "where there is nothing"
         remedy = f"There are policies inside: name {' or '.join(inside)}." if inside else "Correct the path."
         raise ConfigError(
-            f"`--policy` is {name!r}, {found}. Expected a run's `output_dir`, its `best`, one of its checkpoints, or "
+            f"`--policy` is {name!r}, {state}. Expected a run's `output_dir`, its `best`, one of its checkpoints, or "
             f"another saved policy. {remedy}"
         )
     return EvaluatedPolicy(name=name, path=name)
@@ -115,15 +115,7 @@ def evaluated(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
 def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
     """Check everything that can be checked before a model is loaded. The plans have the same rows and prompts.
 
-    Args:
-        config (`RunConfig`):
-            From `settings_of`.
-        policies (`Sequence[EvaluatedPolicy]`):
-            One or two.
-        output_dir (`str`):
-            A folder for what a run writes.
-        rows (`int`, *optional*):
-            Held-out rows, spread evenly over the branches; all when not given.
+    A run writes into `output_dir`. Of the held-out rows all are taken, or the number `rows`, evenly over the branches.
 
     Raises:
         `SalesRLError`: a setting, a file or a policy is not as expected.
@@ -154,7 +146,8 @@ def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir:
 
 def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], count: int | None) -> FittingPrompts:
     """The held-out rows whose prompts fit all policies and are the same for all, or so many of them."""
-    first, keys = fitting[0], [[_key(*pair) for pair in zip(each.rows, each.prompts, strict=True)] for each in fitting]
+    first = fitting[0]
+    keys = [[_key(*pair) for pair in zip(prompts.rows, prompts.prompts, strict=True)] for prompts in fitting]
     everywhere = set(keys[0]).intersection(*keys[1:])
     places = [place for place, key in enumerate(keys[0]) if key in everywhere]
     if not places:
@@ -164,7 +157,7 @@ def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], coun
         )
     branch_ids = [branches.index(first.rows[place].branch) for place in places]
     chosen = sorted(spread(branch_ids, len(places) if count is None else count, len(branches), 1))
-    places = [places[each] for each in chosen]
+    places = [places[number] for number in chosen]
     return FittingPrompts(
         rows=[first.rows[place] for place in places],
         prompts=[first.prompts[place] for place in places],
@@ -185,9 +178,9 @@ def _shape(folder: Path) -> Mapping[str, object]:
 
 def _read(path: Path) -> Mapping[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} can't be read as JSON ({type(error).__name__}). Expected a whole file.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}. Expected an object of settings.")
-    return found
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}. Expected an object of settings.")
+    return content

@@ -1,7 +1,7 @@
 """The way back from a record: what a completion was given, and what it earned.
 
-Owns which files are a run's, how one is opened, and the reading of single completions for those who use a record
-again. Pages that show one ask the tables themselves.
+Owns which files are a run's, how one is opened, and what its columns mean as values. Replay, rejudge and the viewer
+read records through it. It writes nothing.
 """
 
 import datetime
@@ -13,25 +13,30 @@ import logging
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.recording.completion_record import Judged
 from salesrl_trl.recording.schema import FOLDER, PACKED, SUFFIX, VERSION, rank_of, record_file
-from salesrl_trl.recording.trail import Judged
 
 logger = logging.getLogger(__name__)
 
-_told: set[Path] = set()
+LOCK_WAIT_S = 10.0
+"""Longest wait for a file that another process locks for a moment."""
+JSON_COLUMNS = ("action", "parts", "functions", "seconds")
+TEXT_COLUMNS = ("prompt", "answer", "reference")
+"""Columns that hold the number of a text, which is JSON."""
+_named_files: set[Path] = set()
 """Files of other runs that a line has named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """A recorded completion."""
+    """A recorded completion: columns of the table `completions` as values, with its verdicts."""
 
     file: int
     """Place of its file among those of the run."""
@@ -92,9 +97,7 @@ def _stand_in(unknown: object) -> str:
 def record_files(run: Path) -> list[Path]:
     """The files of a run's record, by rank. Those of another run in the same folder are left out, and named once.
 
-    Args:
-        run (`Path`):
-            Output folder of the run, the folder of the record, or one file.
+    `run` is the output folder of the run, the folder of the record, or one file.
     """
     if run.is_file():
         return [run]
@@ -102,12 +105,12 @@ def record_files(run: Path) -> list[Path]:
     ranks = {path: rank for path in folder.glob(f"*{SUFFIX}") if (rank := rank_of(path)) is not None}
     files = sorted(ranks, key=ranks.__getitem__)
     owner = run_of(files[0]) if files else None  # every run has a rank 0
-    others = [path for path in files if None not in (owner, found := run_of(path)) and found != owner]
-    if untold := [path for path in others if path not in _told]:
-        _told.update(untold)
+    others = [path for path in files if None not in (owner, run_id := run_of(path)) and run_id != owner]
+    if unnamed := [path for path in others if path not in _named_files]:
+        _named_files.update(unnamed)
         logger.warning(
-            f"[Record] {', '.join(path.name for path in untold)} in {folder}: of an earlier run than {files[0].name}, "
-            "and left out"
+            f"[Record] {', '.join(path.name for path in unnamed)} in {folder}: of an earlier run than {files[0].name}"
+            ", and left out"
         )
     return [path for path in files if path not in others]
 
@@ -115,11 +118,11 @@ def record_files(run: Path) -> list[Path]:
 def run_of(path: Path) -> str | None:
     """The id of the run that a file is of; empty if an earlier release wrote it. `None` if it can't be read now."""
     try:
-        with closing(sqlite3.connect(address(path), timeout=10, uri=True)) as file:
-            found = file.execute("SELECT value FROM meta WHERE name = 'run'").fetchone()
+        with closing(sqlite3.connect(address(path), timeout=LOCK_WAIT_S, uri=True)) as file:
+            row = file.execute("SELECT value FROM meta WHERE name = 'run'").fetchone()
     except (sqlite3.Error, OSError):
         return None
-    return "" if found is None else str(found[0])
+    return "" if row is None else str(row[0])
 
 
 def address(path: Path) -> str:
@@ -130,7 +133,7 @@ def address(path: Path) -> str:
 
 
 def open_record(path: Path) -> sqlite3.Connection:
-    """One file for reading.
+    """One file for reading, with rows by name. Another thread may use it.
 
     Raises:
         `ConfigError`: it is no record, or one of another version.
@@ -140,24 +143,19 @@ def open_record(path: Path) -> sqlite3.Connection:
             file = sqlite3.connect(":memory:", check_same_thread=False)
             file.deserialize(gzip.decompress(path.read_bytes()))
         else:
-            file = sqlite3.connect(address(path), uri=True, check_same_thread=False)
+            file = sqlite3.connect(address(path), uri=True, timeout=LOCK_WAIT_S, check_same_thread=False)
         version = file.execute("PRAGMA user_version").fetchone()[0]
     except (sqlite3.Error, OSError, EOFError) as error:
         raise ConfigError(f"{path} can't be read as a record ({error}).") from None
     if version != VERSION:
         file.close()
         raise ConfigError(f"{path} is a record of version {version}. Use the release that wrote it.")
+    file.row_factory = sqlite3.Row
     return file
 
 
 def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
-    """All completions of a run, rank by rank, in their order.
-
-    Args:
-        run (`Path`):
-            Output folder of the run.
-        mode (`str`, *optional*):
-            `"train"` or `"eval"`; both when not given.
+    """All completions of a run, rank by rank, in their order; of one `mode`, `"train"` or `"eval"`, if it is given.
 
     Raises:
         `ConfigError`: the run has no record.
@@ -165,40 +163,43 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     files = record_files(run)
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
+    names = [field.name for field in fields(Recorded) if field.name != "file"]
     for number, path in enumerate(files):
         with closing(open_record(path)) as file:
-            file.row_factory = sqlite3.Row
-            where, given = ("WHERE mode = ?", (mode,)) if mode else ("", ())
-            for row in file.execute(f"SELECT * FROM completions {where} ORDER BY id", given):
-                yield _recorded(file, number, row)
+            for row in file.execute("SELECT * FROM completions WHERE ? IN (mode, '') ORDER BY id", (mode or "",)):
+                values = values_of(file, row)
+                yield Recorded(file=number, **{name: values[name] for name in names})
 
 
-def _recorded(file: sqlite3.Connection, number: int, row: sqlite3.Row) -> Recorded:
+def values_of(
+    file: sqlite3.Connection, row: sqlite3.Row, parse_constant: Callable[[str], object] | None = None
+) -> dict[str, Any]:
+    """The columns of a completion by name, JSON and texts as values, and its `verdicts` by rubric.
+
+    `parse_constant` makes a value of what JSON has no number for, such as NaN.
+    """
+    values = dict(row)
+    for name in TEXT_COLUMNS:
+        values[name] = None if values[name] is None else text_of(file, values[name])
+    for name in (*TEXT_COLUMNS, *JSON_COLUMNS):
+        if values[name] is not None:
+            values[name] = json.loads(values[name], parse_constant=parse_constant)
     verdicts = file.execute(
         "SELECT rubric, candidate, reference, reason, provider FROM verdicts WHERE completion = ?", (row["id"],)
     )
-    given = {name: json.loads(row[name]) for name in ("parts", "functions", "seconds")}
-    plain = ("id", "step", "mode", "batch", "prompt_group", "row", "branch", "text", "digest", "outcome", "reason")
-    numbers = ("reward", "reference_reward", "advantage")
-    return Recorded(
-        **{name: row[name] for name in (*plain, *numbers)},
-        **given,
-        file=number,
-        action=None if row["action"] is None else json.loads(row["action"]),
-        answer=_value(file, row["answer"]),
-        reference=_value(file, row["reference"]),
-        verdicts={
-            rubric: Judged(candidate=candidate, reference=reference, reason=reason, provider=provider)
-            for rubric, candidate, reference, reason, provider in verdicts
-        },
-    )
+    values["verdicts"] = {
+        rubric: Judged(candidate=candidate, reference=reference, reason=reason, provider=provider)
+        for rubric, candidate, reference, reason, provider in verdicts
+    }
+    return values
 
 
-def text_of(file: sqlite3.Connection, number: int) -> str:
-    """A text by its number."""
-    [body] = file.execute("SELECT body FROM texts WHERE id = ?", (number,)).fetchone()
+def text_of(file: sqlite3.Connection, number: int) -> str | None:
+    """A text by its number. `None` where its writer has just dropped it."""
+    row = file.execute("SELECT body FROM texts WHERE id = ?", (number,)).fetchone()
+    return None if row is None else unpacked(row[0])
+
+
+def unpacked(body: bytes) -> str:
+    """A text as the table `texts` holds it."""
     return zlib.decompress(body).decode()
-
-
-def _value(file: sqlite3.Connection, number: int | None) -> Any:
-    return None if number is None else json.loads(text_of(file, number))

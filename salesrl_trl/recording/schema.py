@@ -87,5 +87,5 @@ def record_file(run: Path, rank: int) -> Path:
 
 def rank_of(path: Path) -> int | None:
     """The rank of a file by its name. `None` where it has another name, such as that of a backup."""
-    found = re.fullmatch(rf"rank-(\d+){re.escape(SUFFIX)}", path.name)
-    return None if found is None else int(found[1])
+    match = re.fullmatch(rf"rank-(\d+){re.escape(SUFFIX)}", path.name)
+    return None if match is None else int(match[1])

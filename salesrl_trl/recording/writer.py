@@ -2,7 +2,7 @@
 
 Owns the thread that writes, what is kept of a step, the size of the file, and the filter of texts. A batch is handed
 over as plain values and costs its caller a moment. What the disk does not take in time, and what can't be written, is
-left out and counted, never waited for.
+left out and counted, never waited for. `telemetry.instruments` holds it, `rollout.record` makes the batches.
 """
 
 import logging
@@ -22,9 +22,9 @@ from typing import TypeVar
 from salesrl_trl.ground.process import is_locked, make_private
 from salesrl_trl.ground.surroundings import enter, here
 from salesrl_trl.names import Stage
+from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
 from salesrl_trl.recording.schema import TABLES, VERSION
-from salesrl_trl.recording.trail import Call, Judged, Trail
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ Filter = Callable[[str], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A completion that was scored. All but `trail` are columns of the record."""
+    """A completion that was scored. All but `record` are columns of the record."""
 
     row: str
     """Id of the dataset's row, or `reader.row_of` its columns."""
@@ -62,7 +62,7 @@ class Entry:
     parts: Mapping[str, float | None]
     functions: Mapping[str, float | None]
     seconds: Mapping[str, float]
-    trail: Trail | None
+    record: CompletionRecord | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,24 +83,15 @@ class Batch:
 
 
 class Recorder:
-    """Writes a record. One for each rank.
+    """Writes the record of one rank to `path`, a `schema.record_file`.
 
-    Args:
-        path (`Path`):
-            The file, from `schema.record_file`.
-        keep (`int`, *optional*):
-            Completions of a batch that are kept: whole groups, other ones at each step. All when not given.
-        most_bytes (`int`, *optional*):
-            Size of the file. Beyond it the oldest steps go, and a line says so once.
-        clean (`Callable[[str], str]`, *optional*):
-            Applied to every text before it is written.
-        meta (`Mapping[str, str]`, *optional*):
-            Facts of the run. No secrets. `run` is its id, the same on all ranks.
-        after (`int`, *optional*):
-            The step of the checkpoint from which the run goes on. Then a file of this run is gone on with, without
-            later steps. Every other file is replaced.
-        others (`Sequence[Path]`, *optional*):
-            Files of ranks that the run had and has no more. They lose the same steps.
+    - `keep`: completions of a batch that are kept, whole groups, other ones at each step; all by default.
+    - `most_bytes`: size of the file. Beyond it the oldest steps go, and a line says so once.
+    - `clean` is applied to every text before it is written.
+    - `meta`: facts of the run, no secrets. `run` is its id, the same on all ranks.
+    - `after`: the step of the checkpoint from which the run goes on. Then a file of this run is gone on with, without
+      later steps. Every other file is replaced.
+    - `others`: files of ranks that the run had and has no more. They lose the same steps.
     """
 
     def __init__(
@@ -266,8 +257,8 @@ class Recorder:
         return [entry for entry in batch.entries if entry.prompt_group in chosen][: self._keep]
 
     def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
-        trail = entry.trail or Trail()
-        values = {each.name: getattr(entry, each.name) for each in fields(Entry) if each.name != "trail"}
+        record = entry.record or CompletionRecord()
+        values = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "record"}
         values |= {
             "step": batch.step,
             "mode": batch.mode,
@@ -275,33 +266,29 @@ class Recorder:
             "prompt": add_text(file, as_json(self._cleaned(entry.prompt))),
             "text": self._text(entry.text),
             "digest": digest_of(entry.prompt, entry.text),
-            "action": None if trail.action is None else as_json(self._cleaned(trail.action)),
-            "answer": self._value(file, trail.answer),
-            "reference": self._value(file, trail.reference),
+            "action": None if record.action is None else as_json(self._cleaned(record.action)),
+            "answer": self._value(file, record.answer),
+            "reference": self._value(file, record.reference),
             "advantage": advantage,
             "parts": as_json(entry.parts),
             "functions": as_json(entry.functions),
             "seconds": as_json(entry.seconds),
             "staleness": batch.staleness,
             "time": batch.time,
-            **judge_columns(trail, entry.seconds),
+            **judge_columns(record, entry.seconds),
         }
         completion = insert(file, "completions", values)
-        add_verdicts(
-            file,
-            completion,
-            {name: replace(each, reason=self._text(each.reason)) for name, each in trail.verdicts.items()},
-        )
-        self._add_calls(file, completion, trail.calls)
+        cleaned = {name: replace(judged, reason=self._text(judged.reason)) for name, judged in record.verdicts.items()}
+        add_verdicts(file, completion, cleaned)
+        self._add_calls(file, completion, record.calls)
 
     def _add_calls(self, file: sqlite3.Connection, completion: int | None, calls: Sequence[Call]) -> None:
-        for each in calls:
-            values = {field.name: getattr(each, field.name) for field in fields(Call)}
-            texts = {
-                name: content and add_text(file, self._text(content.decode(errors="replace")))
-                for name, content in (("request", each.request), ("answer", each.answer))
-            }
-            insert(file, "calls", {**values, **texts, "completion": completion})
+        for call in calls:
+            values = asdict(call)
+            for name in ("request", "answer"):
+                if values[name]:
+                    values[name] = add_text(file, self._text(values[name].decode(errors="replace")))
+            insert(file, "calls", {**values, "completion": completion})
 
     def _text(self, text: str) -> str:
         return self._clean(text) if self._clean else text
@@ -316,9 +303,9 @@ class Recorder:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
-            return {name: self._cleaned(each) for name, each in value.items()}
+            return {name: self._cleaned(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
-            return [self._cleaned(each) for each in value]
+            return [self._cleaned(part) for part in value]
         return value
 
     def _make_room(self, file: sqlite3.Connection, most_bytes: int, for_next: int) -> None:
@@ -355,12 +342,11 @@ def is_of_the_file(error: Exception) -> bool:
     return isinstance(error, sqlite3.Error) and not isinstance(error, of_values)
 
 
-def drop(file: sqlite3.Connection, which: str, *given: object) -> None:
-    """Delete some completions, with all that nobody else has."""
-    of_them = f"completion IN (SELECT id FROM completions WHERE {which})"
+def drop(file: sqlite3.Connection, condition: str, *values: object) -> None:
+    """Delete the completions that meet a condition, with all that nobody else has."""
     for table in ("verdicts", "calls"):
-        file.execute(f"DELETE FROM {table} WHERE {of_them}", given)
-    if file.execute(f"DELETE FROM completions WHERE {which}", given).rowcount:
+        file.execute(f"DELETE FROM {table} WHERE completion IN (SELECT id FROM completions WHERE {condition})", values)
+    if file.execute(f"DELETE FROM completions WHERE {condition}", values).rowcount:
         file.execute(UNUSED_TEXTS)
 
 
@@ -373,25 +359,22 @@ def drop_after(file: sqlite3.Connection, step: int) -> None:
 
 def _drop_oldest(file: sqlite3.Connection) -> int | None:
     """Delete the oldest steps, about a tenth of the completions; where one step is left, its oldest batch. Calls of no
-    completion go with the batch that they came with.
-
-    Returns:
-        `int`, *optional*: the last step that is gone. `None` where one batch is left, which stays.
-    """
+    completion go with the batch that they came with. Returns the last step that is gone; `None` where one batch is
+    left, which stays."""
     [count, newest] = file.execute("SELECT count(*), max(step) FROM completions").fetchone()
     oldest = "SELECT max(step) FROM (SELECT step FROM completions WHERE step < ? ORDER BY step LIMIT ?)"
     [step] = file.execute(oldest, (newest, max(int(count * (1 - PART_TO_KEEP)), 1))).fetchone()
-    which, given = "step <= ?", step
+    condition, value = "step <= ?", step
     if step is None:
         [first, last] = file.execute("SELECT min(time), max(time) FROM completions").fetchone()
         if first == last:
             return None
-        which, given = "time = ?", first  # all of a batch have the same
+        condition, value = "time = ?", first  # all of a batch have the same
     with file:
         file.execute("BEGIN IMMEDIATE")
-        of_no_completion = f"completion IS NULL AND time <= (SELECT max(time) FROM completions WHERE {which})"
-        file.execute(f"DELETE FROM calls WHERE {of_no_completion}", (given,))
-        drop(file, which, given)
+        of_no_completion = f"completion IS NULL AND time <= (SELECT max(time) FROM completions WHERE {condition})"
+        file.execute(f"DELETE FROM calls WHERE {of_no_completion}", (value,))
+        drop(file, condition, value)
         if step is not None:
             file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(step),))
     return int(newest) - 1 if step is None else int(step)
@@ -441,19 +424,17 @@ def insert(file: sqlite3.Connection, table: str, values: Mapping[str, object]) -
 def add_text(file: sqlite3.Connection, text: str) -> int:
     """The number of a text, which is added where it is not there."""
     key = digest(text)
-    found = file.execute("SELECT id FROM texts WHERE digest = ?", (key,)).fetchone()
-    if found is not None:
-        return int(found[0])
-    return insert(file, "texts", {"digest": key, "body": zlib.compress(text.encode(), 1)})
+    row = file.execute("SELECT id FROM texts WHERE digest = ?", (key,)).fetchone()
+    return int(row[0]) if row else insert(file, "texts", {"digest": key, "body": zlib.compress(text.encode(), 1)})
 
 
 def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[str, Judged]) -> None:
     """What judges said of a completion."""
-    for rubric, each in verdicts.items():
-        insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(each)})
+    for rubric, judged in verdicts.items():
+        insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(judged)})
 
 
-def judge_columns(trail: Trail, seconds: Mapping[str, float]) -> dict[str, object]:
+def judge_columns(record: CompletionRecord, seconds: Mapping[str, float]) -> dict[str, object]:
     """The columns of a completion that say who judged it, and how long that took."""
-    first = next(iter(trail.verdicts.values()), None)
+    first = next(iter(record.verdicts.values()), None)
     return {"provider": first and first.provider, "judge_s": seconds.get(Stage.JUDGE)}

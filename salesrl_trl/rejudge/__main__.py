@@ -1,24 +1,148 @@
 """`python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]`.
 
-Judges a recorded run again, and says how much rewards and advantages would have changed. Owns the command line. The
-parts are in `rejudge`.
+Judges a recorded run again, and says how much rewards and advantages would have changed. Owns the command line and the
+order: settings, the record, verdicts, comparison, the new record.
 
 Exit code: 0; 2 for wrong input; 3 if a service did not work; 130 after Ctrl-C.
 """
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.tables import aligned
+from salesrl_trl.recording.reader import record_files, recorded
+from salesrl_trl.run.launch import begin_run
+from salesrl_trl.run.tools import exit_code_of, strict_json
+
+if TYPE_CHECKING:
+    from salesrl_trl.rejudge.score_changes import ScoreChange
+
+DESCRIPTION = (
+    "Judge a recorded run again, by other settings than its own: another judge, rubrics or weights. Says how much "
+    "rewards and advantages would have changed. Answers come from the record. Takes every setting of a recipe; those "
+    "that are not given are the run's own."
+)
+HEAD = ("branch", "completions", "scored", "mean reward", "ranks", "advantages", "moved by", "sign flips")
+NOTES = (
+    "scored, mean reward: before and after. ranks, advantages: Spearman's correlation of before and after.",
+    "moved by: mean distance of advantages.",
+)
+
+
+@dataclass
+class RejudgeConfig:
+    """The settings that a rejudging adds to those of a run."""
+
+    output: str | None = field(
+        default=None, metadata={"help": "folder for a record with the new verdicts and rewards, for `--replay`"}
+    )
+    json: bool = field(default=False, metadata={"help": "one JSON object on stdout"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rejudge and print. Returns the exit code."""
-    from salesrl_trl.rejudge.command import main as rejudge  # takes a second
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code_of(arguments, lambda: _prepared(arguments))
 
-    return rejudge(argv)
+
+def _prepared(argv: Sequence[str]) -> Callable[[], int]:
+    """Read the settings and the record, and check them. What is returned judges, compares, writes and prints."""
+    run, settings = _run_of(argv)
+
+    import stamina  # these take seconds
+
+    from salesrl_trl.build.checks.rows import own_records, training_records
+    from salesrl_trl.build.settings import parse_part
+    from salesrl_trl.config import DataConfig, RewardConfig
+    from salesrl_trl.config.reward import SALES
+    from salesrl_trl.data.sources import check_rows
+    from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
+    from salesrl_trl.rejudge.score_changes import Baseline, changes
+
+    stamina.instrumentation.set_on_retry_hooks([])
+    own, data, reward, others = parse_part(
+        settings,
+        (RejudgeConfig, DataConfig, RewardConfig),
+        usage="python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
+        description=DESCRIPTION,
+    )
+    reward = dataclasses.replace(reward, replay=None, reference_cache="")
+    scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
+    completions = [*recorded(run, "train")]
+    branches = sorted({completion.branch for completion in completions})
+    rows = check_rows(training_records(data, own_records(data)), branches, data.max_train_rows)
+    functions = reward.reward_funcs or [SALES]
+    weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
+    unknown = sorted({completion.row for completion in completions} - {row.row_id for row in rows})
+    if SALES not in functions:
+        raise ConfigError(
+            f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` among them: "
+            "the packaged reward is what is judged again."
+        )
+    if not completions:
+        raise ConfigError(f"the record of {run} has no completion of training. Expected some.")
+    if unknown:
+        raise ConfigError(
+            f"{len(unknown)} rows of the record are not in the dataset, such as {unknown[0]!r}. Expected the dataset "
+            "of the run: give its `--dataset`."
+        )
+    if own.output is not None and record_files(Path(own.output).expanduser()):
+        raise ConfigError(f"`--output` is {own.output!r}, which has a record already. Expected another folder.")
+
+    def work() -> int:
+        judged = [
+            (of_all_functions(completion, new, weights), notes)
+            for completion, (new, notes) in zip(
+                completions, rejudged(reward, completions, rows, branches), strict=True
+            )
+        ]
+        compared, advantages = changes(
+            completions, [new for new, _ in judged], Baseline(scale, others.hybrid_reference_weight)
+        )
+        if own.output is not None:
+            write(run, Path(own.output).expanduser(), completions, judged, advantages)
+        print(strict_json([dataclasses.asdict(change) for change in compared]) if own.json else text_of(compared))
+        return 0
+
+    return work
+
+
+def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
+    """The run, and the settings: those of its recipe first."""
+    arguments = [*argv]
+    if arguments[:1] in (["-h"], ["--help"]):
+        return Path(), arguments
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("no run is named. Expected its output folder first: RUN [--SETTING VALUE ...].")
+    run = Path(arguments.pop(0)).expanduser()
+    recipe = run / "config.yaml"
+    own = ["--config", str(recipe)] if recipe.is_file() and "--config" not in arguments else []
+    return run, [*own, *arguments]
+
+
+def text_of(compared: "Sequence[ScoreChange]") -> str:
+    """The comparison for people."""
+    rows = [
+        (
+            change.branch,
+            str(change.completions),
+            f"{change.scored_before} → {change.scored_after}",
+            f"{change.mean_before:.3f} → {change.mean_after:.3f}",
+            f"{change.rank_correlation:.3f}",
+            f"{change.advantage_correlation:.3f}",
+            f"{change.mean_shift:.3f}",
+            f"{change.sign_flips:.1%}",
+        )
+        for change in compared
+    ]
+    return "\n".join([*aligned([HEAD, *rows]), *NOTES])
 
 
 if __name__ == "__main__":
-    from salesrl_trl.run.launch import begin_run
-
     begin_run()  # a signal ends it as Ctrl-C does
     sys.exit(main())

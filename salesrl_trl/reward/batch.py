@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from salesrl_trl.ground.surroundings import here
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.trail import Call
+from salesrl_trl.recording.completion_record import Call
 from salesrl_trl.reward.faults import FaultLog
 from salesrl_trl.reward.judge.base import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.sample_lines import SampleLines

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.trail import Judged, Trail, followed
+from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.empty_answers import is_hollow
@@ -112,7 +112,7 @@ class SalesReward(Scorer):
         records: bool = False,
     ) -> None:
         super().__init__(deadline_s)
-        self._ahead_trail = Trail() if records else None
+        self._ahead_record = CompletionRecord() if records else None
         """Calls that no completion waits for."""
         self.lines = lines or self.lines
         if not isinstance(judge, Judge):
@@ -151,7 +151,7 @@ class SalesReward(Scorer):
         """Ask for the 32B answers of these rows ahead of their completions, each once. Completions that come meanwhile
         share the answer or the error. After an error the next completion asks again and reports it."""
         wanted = [self._rows[index] for index in dict.fromkeys(int(row["row"]) for row in rows)]
-        with deadline(self.deadline_s), followed(self._ahead_trail):
+        with deadline(self.deadline_s), noted_in(self._ahead_record):
             fetched = [self._answers.fetch_reference(row) for row in wanted if self._scoring.rubrics(row.branch)]
             await asyncio.gather(*fetched, return_exceptions=True)
 
@@ -167,7 +167,7 @@ class SalesReward(Scorer):
             },
             records=self._judge.drain_records(),
             cache_hits={"answers": answers.hits + self._verdicts.hits, "references": references.hits},
-            calls=() if self._ahead_trail is None else self._ahead_trail.drain_calls(),
+            calls=() if self._ahead_record is None else self._ahead_record.drain_calls(),
         )
         answers.hits = self._verdicts.hits = references.hits = 0
         if self.budget is not None:
@@ -206,8 +206,8 @@ class SalesReward(Scorer):
         return {**self._rag.transports, **self._judge.transports}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        stages.trail = None if self._ahead_trail is None else Trail()
-        with followed(stages.trail):
+        stages.completion_record = None if self._ahead_record is None else CompletionRecord()
+        with noted_in(stages.completion_record):
             return await self._scored(sample, stages)
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
@@ -217,14 +217,14 @@ class SalesReward(Scorer):
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action, stages.seconds)
         row = self._rows[int(sample.row["row"])]
-        if stages.trail is not None:
-            stages.trail.action = action.as_dict()
+        if stages.completion_record is not None:
+            stages.completion_record.action = action.as_dict()
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
         try:
             answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
             self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
-            if stages.trail is not None:
-                stages.trail.answer = answer_to_json(answer)
+            if stages.completion_record is not None:
+                stages.completion_record.answer = answer_to_json(answer)
             if not answer.passages and not await self._answers.index_has_some(row):
                 return missing(Outcome.INFRA, "no_passages", stages.seconds)
             if is_hollow(answer.text):
@@ -262,8 +262,8 @@ class SalesReward(Scorer):
                 self.lines.no_answer(row.row_id, Stage.RAG_32B, reason)
                 return None
         self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
-        if stages.trail is not None:
-            stages.trail.reference = answer_to_json(answer)
+        if stages.completion_record is not None:
+            stages.completion_record.reference = answer_to_json(answer)
         return answer
 
     async def _judged(self, case: Case, stages: StageTimes) -> Case:
@@ -271,8 +271,10 @@ class SalesReward(Scorer):
         wanted = self._scoring.rubrics(case.row.branch)
         asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
         results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
-        if stages.trail is not None:
-            stages.trail.verdicts |= {name: _judged(result) for name, result in zip(wanted, results, strict=True)}
+        if stages.completion_record is not None:
+            stages.completion_record.verdicts |= {
+                name: _judged(result) for name, result in zip(wanted, results, strict=True)
+            }
         verdicts = {
             name: None if isinstance(result, ServiceError) else result
             for name, result in zip(wanted, results, strict=True)

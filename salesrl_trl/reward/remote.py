@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
-from salesrl_trl.recording.trail import Trail
+from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.scorer import TRAINER_STATE, RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
@@ -58,7 +58,7 @@ _PING = -1  # number of a question without a waiter
 
 InHand: TypeAlias = tuple[int, list[str], list[Span]]
 """A completion that the child scores: its number, its stages under way, its spans so far."""
-Scored: TypeAlias = tuple[Reward, list[Span], Trail | None]
+Scored: TypeAlias = tuple[Reward, list[Span], CompletionRecord | None]
 """The child's answer for a completion."""
 
 
@@ -368,13 +368,13 @@ class RemoteReward(Scorer):
         child.scored[number] = stages
         spans: list[Span] = []
         try:
-            reward, spans, stages.trail = cast(Scored, await asyncio.shield(answer))
+            reward, spans, stages.completion_record = cast(Scored, await asyncio.shield(answer))
             return reward
         except asyncio.CancelledError:
             await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
                 last = cast(Scored, await child.within(LAST_WORD_S, lambda: asyncio.shield(answer)))
-                _, spans, stages.trail = last
+                _, spans, stages.completion_record = last
             answer.cancel()  # nobody waits for it any more
             raise
         finally:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.trail import Trail
+from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.timing import Span
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class StageTimes:
         self.seconds: dict[str, float] = {}
         self.spans: list[Span] = []
         self.track = track
-        self.trail: Trail | None = None
+        self.completion_record: CompletionRecord | None = None
         """What happened on the completion's way, where it is recorded."""
         self._open: dict[str, float] = {}
         self._elsewhere: dict[int, tuple[list[str], list[Span]]] = {}

@@ -81,7 +81,7 @@ class Worker:
         task, stages = self._in_hand[number]
         await asyncio.wait([task])
         del self._in_hand[number]
-        return self._reward.faults.conclude(task), stages.spans, stages.trail
+        return self._reward.faults.conclude(task), stages.spans, stages.completion_record
 
     async def _prepare(self, number: None, rows: list[Example]) -> None:
         await self._watched.call(self._reward.prepare, rows)

@@ -54,7 +54,7 @@ def batch_of(
             parts=dict(scored.components),
             functions=dict(scored.by_function),
             seconds=dict(scored.seconds),
-            trail=stages.trail,
+            record=stages.completion_record,
         )
         for place, (example, completion, scored, stages) in enumerate(
             zip(rollout.inputs, rollout.completions, rewards, scores.stages, strict=True)

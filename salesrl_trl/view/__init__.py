@@ -1,9 +1,12 @@
-"""A run's completions to look at: `python -m salesrl_trl.view RUN [RUN ...]`.
+"""A run to look at: its completions in a browser (`python -m salesrl_trl.view`), its figures on one page
+(`python -m salesrl_trl.report`).
 
-- `index` follows the records of the runs, `haystack` holds their texts for a search;
-- `queries` answers for lists, figures and comparisons, `detail` for one completion's whole way;
-- `page` puts the page together (its scripts and style are in `assets`), `server` serves it, `alone` makes one that
-  needs no server.
+- The viewer: `record_index` follows the records of the runs; `queries` answers for lists, figures and comparisons,
+  `completion` for one completion's whole way; `page` puts the page together (its scripts and style are in `assets`),
+  `viewer` serves it.
+- The report: `run_folder` reads a run's folder; `run_figures` computes, `wording` rounds, `advice` says what stands
+  out, `charts` draws; `report_page` has the lists of what is shown.
 
-Imports neither torch nor TRL. Refuses to write into a run, to listen beyond loopback, and to ask the network.
+Both write HTML by the files in `templates`. Imports neither torch nor TRL. Refuses to write into a run's record, to
+listen beyond loopback, and to ask the network.
 """

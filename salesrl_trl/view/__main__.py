@@ -13,33 +13,23 @@ from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import make_private
-from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.view.alone import MOST, data
-from salesrl_trl.view.index import Index
-from salesrl_trl.view.page import page
-from salesrl_trl.view.server import Viewer
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
+from salesrl_trl.view.page import MOST, data_alone, page
+from salesrl_trl.view.record_index import Index
+from salesrl_trl.view.viewer import Viewer
 
 PROGRAM = "python -m salesrl_trl.view"
-BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve or write the page.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; those of the process when not given.
-
-    Returns:
-        `int`: exit code, 0 or 2.
-    """
+    """Serve or write the page. Returns the exit code."""
     args = _parser().parse_args(argv)
     try:
         with closing(Index(args.runs)) as index:
             return _write(index, args.html, args.most) if args.html else _serve(index, args.port)
     except (ConfigError, OSError, sqlite3.Error) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return EXIT_BAD_INPUT
 
 
 def _serve(index: Index, port: int) -> int:
@@ -59,11 +49,11 @@ def _serve(index: Index, port: int) -> int:
 
 def _write(index: Index, path: Path, most: int) -> int:
     index.refresh()
-    found = data(index, most)
+    data = data_alone(index, most)
     path.parent.mkdir(parents=True, exist_ok=True)
     make_private(path)  # as the record
-    path.write_text(page(found).html, encoding="utf-8", errors="replace")
-    print(f"Page: {path}\n{found['state']['sample']:,} of {found['state']['total']:,} completions are in it.")
+    path.write_text(page(data).html, encoding="utf-8", errors="replace")
+    print(f"Page: {path}\n{data['state']['sample']:,} of {data['state']['total']:,} completions are in it.")
     return 0
 
 

@@ -1,23 +1,33 @@
-"""The page: one HTML file with its scripts and style inside, for the server and for a file that stands alone.
+"""The viewer's page: one HTML file with its scripts and style inside, for the server and for a file that stands alone.
 
-Owns how modules become one script, and what the page may do (its Content-Security-Policy). The sources in `assets` are
-plain ES modules, put one after the other here: there is no build step. `assets/vendor/preact.mjs` is Preact 11.2.0 as
-released on npm, MIT, 12 kB.
+Owns how modules become one script, what the page may do (its Content-Security-Policy), and which completions a page
+without a server has. The sources in `assets` are plain ES modules, put one after the other here: there is no build
+step. `assets/vendor/preact.mjs` is Preact 11.2.0 as released on npm, MIT, 12 kB. Called by the viewer and its command.
 """
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from salesrl_trl.view import queries
+from salesrl_trl.view.completion import completion
+from salesrl_trl.view.record_index import Index
+from salesrl_trl.view.rendering import render
+
 ASSETS = Path(__file__).parent / "assets"
 PREACT = "vendor/preact.mjs"
 SCRIPTS = ("words.js", "core.js", "local.js", "parts.js", "chart.js", "overview.js", "list.js", "completion.js",
            "runs.js", "app.js")  # fmt: skip
 """Each imports from those before it alone."""
+MOST = 200
+"""Completions of a page that stands alone, unless another number is wanted: a file of up to 10 MB."""
+LEADING = ("disagreement", "advantage", "slowest")
+MODES = ("train", "eval")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=\w)", re.MULTILINE)
 _VENDOR_EXPORT = re.compile(r"export\{([^}]*)\};\s*(//# sourceMappingURL=\S*\s*)?$")
@@ -32,44 +42,73 @@ class Page:
     """Content-Security-Policy: this script, this style, requests to the own server or none."""
 
 
-def page(data: object = None) -> Page:
-    """The page.
-
-    Args:
-        data (JSON, *optional*):
-            What a page that stands alone shows. Without it the page asks its server.
-
-    Returns:
-        `Page`
-    """
+def page(data: queries.Answer | None = None) -> Page:
+    """The page. Without `data` it asks its server; with it, it stands alone."""
     script, style = _script(), (ASSETS / "style.css").read_text("utf-8")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
         f"connect-src {'none' if data else 'self'!r}; base-uri 'none'; form-action 'none'"
     )
     # No text of the data can end its element: JSON has no `<` outside of its strings.
-    given = "" if data is None else json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
-    return Page(
-        html='<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>salesrl</title>\n'
-        f'<link rel="icon" href="data:,">\n<style>{style}</style>\n</head>\n<body>\n<div id="app"></div>\n'
-        f'<script type="application/json" id="data">{given}</script>\n<script>{script}</script>\n</body>\n</html>\n',
-        policy=policy.replace("'none'; script", "'none'; frame-ancestors 'none'; script", 1),
-    )
+    text = "" if data is None else json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
+    html = render("viewer.html", policy=policy, style=style, script=script, data=text)
+    return Page(html=html, policy=policy.replace("'none'; script", "'none'; frame-ancestors 'none'; script", 1))
 
 
 @cache
 def _script() -> str:
     """All modules as one script. Names of the package's own are unique over its modules."""
-    vendor, found = (ASSETS / PREACT).read_text("utf-8"), None
-    found = _VENDOR_EXPORT.search(vendor)
-    assert found is not None, "Preact's file is not the one that is released"
-    given = ", ".join(f"{name}: {own}" for own, name in re.findall(r"([\w$]+) as ([\w$]+)", found[1]))
-    preact = f"const {{ h, render, Fragment }} = (() => {{ {vendor[: found.start()]} return {{ {given} }}; }})();\n"
+    vendor = (ASSETS / PREACT).read_text("utf-8")
+    exports = _VENDOR_EXPORT.search(vendor)
+    assert exports is not None, "Preact's file is not the one that is released"
+    names = ", ".join(f"{name}: {own}" for own, name in re.findall(r"([\w$]+) as ([\w$]+)", exports[1]))
+    preact = f"const {{ h, render, Fragment }} = (() => {{ {vendor[: exports.start()]} return {{ {names} }}; }})();\n"
     own = (_EXPORT.sub("", _IMPORT.sub("", (ASSETS / name).read_text("utf-8"))) for name in SCRIPTS)
     return f'"use strict";\n(() => {{\n{preact}{"".join(own)}}})();\n'
 
 
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def data_alone(index: Index, most: int = MOST) -> queries.Answer:
+    """What a page without a server shows of an index that was read to its end: all figures, and at most so many
+    completions. Each question of the page has here the answer that a server would give."""
+    with index.lock:
+        items = _sample(index, most)
+        state = queries.state(index)
+    runs = [str(run) for run in range(len(index.runs))]
+    return {
+        "state": {**state, "sample": len(items), "total": sum(run["many"] for run in state["runs"])},
+        "items": items,
+        "completions": {item["id"]: completion(index, item["id"]) for item in items},
+        "overview": {
+            f"{run}/{mode}": queries.overview(index, {"run": run, "mode": mode}) for run in runs for mode in MODES
+        },
+        "row": {row: queries.row_over_time(index, {"row": row}) for row in {item["row"] for item in items}},
+        "compare": {
+            f"{one}/{other}/{mode}/{order}": queries.comparison(
+                index, {"one": one, "other": other, "mode": mode, "order": order}
+            )
+            for one, other in itertools.permutations(runs, 2)
+            for mode in MODES
+            for order in queries.CHANGES
+        },
+    }
+
+
+def _sample(index: Index, most: int) -> list[queries.Answer]:
+    """The completions that lead the three lists of most interest, then some spread evenly over the rest."""
+    chosen: dict[str, queries.Answer] = {}
+    for order in LEADING:
+        leading = queries.listing(index, {"order": order})["items"][: most // 6]
+        chosen |= {item["id"]: item for item in leading}
+    total = index.db.execute("SELECT count(*) FROM completions").fetchone()[0]
+    rows = index.db.execute(
+        "SELECT * FROM (SELECT *, row_number() OVER (ORDER BY run, step, n) AS at FROM completions) WHERE at % ? = 0",
+        (max(-(-total // max(most - len(chosen), 1)), 1),),
+    ).fetchall()
+    for item in queries.items(index, rows):
+        if len(chosen) < most:
+            chosen.setdefault(item["id"], item)
+    return sorted(chosen.values(), key=lambda item: (-item["step"], item["id"]))

@@ -1,17 +1,18 @@
-"""Answers to the page's questions about many completions.
+"""Answers to the viewer's questions about many completions.
 
 Owns filters, orders and pages of lists, the figures by step and branch, the way of a row, and the comparison of two
-runs. Values of a question only ever stand in parameters of SQL.
+runs. Values of a question only ever stand in parameters of SQL. Called by the viewer, and by `page` for one that
+stands alone.
 """
 
+import json
 import math
 import sqlite3
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from salesrl_trl.view.detail import excerpts, prompt_of
-from salesrl_trl.view.index import Index
+from salesrl_trl.view.completion import excerpts, prompt_of
+from salesrl_trl.view.record_index import Index
 
 Params = Mapping[str, str]
 Answer = dict[str, Any]
@@ -63,33 +64,25 @@ def whole(params: Params, name: str, default: int = 0) -> int:
     return default if value is None else int(value)
 
 
-def name_of(row: sqlite3.Row) -> str:
-    """A completion's id on the page: run, rank and id in the file."""
-    return f"{row['run']}-{row['rank']}-{row['id']}"
-
-
-class Where:
-    """The condition of a filter, and its values."""
-
-    def __init__(self, index: Index, params: Params) -> None:
-        terms, self.values = ["1"], list[Any]()
-        if params.get("run"):
-            terms.append("run = ?")
-            self.values.append(whole(params, "run"))
-        for name in EQUAL:
-            if params.get(name):
-                terms.append(f"{name} = ?")
-                self.values.append(params[name])
-        for name in BETWEEN:
-            for end, sign in (("min", ">="), ("max", "<=")):
-                if (value := number(params, f"{name}_{end}")) is not None:
-                    terms.append(f"{name} {sign} ?")
-                    self.values.append(value)
-        if word := params.get("text", "").strip():
-            # By number, from 1: a function of Python's would take longer than all else.
-            terms.append("(substr(?, n, 1) = x'01' OR substr(?, prompt + 1, 1) = x'01')")
-            self.values += [bytes(index.texts.find(word)), bytes(index.prompts.find(word))]
-        self.sql = " AND ".join(terms)
+def _condition(index: Index, params: Params) -> tuple[str, list[Any]]:
+    """The condition of a filter in SQL, and its values."""
+    terms, values = ["1"], list[Any]()
+    if params.get("run"):
+        terms.append("run = ?")
+        values.append(whole(params, "run"))
+    for name in EQUAL:
+        if params.get(name):
+            terms.append(f"{name} = ?")
+            values.append(params[name])
+    for name in BETWEEN:
+        for end, sign in (("min", ">="), ("max", "<=")):
+            if (value := number(params, f"{name}_{end}")) is not None:
+                terms.append(f"{name} {sign} ?")
+                values.append(value)
+    if word := params.get("text", "").strip():
+        index.find(word)
+        terms.append("n IN (SELECT n FROM matches)")
+    return " AND ".join(terms), values
 
 
 def state(index: Index) -> Answer:
@@ -104,8 +97,8 @@ def state(index: Index) -> Answer:
             runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
         if index.facets[0] != index.version:
             index.facets = (index.version, _facets(index))
-        told = {"version": index.version, "reading": index.reading, "trouble": index.trouble}
-        return {**told, "runs": runs, "facets": index.facets[1]}
+        progress = {"version": index.version, "reading": index.reading, "trouble": index.trouble}
+        return {**progress, "runs": runs, "facets": index.facets[1]}
 
 
 def _facets(index: Index) -> dict[str, dict[str, int]]:
@@ -118,26 +111,18 @@ def _facets(index: Index) -> dict[str, dict[str, int]]:
 
 
 def listing(index: Index, params: Params) -> Answer:
-    """A page of the list.
+    """A page of the list: `total`, `items`, and `next`, which is `None` on the last page.
 
-    Args:
-        index (`Index`):
-            The runs.
-        params (`Params`):
-            `run`, the names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, `order` of `ORDERS`,
-            and `after`, the `next` of the page before.
-
-    Returns:
-        `Answer`: `total`, `items`, and `next`, which is `None` on the last page.
+    `params` may have `run`, the names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order`
+    of `ORDERS`, and `after`, the `next` of the page before.
     """
     order = params.get("order") or "newest"
     if order not in ORDERS:
         raise BadQuestionError(f"there is no order {order!r}")
     key, direction = ORDERS[order]
     with index.lock:
-        where = Where(index, params)
-        total = index.db.execute(f"SELECT count(*) FROM completions WHERE {where.sql}", where.values).fetchone()[0]
-        sql, values = where.sql, where.values
+        sql, values = _condition(index, params)
+        total = index.db.execute(f"SELECT count(*) FROM completions WHERE {sql}", values).fetchone()[0]
         if params.get("after"):
             at, _, n = params["after"].partition("~")
             after = {"at": at, "n": n}
@@ -157,53 +142,44 @@ def listing(index: Index, params: Params) -> Answer:
 
 def items(index: Index, rows: list[sqlite3.Row]) -> list[Answer]:
     """Completions as lists show them, with the beginning of their texts."""
-    texts = excerpts(index, [(row["run"], row["rank"], row["id"]) for row in rows])
+    places = [(row["run"], row["rank"], row["id"]) for row in rows]
+    texts = excerpts(index, places)
     return [
-        {"id": name_of(row), "run": row["run"], **{name: row[name] for name in SHOWN},
-         "text": texts[row["run"], row["rank"], row["id"]]} for row in rows
+        {"id": "-".join(map(str, place)), "run": row["run"], **{name: row[name] for name in SHOWN},
+         "text": texts[place]} for place, row in zip(places, rows, strict=True)
     ]  # fmt: skip
+
+
+_OVERVIEW = """
+SELECT step, branch, sum(many) AS many, sum(scored) AS scored, sum(reward) / sum(scored) AS reward,
+    sum(reference) / sum(referred) AS reference, json_group_object(outcome, many) AS outcomes
+FROM (
+    SELECT step, branch, outcome, count(*) AS many, count(reward) AS scored, total(reward) AS reward,
+        count(reference_reward) AS referred, total(reference_reward) AS reference
+    FROM completions WHERE run = ? AND mode = ? GROUP BY step, branch, outcome
+) GROUP BY step, branch ORDER BY step, branch
+"""
 
 
 def overview(index: Index, params: Params) -> Answer:
     """Figures of every step and branch of one run: completions, those with a reward, mean rewards, outcomes."""
     with index.lock:
-        rows = index.db.execute(
-            "SELECT step, branch, outcome, count(*) AS many, count(reward) AS scored, total(reward) AS reward, "
-            "count(reference_reward) AS referred, total(reference_reward) AS reference FROM completions "
-            "WHERE run = ? AND mode = ? GROUP BY step, branch, outcome ORDER BY step, branch",
-            (whole(params, "run"), params.get("mode") or "train"),
-        ).fetchall()
-    groups: dict[tuple[int, str], list[sqlite3.Row]] = defaultdict(list)
-    for row in rows:
-        groups[row["step"], row["branch"]].append(row)
-    return {"steps": [_figures(step, branch, found) for (step, branch), found in groups.items()]}
-
-
-def _figures(step: int, branch: str, rows: list[sqlite3.Row]) -> Answer:
-    scored, referred = sum(row["scored"] for row in rows), sum(row["referred"] for row in rows)
-    return {
-        "step": step,
-        "branch": branch,
-        "many": sum(row["many"] for row in rows),
-        "scored": scored,
-        "reward": sum(row["reward"] for row in rows) / scored if scored else None,
-        "reference": sum(row["reference"] for row in rows) / referred if referred else None,
-        "outcomes": {row["outcome"]: row["many"] for row in rows},
-    }
+        rows = index.db.execute(_OVERVIEW, (whole(params, "run"), params.get("mode") or "train")).fetchall()
+    return {"steps": [{**dict(row), "outcomes": json.loads(row["outcomes"])} for row in rows]}
 
 
 def row_over_time(index: Index, params: Params) -> Answer:
     """All completions of one row of the dataset, in all runs, by step. Of very many, the latest."""
     with index.lock:
-        given = (params.get("row", ""),)
-        total = index.db.execute("SELECT count(*) FROM completions WHERE row = ?", given).fetchone()[0]
+        name = params.get("row", "")
+        total = index.db.execute("SELECT count(*) FROM completions WHERE row = ?", (name,)).fetchone()[0]
         rows = index.db.execute(
             "SELECT * FROM (SELECT * FROM completions WHERE row = ? ORDER BY step DESC, n DESC LIMIT ?) "
             "ORDER BY run, step, mode, n",
-            (*given, MOST_OF_A_ROW),
+            (name, MOST_OF_A_ROW),
         ).fetchall()
-    asked = prompt_of(index, rows[-1]) if rows else []
-    return {"row": given[0], "total": total, "items": items(index, rows), "messages": asked}
+    prompt = prompt_of(index, rows[-1]) if rows else []
+    return {"row": name, "total": total, "items": items(index, rows), "messages": prompt}
 
 
 _COMPARED = """
@@ -225,15 +201,9 @@ CHANGES = {"largest": "abs(change) DESC", "worse": "change ASC", "better": "chan
 def comparison(index: Index, params: Params) -> Answer:
     """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated.
 
-    Args:
-        index (`Index`):
-            The runs.
-        params (`Params`):
-            `one` and `other`, numbers of runs; `mode`; `order` of `CHANGES`; `offset`.
-
-    Returns:
-        `Answer`: `total` rows in both, their mean `change`, how many got `better` and `worse`, `rows`, and `next`, an
-        offset or `None`.
+    `params` has `one` and `other`, numbers of runs, `mode`, an `order` of `CHANGES`, and `offset`. The answer has the
+    `total` of rows in both, their mean `change`, how many got `better` and `worse`, `rows`, and `next`, an offset or
+    `None`.
     """
     order = params.get("order") or "largest"
     if order not in CHANGES:
@@ -243,7 +213,7 @@ def comparison(index: Index, params: Params) -> Answer:
     with index.lock:
         index.db.execute("DROP TABLE IF EXISTS compared")
         index.db.execute(f"CREATE TEMP TABLE compared AS {_COMPARED} SELECT * FROM both", runs)
-        told = index.db.execute(
+        sums = index.db.execute(
             "SELECT count(*) AS total, avg(change) AS change, total(change > 0) AS better, total(change < 0) AS worse "
             "FROM compared"
         ).fetchone()
@@ -251,4 +221,4 @@ def comparison(index: Index, params: Params) -> Answer:
             f"SELECT * FROM compared ORDER BY {CHANGES[order]}, row LIMIT ? OFFSET ?", (PAGE + 1, offset)
         ).fetchall()
     more = len(rows) > PAGE
-    return {**dict(told), "rows": [dict(row) for row in rows[:PAGE]], "next": offset + PAGE if more else None}
+    return {**dict(sums), "rows": [dict(row) for row in rows[:PAGE]], "next": offset + PAGE if more else None}

@@ -7,17 +7,17 @@ steps, calls that failed and were sent again. The same arguments give the same r
 """
 
 import argparse
-import hashlib
 import json
 import random
 import sqlite3
 import statistics
-import zlib
 from contextlib import closing
 from functools import cache
 from pathlib import Path
 
-from salesrl_trl.recording.schema import TABLES, VERSION, record_file
+from salesrl_trl.recording.reader import digest
+from salesrl_trl.recording.schema import record_file
+from salesrl_trl.recording.writer import add_text, insert, opened
 
 DEMO = Path(__file__).parents[2] / "salesrl_trl" / "data" / "demo"
 GROUP = 8
@@ -47,46 +47,28 @@ class Rank:
     """One rank's file, as a run writes it: rows at its end, in transactions of a step."""
 
     def __init__(self, run, rank, **meta):
-        path = record_file(run, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = sqlite3.connect(path, isolation_level=None)
-        self.file.execute("PRAGMA journal_mode=WAL")
+        self.file = opened(record_file(run, rank), {"rank": str(rank), **meta})
+        self.file.isolation_level = None
         self.file.execute("PRAGMA synchronous=OFF")
-        self.file.executescript(TABLES)
-        self.file.execute(f"PRAGMA user_version={VERSION}")
-        self.file.executemany("INSERT INTO meta VALUES (?, ?)", {"rank": str(rank), **meta}.items())
-        self._texts = {}
 
     def text(self, content):
         """The id of a text."""
-        if content not in self._texts:
-            body = content.encode()
-            given = (hashlib.blake2b(body, digest_size=16).digest(), zlib.compress(body))
-            self._texts[content] = self.file.execute("INSERT INTO texts (digest, body) VALUES (?, ?)", given).lastrowid
-        return self._texts[content]
+        return add_text(self.file, content)
 
     def add(self, verdicts=(), calls=(), **columns):
         """A completion, with its verdicts and calls. Returns its id."""
         columns = {
             "step": 1, "mode": "train", "batch": 1, "place": 0, "prompt_group": 0, "row": "row-1",
-            "branch": "fairness", "text": "{}", "tokens": 20, "action": None, "answer": None, "reference": None,
-            "provider": None,
-            "judge_s": None, "outcome": "ok", "reason": "", "reward": None, "reference_reward": None,
-            "advantage": None,
-            "parts": "{}", "functions": "{}", "seconds": "{}", "staleness": 0, "time": START, **columns,
+            "branch": "fairness", "text": "{}", "outcome": "ok", "reason": "", "parts": "{}", "functions": "{}",
+            "seconds": "{}", "staleness": 0, "time": START, **columns,
         }  # fmt: skip
         columns.setdefault("prompt", self.text(json.dumps([{"role": "customer", "content": "Hello?"}])))
-        columns["digest"] = hashlib.blake2b(f"{columns['prompt']} {columns['text']}".encode()).digest()
-        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
-        made = self.file.execute(
-            f"INSERT INTO completions ({names}) VALUES ({marks})", tuple(columns.values())
-        ).lastrowid
+        columns["digest"] = digest(f"{columns['prompt']} {columns['text']}")
+        made = insert(self.file, "completions", columns)
         self.file.executemany("INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?)", [(made, *each) for each in verdicts])
-        self.file.executemany(
-            "INSERT INTO calls (completion, service, path, time, seconds, failure, request, answer) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            [(made, *each) for each in calls],
-        )
+        names = ("service", "path", "time", "seconds", "failure", "request", "answer")
+        for call in calls:
+            insert(self.file, "calls", {"completion": made, **dict(zip(names, call, strict=True))})
         return made
 
 

@@ -13,9 +13,9 @@ from support import house
 
 ORDER = (
     *("errors", "timing", "types", "ground", "names"),
-    *("data", "generation", "recording", "shared_prompts", "demo", "telemetry", "view", "evaluation", "kl", "reward"),
-    *("report", "update", "rollout", "config", "checkpoint", "wiring", "trainer"),
-    *("build", "run", "preflight", "train", "env", "evaluate", "rejudge", "__main__"),
+    *("data", "generation", "recording", "shared_prompts", "demo", "telemetry", "evaluation", "kl", "reward"),
+    *("view", "update", "rollout", "config", "checkpoint", "wiring", "trainer"),
+    *("build", "run", "preflight", "train", "env", "evaluate", "rejudge", "report", "__main__"),
 )
 WHOLE_RUN = {"build", "run", "preflight", "train", "env", "evaluate", "rejudge", "__main__"}
 """Above the trainer the rooms are for readers. Their modules form no circle, as all others."""

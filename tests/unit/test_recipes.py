@@ -279,7 +279,7 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
 
 
 ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0, outcome="ok", reason="",
-              reward=1.0, reference_reward=None, parts={}, functions={}, seconds={}, trail=None)  # fmt: skip
+              reward=1.0, reference_reward=None, parts={}, functions={}, seconds={}, record=None)  # fmt: skip
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])

@@ -25,7 +25,7 @@ from vllm import LLM
 from vllm.entrypoints.offline_utils import OfflineInferenceMixin
 from vllm.platforms.interface import Platform
 
-from salesrl_trl.evaluate.answers import GRAPH_POOL
+from salesrl_trl.evaluate.answering import GRAPH_POOL
 
 
 def source_hash(function):
@@ -188,7 +188,7 @@ def test_vllm_adds_and_steps_by_names_that_can_be_replaced_on_the_engine():
 
 
 def test_vllm_keeps_one_pool_for_the_graphs_of_all_engines_by_this_name():
-    """`evaluate.answers` forgets it between two policies."""
+    """`evaluate.answering` forgets it between two policies."""
     assert GRAPH_POOL in vars(Platform)
     assert GRAPH_POOL in inspect.getsource(Platform.get_global_graph_pool)
 

@@ -30,7 +30,7 @@ from salesrl_trl.errors import (
     ServiceRejected,
     ServiceUnavailable,
 )
-from salesrl_trl.recording.trail import CallNote
+from salesrl_trl.recording.completion_record import CallNote
 from salesrl_trl.reward.service.per_event_loop import PerLoop
 from salesrl_trl.reward.service.wire import WiredResponse, open_session
 

@@ -12,9 +12,9 @@ from salesrl_trl.demo.policy import PACKAGED
 from salesrl_trl.errors import ConfigError, StopRequested
 from salesrl_trl.evaluate import __main__ as evaluate
 from salesrl_trl.evaluate import policies
+from salesrl_trl.evaluate.evaluation_text import text_of
 from salesrl_trl.evaluate.findings import Scored, findings_of, modes
 from salesrl_trl.evaluate.policies import common_rows, evaluated, policy_of, settings_of
-from salesrl_trl.evaluate.text import text_of
 from salesrl_trl.types import Message, Outcome, Reward, SalesRow
 
 BRANCHES = ("fairness", "hallucination")

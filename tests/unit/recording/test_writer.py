@@ -19,9 +19,9 @@ import pytest
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording import writer
+from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.recording.reader import digest_of, open_record, record_files, recorded, run_of
 from salesrl_trl.recording.schema import TABLES, record_file
-from salesrl_trl.recording.trail import Call, Judged, Trail
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 
 PROMPT = [{"role": "user", "content": "客户: 多少钱? I'm a nurse."}]
@@ -33,10 +33,12 @@ def call(**given):
     return Call(**{**fields, "request": b'{"query": "price"}', "answer": b'{"answer": "5980"}', **given})
 
 
-def trail():
+def notes():
     judged = {"fairness": Judged(candidate=0.75, reference=0.5, reason="说得好", provider="judge")}
     calls = [call(failure="rag_8b_timeout", answer=None), call()]
-    return Trail(action={"rewritten_query": "price"}, answer=ANSWER, reference=ANSWER, verdicts=judged, calls=calls)
+    return CompletionRecord(
+        action={"rewritten_query": "price"}, answer=ANSWER, reference=ANSWER, verdicts=judged, calls=calls
+    )
 
 
 def entry(place=0, text="an action", reward=0.75, **given):
@@ -44,7 +46,7 @@ def entry(place=0, text="an action", reward=0.75, **given):
         "row": "r1", "branch": "fairness", "prompt": PROMPT, "text": text, "tokens": 12, "place": place,
         "prompt_group": place // 2, "outcome": "ok" if reward is not None else "infra", "reason": "", "reward": reward,
         "reference_reward": 0.5, "parts": {"judge": reward}, "functions": {}, "seconds": {"judge": 0.1},
-        "trail": trail(),
+        "record": notes(),
     }  # fmt: skip
     return Entry(**{**fields, **given})
 
@@ -67,7 +69,7 @@ def write(folder, batches, **given):
 
 def rows(folder, query):
     with closing(open_record(record_file(folder, 0))) as file:
-        return file.execute(query).fetchall()
+        return [tuple(row) for row in file.execute(query)]
 
 
 def everything(folder):
@@ -83,8 +85,8 @@ def test_a_completion_comes_back_with_its_whole_way(tmp_path):
     for name in ("row", "branch", "text", "outcome", "reason", "reward", "reference_reward", "parts", "seconds"):
         assert getattr(found, name) == getattr(given, name)
     assert (found.step, found.mode, found.advantage) == (3, "train", 0.5)
-    assert (found.action, found.answer, found.reference) == (trail().action, ANSWER, ANSWER)
-    assert found.verdicts == trail().verdicts
+    assert (found.action, found.answer, found.reference) == (notes().action, ANSWER, ANSWER)
+    assert found.verdicts == notes().verdicts
     assert found.digest == digest_of(PROMPT, "an action")
     assert rows(tmp_path, "SELECT service, seconds, failure FROM calls ORDER BY id") == [
         ("rag_8b", 0.25, "rag_8b_timeout"),
@@ -126,8 +128,10 @@ def test_a_full_file_drops_its_oldest_steps_and_says_so_once(tmp_path, caplog, m
     monkeypatch.setattr(writer, "WAITING_BATCHES", 20)
 
     def long(step):
-        own = Trail(answer={"text": "".join(chr(19968 + (step * 7919 + i * 104729) % 20000) for i in range(20_000))})
-        return batch(step=step, entries=[entry(trail=own)])
+        own = CompletionRecord(
+            answer={"text": "".join(chr(19968 + (step * 7919 + i * 104729) % 20000) for i in range(20_000))}
+        )
+        return batch(step=step, entries=[entry(record=own)])
 
     limit = 300_000
     found = write(tmp_path, map(long, range(1, 21)), most_bytes=limit)
@@ -225,7 +229,7 @@ def test_a_record_stays_within_its_size_whatever_fills_it(tmp_path, steps):
     with closing(Recorder(record_file(tmp_path, 0), most_bytes=limit)) as recorder:
         for count in range(number):
             ahead = [call(time=time.time(), request=noise(1500).encode(), answer=noise(1500).encode())] * 2
-            entries = [entry(place, text=noise(200), trail=Trail()) for place in range(8)]
+            entries = [entry(place, text=noise(200), record=CompletionRecord()) for place in range(8)]
             until(lambda: not recorder._queue.full())
             recorder.record(batch(1 + count * steps // number, entries, calls=ahead))
     assert record_file(tmp_path, 0).stat().st_size <= limit
@@ -239,22 +243,18 @@ def test_a_record_stays_within_its_size_whatever_fills_it(tmp_path, steps):
 @pytest.mark.parametrize("name", ["lr=1e-6 #2", "why?", "50%25"])
 def test_a_run_may_have_any_name_and_its_record_is_its_owners_alone(tmp_path, name):
     folder = tmp_path / name
+    packed = record_file(folder, 0).with_name("rank-0.sqlite.gz")
+    packed.parent.mkdir(parents=True, mode=0o700)
+    packed.write_bytes(b"packed by its owner")
     before = os.umask(0o022)
     try:
         assert [each.step for each in write(folder, [batch()])] == [1]
     finally:
         os.umask(before)
     assert [each.name for each in tmp_path.iterdir()] == [name]
+    assert packed.read_bytes() == b"packed by its owner"
     modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in (folder / "record", record_file(folder, 0))}
     assert modes == {"record": 0o700, "rank-0.sqlite": 0o600}
-
-
-def test_a_new_record_leaves_files_beside_it(tmp_path):
-    write(tmp_path, [batch()])
-    kept = record_file(tmp_path, 0).with_name("rank-0.sqlite.gz")
-    kept.write_bytes(b"packed by its owner")
-    write(tmp_path, [batch()])
-    assert kept.read_bytes() == b"packed by its owner"
 
 
 def test_after_a_kill_each_batch_is_there_or_not(tmp_path):
@@ -303,8 +303,10 @@ def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(
     def fails():
         raise RuntimeError("a GPU")
 
-    half = Trail(verdicts={"judge": Judged(candidate=0.5, reference=None, reason="half \ud83d", provider="judge")})
-    entries = [entry(0), entry(1, trail=half), entry(2, text="bad for the filter"), entry(3, reason="\ud83d")]
+    half = CompletionRecord(
+        verdicts={"judge": Judged(candidate=0.5, reference=None, reason="half \ud83d", provider="judge")}
+    )
+    entries = [entry(0), entry(1, record=half), entry(2, text="bad for the filter"), entry(3, reason="\ud83d")]
     lost = Batch(step=2, mode="train", number=2, staleness=0, entries=[entry()], advantages=fails)
     caplog.set_level(logging.WARNING)
     found = write(tmp_path, [batch(1, entries), lost, batch(3)], clean=clean)

@@ -8,6 +8,7 @@ import sqlite3
 import stat
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,14 +18,16 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.recording.reader import recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
-from salesrl_trl.rejudge.command import main, of_all_functions, rejudged, text_of, write
-from salesrl_trl.rejudge.comparison import Baseline, Judgement, Pair, advantages, changes, rank_correlation
+from salesrl_trl.rejudge.__main__ import main, text_of
+from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
+from salesrl_trl.rejudge.score_changes import Baseline, advantages, changes, rank_correlation
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.types import Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages
 
 BRANCHES = ("fairness", "hallucination")
@@ -65,7 +68,7 @@ def run(services, rows, tmp_path):
             row=rows[place // 4].row_id, branch=BRANCHES[place // 4], prompt="p", text=text, tokens=None, place=place,
             prompt_group=place // 4, outcome=reward.outcome.value, reason=reward.reason, reward=reward.value,
             reference_reward=reward.reference_value, parts=reward.components, functions={}, seconds=reward.seconds,
-            trail=stages.trail,
+            record=stages.completion_record,
         )
         for place, (text, reward, stages) in enumerate(zip(TEXTS * 2, result.rewards, batch.stages, strict=True))
     ]  # fmt: skip
@@ -85,7 +88,7 @@ def test_the_same_judge_changes_nothing_and_no_answer_is_asked_for_again(service
     asked = services.calls
     found = rejudged(config(services), completions, rows, BRANCHES)
     assert [reward.value for reward, _ in found] == [each.reward for each in completions]
-    assert [trail.verdicts for _, trail in found] == [each.verdicts for each in completions]
+    assert [notes.verdicts for _, notes in found] == [each.verdicts for each in completions]
     assert {name: services.calls[name] - asked[name] for name in ("8b", "32b")} == {"8b": 0, "32b": 0}
 
 
@@ -122,7 +125,7 @@ def test_the_new_numbers_stand_among_those_of_other_functions_and_a_replay_takes
     judged = rejudged(config(services), completions, rows, BRANCHES)
     assert [reward.value for reward, _ in judged[:4]] == [0.6, 0.0, 0.6, 0.6]
     found = [
-        (of_all_functions(old, new, [1.0, 2.0]), trail) for old, (new, trail) in zip(completions, judged, strict=True)
+        (of_all_functions(old, new, [1.0, 2.0]), notes) for old, (new, notes) in zip(completions, judged, strict=True)
     ]
     # 0.6 + 2 x 0.25; nobody knows the failed number; nor whether it failed or did not apply; 0.6 + 2 x 0.5
     expected = [pytest.approx(1.1), None, None, pytest.approx(1.6)]
@@ -158,37 +161,32 @@ def test_other_weights_are_applied_to_the_same_verdicts(services, rows, run):
     assert found[4][0].value == completions[4].reward
 
 
-def pairs(before, after, size=4):
+def groups(rewards, size=4):
     return [
-        Pair(
-            branch=BRANCHES[place // size % 2],
-            batch=0,
-            group=place // size,
-            before=Judgement(one),
-            after=Judgement(other),
-        )
-        for place, (one, other) in enumerate(zip(before, after, strict=True))
-    ]
+        SimpleNamespace(branch=BRANCHES[n // size % 2], step=1, batch=0, prompt_group=n // size, reward=reward,
+                        reference_reward=None) for n, reward in enumerate(rewards)
+    ]  # fmt: skip
 
 
 def test_advantages_are_those_of_training():
     """`tests/unit/update` has those against TRL's own."""
-    of = pairs([1.0, 0.0, 0.5, None, 1.0, 1.0, 1.0], [0.0] * 7)
-    judged = [replace(each.before, reference=0.25) for each in of]
+    of = groups([1.0, 0.0, 0.5, None, 1.0, 1.0, 1.0])
     shuffled = [3, 4, 0, 6, 1, 2, 5]  # of several files
     for scale, weight in itertools.product(("group", "batch", "none"), (0.0, 0.5)):
         found = advantages(
-            [of[place] for place in shuffled], [judged[place] for place in shuffled], Baseline(scale, weight)
+            [of[n] for n in shuffled], [of[n].reward for n in shuffled], [0.25] * 7, Baseline(scale, weight)
         )
         rewards = torch.tensor([1.0, 0.0, 0.5, torch.nan, 1.0, 1.0, 1.0, torch.nan], dtype=torch.float64)
         expected, _ = hybrid_advantages(rewards, torch.full((8,), 0.25, dtype=torch.float64), 4, weight, scale)
         assert found == [None if place == 3 else pytest.approx(expected[place].item()) for place in shuffled]
-    assert advantages(of, [each.before for each in of], Baseline("none"))[:4] == [0.5, -0.5, 0.0, None]
+    rewards = [completion.reward for completion in of]
+    assert advantages(of, rewards, [None] * 7, Baseline("none"))[:4] == [0.5, -0.5, 0.0, None]
 
 
 def test_ranks_correlate_by_branch_and_flips_are_counted():
-    of = pairs([0.1, 0.2, 0.3, 0.4] * 2, [0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
-    same, reverse, both = changes(of, Baseline("group"))
+    new = [Reward(outcome=Outcome.OK, value=value) for value in (0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1)]
+    (same, reverse, both), after = changes(groups([0.1, 0.2, 0.3, 0.4] * 2), new, Baseline("none"))
+    assert after == pytest.approx([-0.15, -0.05, 0.05, 0.15, 0.15, 0.05, -0.05, -0.15])
     assert (same.branch, same.rank_correlation, same.sign_flips, same.mean_shift) == ("fairness", 1.0, 0.0, 0.0)
     assert (reverse.rank_correlation, reverse.sign_flips) == (pytest.approx(-1.0), 1.0)
     assert both.completions == 8

@@ -428,7 +428,7 @@ def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, r
     assert reward.process.poll() is None
     assert services.calls == {"8b": 4, "32b": 2, "judge": 4}
     assert result.report.traffic["judge"]["calls"] == 2  # of the new one: the other can't tell any more
-    assert [stages.trail.verdicts["judge"].candidate for stages in batch.stages[1:]] == [0.75, 0.75]
+    assert [stages.completion_record.verdicts["judge"].candidate for stages in batch.stages[1:]] == [0.75, 0.75]
     assert read_account(tmp_path / "spent.json").taken["max_calls"] >= sum(services.calls.values())  # of both
     assert own_words(caplog) == [
         "the reward process ended with code -9; what it had in hand (2 calls) is asked again of the next, once"

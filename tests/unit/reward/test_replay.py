@@ -39,9 +39,9 @@ def record(folder, scored, names=("r1", "r2"), rank=0, after=None, **given):
             row=names[number], branch="fairness", prompt=PROMPTS[number], text=text, tokens=None, place=place,
             prompt_group=place, outcome=reward.outcome.value, reason=reward.reason, reward=reward.value,
             reference_reward=reward.reference_value, parts=dict(reward.components),
-            functions=dict(reward.by_function), seconds=dict(reward.seconds), trail=trail,
+            functions=dict(reward.by_function), seconds=dict(reward.seconds), record=notes,
         )
-        for place, (number, text, reward, trail) in enumerate(scored)
+        for place, (number, text, reward, notes) in enumerate(scored)
     ]  # fmt: skip
     batch = {"step": 1, "mode": "train", "number": 0, "staleness": 0, **given}
     recorder = Recorder(record_file(folder, rank), after=after)
@@ -51,7 +51,7 @@ def record(folder, scored, names=("r1", "r2"), rank=0, after=None, **given):
 
 
 def score(reward, texts):
-    """Rewards and trails of (row, text), and the batch's report."""
+    """Rewards and records of (row, text), and the batch's report."""
 
     async def once():
         try:
@@ -59,7 +59,7 @@ def score(reward, texts):
             batch.start_all([text for _, text in texts])
             await batch.settled([range(len(texts))])
             result = batch.result(await reward.drain())
-            return list(result.rewards), [stages.trail for stages in batch.stages], result.report
+            return list(result.rewards), [stages.completion_record for stages in batch.stages], result.report
         finally:
             await reward.aclose()
 
@@ -67,8 +67,8 @@ def score(reward, texts):
 
 
 def recorded_run(services, rows, folder, texts, **given):
-    rewards, trails, _ = score(build_reward(services.url, rows, records=True, **given), texts)
-    entries = [(*text, reward, trail) for text, reward, trail in zip(texts, rewards, trails, strict=True)]
+    rewards, records, _ = score(build_reward(services.url, rows, records=True, **given), texts)
+    entries = [(*text, reward, notes) for text, reward, notes in zip(texts, rewards, records, strict=True)]
     return record(folder, entries), rewards
 
 
@@ -219,18 +219,18 @@ def test_a_trail_has_every_answer_verdict_and_call_and_no_key(httpserver, rows, 
     services = Services(httpserver)
     services.answers["8b"].insert(0, (503, "busy", {}, 0))
     own = build_reward(services.url, rows, records=True, attempts=2)
-    rewards, [trail, other], _ = score(own if place == "here" else RemoteReward(own), [(0, ACTION), (1, BAD)])
-    assert trail.action == json.loads(ACTION)
-    assert trail.answer["text"] == trail.reference["text"] == "It costs 5980 yuan."
-    judged = trail.verdicts["judge"]
+    rewards, [notes, other], _ = score(own if place == "here" else RemoteReward(own), [(0, ACTION), (1, BAD)])
+    assert notes.action == json.loads(ACTION)
+    assert notes.answer["text"] == notes.reference["text"] == "It costs 5980 yuan."
+    judged = notes.verdicts["judge"]
     assert (judged.candidate, judged.reference, judged.reason, judged.provider) == (0.75, 0.5, "fine", "judge")
-    assert sorted((each.service, each.failure) for each in trail.calls) == [
+    assert sorted((each.service, each.failure) for each in notes.calls) == [
         ("judge", ""), ("rag_32b", ""), ("rag_8b", ""), ("rag_8b", "rag_8b_http_503"),
     ]  # fmt: skip
-    [first] = [each for each in trail.calls if each.failure]
+    [first] = [each for each in notes.calls if each.failure]
     assert json.loads(first.request)["rewritten_query"] == "Python price"
     assert not other.calls
-    record(tmp_path, [(0, ACTION, rewards[0], trail)])
+    record(tmp_path, [(0, ACTION, rewards[0], notes)])
     content = b"".join(path.read_bytes() for path in (tmp_path / "record").iterdir())
     assert b"secret" not in content
     with closing(sqlite3.connect(record_file(tmp_path, 0))) as file:
@@ -248,17 +248,17 @@ def test_a_hedge_belongs_to_the_completion_it_was_sent_for(services, rows):
     services.functions["8b"] = answer
     limits = {"max_concurrency": 64, "hedge_fraction": 1.0, "initial_concurrency": 64}
     texts = [(0, action(f"q{number}")) for number in range(40)] + [(0, slow)]
-    _, trails, report = score(build_reward(services.url, rows, records=True, limits=limits), texts)
+    _, records, report = score(build_reward(services.url, rows, records=True, limits=limits), texts)
     assert report.traffic["rag_8b"]["hedges"] > 0
-    for (_, text), trail in zip(texts, trails, strict=True):
-        asked = [json.loads(each.request) for each in trail.calls if each.service == "rag_8b"]
+    for (_, text), notes in zip(texts, records, strict=True):
+        asked = [json.loads(each.request) for each in notes.calls if each.service == "rag_8b"]
         assert {each["rewritten_query"] for each in asked} == {json.loads(text)["rewritten_query"]}
-    assert len([each for each in trails[-1].calls if each.service == "rag_8b"]) > 1
+    assert len([each for each in records[-1].calls if each.service == "rag_8b"]) > 1
 
 
 def test_without_a_record_nothing_is_noted(services, rows):
-    _, trails, report = score(build_reward(services.url, rows), [(0, ACTION)])
-    assert trails == [None]
+    _, records, report = score(build_reward(services.url, rows), [(0, ACTION)])
+    assert records == [None]
     assert report.calls == ()
 
 
@@ -280,7 +280,7 @@ def test_a_verdict_of_another_nonce_is_no_answer_of_this_call(services, rows):
     services.signs = False
     foreign = json.dumps({"nonce": "0" * 16, "candidate": 1.0, "reference": 0.5, "reason": "of another"})
     services.set("judge", chat_completion(foreign))
-    _, [trail], _ = score(build_reward(services.url, rows, records=True), [(0, ACTION)])
-    [judge] = [each for each in trail.calls if each.service == "judge"]
+    _, [notes], _ = score(build_reward(services.url, rows, records=True), [(0, ACTION)])
+    [judge] = [each for each in notes.calls if each.service == "judge"]
     assert judge.failure
     assert judge.answer is None or b"of another" in judge.answer

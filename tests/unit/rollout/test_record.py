@@ -16,7 +16,7 @@ GROUP, EACH = 4, 6
 @pytest.mark.parametrize(("rank", "groups"), [(0, [0, 0, 0, 0, 1, 1]), (1, [1, 1, 2, 2, 2, 2])])
 def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
     monkeypatch.setattr(PartialState(), "process_index", rank)
-    rewards = SimpleNamespace(stages=[SimpleNamespace(trail=None)] * EACH, number=3)
+    rewards = SimpleNamespace(stages=[SimpleNamespace(completion_record=None)] * EACH, number=3)
     result = SimpleNamespace(rewards=[Reward.scored(0.5)] * EACH, report=SimpleNamespace(calls=()))
     rollout = SimpleNamespace(
         inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,

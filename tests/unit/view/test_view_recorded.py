@@ -1,16 +1,17 @@
 """The viewer reads what the run's own recorder writes, while it writes."""
 
+import sqlite3
 import time
 from contextlib import closing
 
 import pytest
 
+from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.trail import Call, Judged, Trail
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
-from salesrl_trl.view import queries
-from salesrl_trl.view.detail import completion
-from salesrl_trl.view.index import Index
+from salesrl_trl.view import queries, record_index
+from salesrl_trl.view.completion import completion
+from salesrl_trl.view.record_index import Index
 
 PROMPT = [{"role": "user", "content": "客户: 多少钱?"}]
 ANSWER = {"text": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "price", "score": 0.5}], "took_ms": 1.5}
@@ -23,12 +24,12 @@ def call(service, failure=""):
                 answer=answer)  # fmt: skip
 
 
-def entry(place=0, text="an action", reward=0.75, trail=None):
+def entry(place=0, text="an action", reward=0.75, record=None):
     return Entry(
         row="r1", branch="fairness", prompt=PROMPT, text=text, tokens=12, place=place, prompt_group=0,
         outcome="infra" if reward is None else "ok", reason="rag_8b_timeout" if reward is None else "", reward=reward,
         reference_reward=0.5, parts={"judge": reward, "odd": float("nan")}, functions={}, seconds={"judge": 0.1},
-        trail=trail,
+        record=record,
     )  # fmt: skip
 
 
@@ -52,9 +53,11 @@ def listed(index):
 def test_what_a_run_recorded_is_shown_whole(tmp_path):
     judged = {"fairness": Judged(candidate=0.75, reference=0.5, reason="说得好", provider="judge-b")}
     calls = [call("rag_8b", "rag_8b_timeout"), call("rag_8b"), call("judge")]
-    good = Trail(action={"rewritten_query": "price"}, answer=ANSWER, reference=REFERENCE, verdicts=judged, calls=calls)
-    failed = Trail(action={"rewritten_query": "?"}, calls=[call("rag_8b", "rag_8b_timeout")])
-    write(tmp_path, batch(1, entry(trail=good), entry(1, "another", None, failed)), batch(1, entry(), mode="eval"))
+    good = CompletionRecord(
+        action={"rewritten_query": "price"}, answer=ANSWER, reference=REFERENCE, verdicts=judged, calls=calls
+    )
+    failed = CompletionRecord(action={"rewritten_query": "?"}, calls=[call("rag_8b", "rag_8b_timeout")])
+    write(tmp_path, batch(1, entry(record=good), entry(1, "another", None, failed)), batch(1, entry(), mode="eval"))
     with closing(Index([tmp_path])) as index:
         index.refresh()
         told = queries.listing(index, {"provider": "judge-b", "text": "说得好"})
@@ -135,8 +138,8 @@ def test_what_fails_while_it_is_read_leaves_the_index_as_it_was(tmp_path, monkey
         assert listed(index) == [(1, "one")]
         write(tmp_path, batch(1, entry(text="two")), batch(2, entry(text="three")))
         with monkeypatch.context() as broken:
-            broken.setattr(index.texts, "add", lambda texts: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
+            broken.setattr(record_index, "_COPY_TEXTS", "no SQL")
+            with pytest.raises(sqlite3.Error):
                 index.refresh()
         assert queries.listing(index, {})["total"] == 1
         assert listed(index) == [(1, "two"), (2, "three")]

@@ -1,7 +1,7 @@
 """What happens on the way of one completion: its action, answers, verdicts, and every request that is sent for it.
 
-Owns the notes alone. A reward that is recorded begins a trail where it begins to score. What runs on that completion's
-behalf finds it by the context, so calls need no further argument.
+Owns the notes alone. The chain of a reward begins one where it begins to score. What runs on that completion's behalf
+finds it by the context, so calls need no further argument. The writer puts it into the file.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Judged:
 
 
 @dataclass(slots=True)
-class Trail:
+class CompletionRecord:
     """The notes of one completion. They are picklable, and belong to one event loop until it is scored."""
 
     action: dict[str, str] | None = None
@@ -57,13 +57,13 @@ class Trail:
         return calls
 
 
-_CURRENT: contextvars.ContextVar[Trail | None] = contextvars.ContextVar("trail", default=None)
+_CURRENT: contextvars.ContextVar[CompletionRecord | None] = contextvars.ContextVar("completion_record", default=None)
 
 
 @contextlib.contextmanager
-def followed(trail: Trail | None) -> Iterator[None]:
+def noted_in(record: CompletionRecord | None) -> Iterator[None]:
     """Inside the block, calls of the running task and of tasks that it starts are noted here; with `None` nowhere."""
-    token = _CURRENT.set(trail)
+    token = _CURRENT.set(record)
     try:
         yield
     finally:
@@ -74,21 +74,21 @@ class CallNote:
     """Notes one request, when it is over: `with CallNote(service, path, request) as note: note.answer = ...`."""
 
     def __init__(self, service: str, path: str, request: bytes | None) -> None:
-        self._trail = _CURRENT.get()
+        self._record = _CURRENT.get()
         self._service, self._path, self._request = service, path, request or b""
         self.answer: bytes | None = None
         self._began = self._time = 0.0
 
     def __enter__(self) -> "CallNote":
-        if self._trail is not None:
+        if self._record is not None:
             self._began, self._time = time.perf_counter(), time.time()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._trail is None:
+        if self._record is None:
             return
         failure = "" if error is None else str(getattr(error, "code", "")) or type(error).__name__
-        self._trail.calls.append(
+        self._record.calls.append(
             Call(
                 service=self._service,
                 path=self._path,

@@ -1,23 +1,21 @@
-"""What the lists need of every completion of some runs, kept up with files that grow.
+"""What the viewer's lists need of every completion of some runs, kept up with files that grow.
 
-Owns a table of its own, in a temporary database without a name: the runs' files are only read, and have no index by
-reward or outcome. Owns which file and row a completion's id means. The table has no text but short codes; what was
-said lies in two haystacks.
+Owns tables of its own, in a temporary database without a name: the runs' files are only read, and have no index by
+reward or outcome. Owns which file and row a completion's id means, and the search for a text. `queries` asks it, the
+viewer's thread refreshes it.
 """
 
 import json
 import sqlite3
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.reader import address, record_files
+from salesrl_trl.recording.reader import LOCK_WAIT_S, address, record_files, unpacked
 from salesrl_trl.recording.schema import VERSION, rank_of
-from salesrl_trl.view.haystack import Haystack
 
 CHUNK = 4000
 """Rows that are read in one go. A question waits no longer than for that."""
@@ -25,27 +23,36 @@ CACHE_KIB = 65_536
 
 _COPIED = ("step", "mode", "batch", "place", "prompt_group", "row", "branch", "outcome", "reason", "provider",
            "reward", "reference_reward", "advantage", "judge_s", "tokens", "staleness", "time")  # fmt: skip
+# Texts are in lower case and in tables of their own: SQLite reads a table of short rows faster.
 _TABLES = f"""
 CREATE TABLE completions (
     n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id, {", ".join(_COPIED)}, disagreement REAL, prompt
 );
 CREATE INDEX by_row ON completions (row, step);
-CREATE TABLE prompts (run INTEGER, rank INTEGER, id INTEGER, n INTEGER, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
+CREATE INDEX by_prompt ON completions (prompt);
+CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
+CREATE TABLE texts (n INTEGER PRIMARY KEY, text);
+CREATE TABLE matches (n INTEGER PRIMARY KEY);
+CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
 """
-# A number is never given twice: the n-th completion has the text n - 1 of the haystack.
 _COPY = f"""
 INSERT INTO completions
 SELECT NULL, :run, :rank, c.id, {", ".join(f"c.{name}" for name in _COPIED)},
     coalesce((SELECT max(abs(candidate - reference)) FROM source.verdicts WHERE completion = c.id),
              abs(c.reward - c.reference_reward)),
     (SELECT n FROM prompts WHERE run = :run AND rank = :rank AND id = c.prompt)
-FROM source.completions c
-WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
+FROM source.completions c WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
 """
-_TEXTS = """
-SELECT c.id, c.text, c.time, c.prompt,
-    (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id) AS told
-FROM source.completions c WHERE c.id > ? ORDER BY c.id LIMIT ?
+_COPY_TEXTS = """
+INSERT INTO texts
+SELECT n, lower_case(c.text || char(10) || coalesce(
+    (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id), ''))
+FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
+"""
+_FIND = """
+INSERT INTO matches
+SELECT n FROM texts WHERE instr(text, :word) UNION
+SELECT n FROM completions WHERE prompt IN (SELECT n FROM prompts WHERE instr(text, :word))
 """
 
 
@@ -59,47 +66,29 @@ class Source:
     path: Path
     last: int = 0
     """Id of the last completion that was read."""
-    mark: float = 0.0
+    last_time: float = 0.0
     """Its time: another one means that the file was written anew."""
     dropped: str = ""
     """The last step that its writer has taken out of it, to keep to its size."""
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that can't write, with rows by name."""
-    with closing(sqlite3.connect(address(path), uri=True, timeout=10)) as file:
-        file.row_factory = sqlite3.Row
-        yield file
-
-
-def unpacked(body: bytes) -> str:
-    """A text of the table `texts`."""
-    return zlib.decompress(body).decode("utf-8", "replace")
-
-
-def messages(prompt: str) -> list[dict[str, str]]:
+def messages(prompt: object) -> list[dict[str, str]]:
     """A prompt as messages. One that is a text is a message of the user."""
-    value = json.loads(prompt)
-    if not isinstance(value, list):
-        return [{"role": "user", "content": str(value)}]
-    parts = [each if isinstance(each, dict) else {"content": each} for each in value]
-    return [{"role": str(each.get("role", "")), "content": _plain(each.get("content"))} for each in parts]
+    if not isinstance(prompt, list):
+        return [{"role": "user", "content": str(prompt)}]
+    parts = [part if isinstance(part, dict) else {"content": part} for part in prompt]
+    return [{"role": str(part.get("role", "")), "content": _plain(part.get("content"))} for part in parts]
 
 
 def _plain(content: object) -> str:
     """A message's content. Of a list of parts, the texts; other parts by their names."""
     if isinstance(content, list):
-        return "\n".join(str(each.get("text", f"[{each.get('type')}]")) for each in content if isinstance(each, dict))
+        return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 class Index:
-    """The completions of some runs. Threads may share it: what touches `db` or the haystacks holds `lock`.
-
-    Args:
-        runs (`list[Path]`):
-            Their folders.
+    """The completions of some runs, by their folders. Threads may share it: what touches `db` holds `lock`.
 
     Raises:
         ConfigError: a folder has no record, or one that was written by another version.
@@ -114,10 +103,9 @@ class Index:
                 )
         self.runs = runs
         self._sources: dict[tuple[int, Path], Source] = {}
-        for source in self._found():
-            _check(source.path)
+        for source in self._current_sources():
+            _has_tables(source.path)
         self.lock = threading.RLock()
-        self.texts, self.prompts = Haystack(), Haystack()
         self.version = 0
         """Rises with everything that is read."""
         self.reading = True
@@ -126,43 +114,52 @@ class Index:
         """What there is to choose from, and the version that it was counted at."""
         self.trouble = ""
         """Why the last look at the files failed."""
+        self._searched: tuple[str, int] = ("", -1)
+        """The word whose places `matches` holds, and the version at which they were searched."""
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
+        self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone
         self.db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         self.db.execute("PRAGMA journal_mode=MEMORY")
         self.db.executescript(_TABLES)
 
     def close(self) -> None:
-        """Give the temporary files back."""
+        """Give the temporary file back."""
         with self.lock:
             self.db.close()
-            self.texts.close()
-            self.prompts.close()
 
     def source(self, run: int, rank: int) -> Source:
         """The file of a run's rank. Raises `KeyError` where there is none."""
-        for each in tuple(self._sources.values()):
-            if (each.run, each.rank) == (run, rank):
-                return each
+        for source in tuple(self._sources.values()):
+            if (source.run, source.rank) == (run, rank):
+                return source
         raise KeyError((run, rank))
+
+    def find(self, word: str) -> None:
+        """Put the numbers of the completions with this word into the table `matches`: in their texts, their prompts or
+        the judge's words. Upper and lower case are the same."""
+        if self._searched != (word, self.version):
+            self.db.execute("DELETE FROM matches")
+            self.db.execute(_FIND, {"word": word.lower()})
+            self._searched = (word, self.version)
 
     def refresh(self, is_over: Callable[[], bool] = lambda: False) -> int:
         """Read what is new in all files, until it is over. Returns the number of completions that were read."""
         read = 0
-        for source in self._found():
-            if _check(source.path):
+        for source in self._current_sources():
+            if _has_tables(source.path):
                 while not is_over() and (more := self._read(source)):
                     read += more
         self.reading = False
         return read
 
-    def _found(self) -> list[Source]:
+    def _current_sources(self) -> list[Source]:
         """The files as they are now. What was read from one that is no longer the run's is forgotten."""
-        found = [(number, path) for number, run in enumerate(self.runs) for path in record_files(run)]
-        for gone in [each for each in self._sources if each not in found]:
+        files = [(number, path) for number, run in enumerate(self.runs) for path in record_files(run)]
+        for gone in [key for key in self._sources if key not in files]:
             with self.lock:
                 self._forget(self._sources.pop(gone))
-        for number, path in found:
+        for number, path in files:
             self._sources.setdefault((number, path), Source(run=number, rank=rank_of(path) or 0, path=path))
         return list(self._sources.values())
 
@@ -172,10 +169,11 @@ class Index:
             self.db.execute("ATTACH ? AS source", (address(source.path),))
             try:
                 with self._together(source):
-                    if self._is_another(source):
-                        self._forget(source)
-                    self._forget_dropped(source)
-                    rows = self.db.execute(_TEXTS, (source.last, CHUNK)).fetchall()
+                    self._forget_what_is_gone(source)
+                    rows = self.db.execute(
+                        "SELECT id, time, prompt FROM source.completions WHERE id > ? ORDER BY id LIMIT ?",
+                        (source.last, CHUNK),
+                    ).fetchall()
                     if rows:
                         self._take(source, rows)
             finally:
@@ -185,30 +183,21 @@ class Index:
     @contextmanager
     def _together(self, source: Source) -> Iterator[None]:
         """Inside the block, what its writer does to a file is not seen. What fails leaves the index as it was."""
-        before = source.last, source.mark, source.dropped
+        before = source.last, source.last_time, source.dropped
         self.db.execute("BEGIN")
         try:
             yield
         except BaseException:
             self.db.execute("ROLLBACK")
-            source.last, source.mark, source.dropped = before
+            source.last, source.last_time, source.dropped = before
             raise
         self.db.execute("COMMIT")
 
-    def _is_another(self, source: Source) -> bool:
-        if not source.last:
-            return False
+    def _forget_what_is_gone(self, source: Source) -> None:
+        """All of a file that was written anew, and the steps that its writer has dropped."""
         row = self.db.execute("SELECT time FROM source.completions WHERE id = ?", (source.last,)).fetchone()
-        return row is None or row["time"] != source.mark
-
-    def _forget(self, source: Source) -> None:
-        whose = (source.run, source.rank)
-        self.db.execute("DELETE FROM completions WHERE run = ? AND rank = ?", whose)
-        self.db.execute("DELETE FROM prompts WHERE run = ? AND rank = ?", whose)
-        source.last = 0
-        self.version += 1
-
-    def _forget_dropped(self, source: Source) -> None:
+        if source.last and (row is None or row["time"] != source.last_time):
+            self._forget(source)
         row = self.db.execute("SELECT value FROM source.meta WHERE name = 'dropped_up_to_step'").fetchone()
         if row is not None and row["value"] != source.dropped:
             self.db.execute(
@@ -218,26 +207,31 @@ class Index:
             source.dropped = row["value"]
             self.version += 1
 
-    def _take(self, source: Source, rows: list[sqlite3.Row]) -> None:
-        self._take_prompts(source, {row["prompt"] for row in rows})
-        numbers = {"run": source.run, "rank": source.rank, "last": source.last, "upto": rows[-1]["id"]}
-        self.db.execute(_COPY, numbers)
-        self.texts.add(f"{row['text']}\n{row['told'] or ''}" for row in rows)
-        source.last, source.mark = rows[-1]["id"], rows[-1]["time"]
+    def _forget(self, source: Source) -> None:
+        for table in ("completions", "prompts"):
+            self.db.execute(f"DELETE FROM {table} WHERE run = ? AND rank = ?", (source.run, source.rank))
+        source.last = 0
         self.version += 1
 
-    def _take_prompts(self, source: Source, wanted: set[int]) -> None:
-        whose = (source.run, source.rank)
-        known = {row["id"] for row in self.db.execute("SELECT id FROM prompts WHERE run = ? AND rank = ?", whose)}
-        for prompt in sorted(wanted - known):
+    def _take(self, source: Source, rows: list[sqlite3.Row]) -> None:
+        numbers = {"run": source.run, "rank": source.rank, "last": source.last, "upto": rows[-1]["id"]}
+        known = {
+            row["id"] for row in self.db.execute("SELECT id FROM prompts WHERE run = :run AND rank = :rank", numbers)
+        }
+        for prompt in {row["prompt"] for row in rows} - known:
             (body,) = self.db.execute("SELECT body FROM source.texts WHERE id = ?", (prompt,)).fetchone()
-            self.db.execute("INSERT INTO prompts VALUES (?, ?, ?, ?)", (*whose, prompt, len(self.prompts)))
-            self.prompts.add(["\n".join(each["content"] for each in messages(unpacked(body)))])
+            text = "\n".join(message["content"] for message in messages(json.loads(unpacked(body)))).lower()
+            self.db.execute("INSERT INTO prompts VALUES (NULL, ?, ?, ?, ?)", (source.run, source.rank, prompt, text))
+        (before,) = self.db.execute("SELECT coalesce(max(n), 0) FROM completions").fetchone()
+        self.db.execute(_COPY, numbers)
+        self.db.execute(_COPY_TEXTS, {"before": before})
+        source.last, source.last_time = rows[-1]["id"], rows[-1]["time"]
+        self.version += 1
 
 
-def _check(path: Path) -> bool:
+def _has_tables(path: Path) -> bool:
     """Whether a file has its tables. Its writer may have just made it."""
-    with reading(path) as file:
+    with closing(sqlite3.connect(address(path), uri=True, timeout=LOCK_WAIT_S)) as file:
         (version,) = file.execute("PRAGMA user_version").fetchone()
     if version not in (0, VERSION):
         raise ConfigError(f"{path} is a record of version {version}. This viewer reads version {VERSION}.")

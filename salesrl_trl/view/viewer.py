@@ -2,7 +2,7 @@
 
 Owns addresses and refusals. It answers GET. A request must name a loopback host, so that no page from elsewhere reads
 completions by a name of its own that it points at this machine. It must also have the key that the address begins
-with, which other users of the machine don't know.
+with, which other users of the machine don't know. Called by the command.
 """
 
 import json
@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from salesrl_trl.view import queries
-from salesrl_trl.view.detail import completion
-from salesrl_trl.view.index import Index
+from salesrl_trl.view.completion import completion
 from salesrl_trl.view.page import page
+from salesrl_trl.view.record_index import Index
 
 HOST = "127.0.0.1"
 LOOPBACK = (HOST, "localhost", "::1")
@@ -43,14 +43,7 @@ QUESTIONS: dict[str, Callable[[Index, queries.Params], Any]] = {
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serves an index, and follows its files.
-
-    Args:
-        index (`Index`):
-            The runs.
-        port (`int`, *optional*):
-            0 takes a free one.
-    """
+    """Serves an index, and follows its files. Port 0 is a free one."""
 
     daemon_threads = True
     request_queue_size = 128

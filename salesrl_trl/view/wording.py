@@ -8,15 +8,15 @@ NAME_CHARS = 40
 """Longest name that is shown. A reason code is a few words. A longer name came from elsewhere."""
 
 
-def shown(name: str) -> str:
-    """A name from a file, printable, on one line and not too long. `page` escapes HTML."""
+def shown(name: str, most: int = NAME_CHARS) -> str:
+    """A name from a file: printable, on one line and not too long. The templates escape HTML."""
     text = "".join(char if char.isprintable() else "?" for char in name)
-    return text if len(text) <= NAME_CHARS else f"{text[: NAME_CHARS - 1]}…"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None) -> str:
     """`0.412`; `n/a` for `None`."""
-    return NOT_KNOWN if value is None else f"{value:.{digits}f}"
+    return NOT_KNOWN if value is None else f"{value:.3f}"
 
 
 def figure(value: float | None) -> str:
@@ -37,10 +37,8 @@ def seconds(value: float | None) -> str:
         return NOT_KNOWN
     if value < 0.1:
         return f"{1000 * value:.3g} ms" if value else "0 s"
-    if value < 9.995:
-        return f"{value:.2f} s"
     if value < 99.95:
-        return f"{value:.1f} s"
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
     whole = round(value)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
@@ -53,6 +51,6 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if abs(value - round(value)) < 0.05 else f"{value:,.1f}"
 
 
-def plural(many: float, one: str) -> str:
+def plural(many: float, noun: str) -> str:
     """`1 step`, `120 steps`."""
-    return f"{count(many)} {one}{'' if many == 1 else 's'}"
+    return f"{count(many)} {noun}{'' if many == 1 else 's'}"

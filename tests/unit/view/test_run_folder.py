@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.report.records import read_run
+from salesrl_trl.view.run_folder import read_run
 
 
 def test_a_whole_run_is_read(two_branches):
@@ -25,12 +25,12 @@ def test_a_whole_run_is_read(two_branches):
     # Step 20 is written 20 x 10 s after the start.
     assert run.seconds == (1_700_000_000.0, 1_700_000_200.0)
     assert (run.starts, run.infinite, run.unread, run.has_trace) == (1, 0, (), True)
-    assert run.kept == ("best", "checkpoint-20", "checkpoint-100")
+    assert run.checkpoints == ("best", "checkpoint-20", "checkpoint-100")
     assert [each.step for each in run.quick_evals] == [5, 10, 15, 20]
     assert run.quick_evals[1].best
     assert run.quick_evals[3].scores == {"fairness": 0.4, "hallucination": None}
     assert run.quick_evals[0].figures == {"questions": 0.25}
-    assert run.held_out[1].figures == {"reward": 0.45, "fairness": 0.56, "valid_actions": None}
+    assert run.held_out[20] == {"reward": 0.45, "fairness": 0.56, "valid_actions": None}
 
 
 def test_of_a_step_that_a_resume_repeats_the_later_figure_counts_whatever_the_order_of_the_files(run_folder):
@@ -58,12 +58,6 @@ def test_a_later_nan_takes_the_place_of_an_earlier_figure(run_folder):
     assert read_run(run_folder.path).of("reward") == pytest.approx({1: 0.1})
 
 
-def test_a_file_that_holds_settings_only_is_no_start(run_folder):
-    run_folder.events({1: {"reward": 0.1}})
-    run_folder.events({}, where="runs/Aug01_host/1700000000.5")
-    assert read_run(run_folder.path).starts == 1
-
-
 @pytest.mark.parametrize("cut", [1, 4, 20, 40])
 def test_a_record_that_was_cut_off_ends_the_file_and_what_is_before_it_counts(run_folder, cut):
     file = run_folder.events({1: {"reward": 0.1}, 2: {"reward": 0.2}, 3: {"reward": 0.3}})
@@ -71,12 +65,6 @@ def test_a_record_that_was_cut_off_ends_the_file_and_what_is_before_it_counts(ru
     # A record is 16 bytes of frame and some 40 of event, so that each cut is inside the third step's.
     file.write_bytes(content[:-cut])
     assert read_run(run_folder.path).of("reward") == pytest.approx({1: 0.1, 2: 0.2})
-
-
-def test_an_empty_event_file_is_a_run_without_steps(run_folder):
-    run_folder.events({}).write_bytes(b"")
-    run = read_run(run_folder.path)
-    assert (run.steps, run.seconds, run.branches, run.starts) == ((), None, (), 0)
 
 
 def test_infinite_figures_are_counted_and_nan_is_not(run_folder):
@@ -129,14 +117,14 @@ def test_held_out_figures_that_cannot_be_read_are_told(run_folder, text):
     run_folder.events({1: {"reward": 0.1}})
     (run_folder.path / "held_out.json").write_text(text)
     run = read_run(run_folder.path)
-    assert (run.held_out, run.unread) == ((), ("held_out.json could not be read",))
+    assert (run.held_out, run.unread) == ({}, ("held_out.json could not be read",))
 
 
 @pytest.mark.parametrize("value", [True, "0.3", None, [], 10**400, math.inf, math.nan])
 def test_what_is_no_finite_number_is_no_figure(run_folder, value):
     run_folder.events({1: {"reward": 0.1}})
     run_folder.held_out({"step": 0, "reward": value})
-    assert read_run(run_folder.path).held_out[0].figures == {"reward": None}
+    assert read_run(run_folder.path).held_out == {0: {"reward": None}}
 
 
 def test_event_files_may_lie_elsewhere(run_folder, tmp_path):
@@ -158,22 +146,16 @@ def test_a_folder_above_several_runs_is_refused_with_their_names(run_folder):
         read_run(run_folder.path)
 
 
-def test_no_folder_is_told(tmp_path):
-    with pytest.raises(ConfigError, match="is no folder"):
-        read_run(tmp_path / "nowhere")
-
-
 def test_the_report_starts_without_what_is_heavy():
     heavy = ("torch", "trl", "vllm", "transformers", "matplotlib", "tensorboard", "numpy")
-    code = (
-        f"import sys, json, salesrl_trl.report.__main__; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
-    )
+    code = f"import sys, json, salesrl_trl.report; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert json.loads(told) == []
 
 
-def test_the_file_of_a_last_evaluation_is_no_start(run_folder):
+def test_the_files_of_a_last_evaluation_and_of_settings_are_no_start(run_folder):
     run_folder.events({1: {"reward": 0.1}, 2: {"reward": 0.2}})
+    run_folder.events({}, where="runs/Aug01_host/1700000000.5")
     run_folder.events({2: {"epoch": 1.0}}, started_s=1_700_009_000.0)
     assert read_run(run_folder.path).starts == 1
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from salesrl_trl.report import figures
-from salesrl_trl.report.advice import advice
-from salesrl_trl.report.records import read_run
-from salesrl_trl.report.words import percent, seconds
+from salesrl_trl.view import run_figures as figures
+from salesrl_trl.view.advice import advice
+from salesrl_trl.view.run_folder import read_run
+from salesrl_trl.view.wording import percent, seconds
 
 
 def run_of(run_folder, steps):
@@ -91,13 +91,6 @@ def test_bins_hold_neighbours_and_are_bounded(steps, most, expected):
     assert figures.bins(steps, most) == expected
 
 
-@pytest.mark.parametrize("many", [1, 199, 200, 201, 10_000])
-def test_however_long_a_run_is_it_has_no_more_bins(many):
-    groups = figures.bins(range(many), 200)
-    assert len(groups) <= 200
-    assert [step for group in groups for step in group] == list(range(many))
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [(None, "n/a"), (0.0, "0 s"), (0.0805, "80.5 ms"), (0.25, "0.25 s"), (9.999, "10.0 s"), (99.97, "1 min 40 s"),
@@ -167,19 +160,11 @@ def test_advice_is_five_sentences_at_most_and_the_costly_ones_stay(run_folder):
     assert not any("belongs to no phase" in sentence for sentence in told)
 
 
-def test_a_run_without_figures_gets_no_advice(run_folder):
-    assert advice(run_of(run_folder, {})) == ()
-
-
 def test_a_rate_over_the_run_counts_each_step_by_its_length(run_folder):
     # 9 s at 10 a second and 1 s at 100 a second: 190 in 10 s, where the mean of the two rates would say 55
     run_folder.events({1: {"perf/samples_per_s": 10.0, "time/step_s": 9.0},
                        2: {"perf/samples_per_s": 100.0, "time/step_s": 1.0}})  # fmt: skip
-    assert figures.rate(read_run(run_folder.path), "perf/samples_per_s") == pytest.approx(19.0)
-
-
-def test_a_rate_without_times_is_the_mean(run_folder):
-    run_folder.events({1: {"perf/samples_per_s": 10.0}, 2: {"perf/samples_per_s": 100.0}})
     run = read_run(run_folder.path)
-    assert figures.rate(run, "perf/samples_per_s") == pytest.approx(55.0)
+    assert figures.rate(run, "perf/samples_per_s") == pytest.approx(19.0)
+    assert figures.rate(run, "perf/samples_per_s", "time/forward_s") == pytest.approx(55.0)  # no times: their mean
     assert figures.rate(run, "perf/tokens_per_s") is None

@@ -1,4 +1,4 @@
-"""The RAG service of a recorded run: every answer as it was."""
+"""The RAG service of a recorded run: every answer as it was. Called by the chain in place of the services."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,25 +11,18 @@ from salesrl_trl.types import Action, Answer, RequestIds, SalesRow
 
 
 class RecordedRag:
-    """A `RagBackend` that asks nobody.
-
-    Args:
-        completions (`Iterable[Recorded]`):
-            Completions with their answers.
-        rows (`Mapping[str, SalesRow]`):
-            Rows by id.
-    """
+    """A `RagBackend` that asks nobody: it has the recorded completions' answers to the rows, which are given by id."""
 
     identity = "record"
 
     def __init__(self, completions: Iterable[Recorded], rows: Mapping[str, SalesRow]) -> None:
         self._answers: dict[str, object] = {}
-        for each in completions:
-            row = rows[each.row]
-            if each.action is not None and each.answer is not None:
-                self._answers[_key(row.context, row.ids, each.action)] = each.answer
-            if each.reference is not None:
-                self._answers[_key(row.context, row.ids, None)] = each.reference
+        for completion in completions:
+            row = rows[completion.row]
+            if completion.action is not None and completion.answer is not None:
+                self._answers[_key(row.context, row.ids, completion.action)] = completion.answer
+            if completion.reference is not None:
+                self._answers[_key(row.context, row.ids, None)] = completion.reference
         self._transports = {
             name: Transport(name, max_concurrency=1, attempt_timeout_s=1.0, max_attempts=1)
             for name in ("rag_8b", "rag_32b")

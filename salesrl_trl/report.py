@@ -1,7 +1,10 @@
 """`python -m salesrl_trl.report OUTPUT_DIR [--html FILE] [--text FILE] [--logging_dir DIR]`.
 
 Reads a run's folder, finished or not, writes one HTML page and one text, and prints the text. Owns the command line
-and the places of the files. Exit code 2, with one message, for a wrong folder or a missing package.
+and the places of the files; `view` makes what they hold. Imports neither torch nor TRL. Refuses to train, to call a
+service, and to change more of the folder than its two files.
+
+Exit code: 0; 2, with one message, for a wrong folder.
 """
 
 import argparse
@@ -10,45 +13,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.shutdown import end_tidily
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 from salesrl_trl.names import REPORT_PAGE_FILE, REPORT_TEXT_FILE
-from salesrl_trl.report.page import html_page, text_page
-from salesrl_trl.report.plots import draw, require_matplotlib
-from salesrl_trl.report.records import read_run
+from salesrl_trl.view.report_page import html_page, text_page
+from salesrl_trl.view.run_folder import read_run
 
 PROGRAM = "python -m salesrl_trl.report"
-BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; those of the process when not given.
-
-    Returns:
-        `int`: exit code, 0 or 2.
-    """
+    """Write the report. Returns the exit code."""
     args = _parser().parse_args(argv)
     html = args.html or args.output_dir / REPORT_PAGE_FILE
     text = args.text or args.output_dir / REPORT_TEXT_FILE
     try:
-        require_matplotlib()
         run = read_run(args.output_dir, args.logging_dir)
         page = text_page(run)
-        _write(text, page)
-        _write(html, html_page(run, draw(run)))
+        for path, content in ((text, page), (html, html_page(run))):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
     except (ConfigError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return EXIT_BAD_INPUT
     print(f"{page}\nPage: {html}\nText: {text}")
     return 0
-
-
-def _write(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """The answers of a policy to the held-out rows, and their rewards, by the run's own trainer.
 
-Owns the order of the answers and their seeds. Refuses to generate and to score: the trainer's rooms do.
+Owns the order of the answers and their seeds. Refuses to generate and to score: the trainer's components do. Called by
+the command.
 """
 
 import contextlib
@@ -39,22 +40,8 @@ def answers_of(
 ) -> list[list[Scored]]:
     """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back.
 
-    Args:
-        plan (`Plan`):
-            From `plans_of`.
-        adapter (`Path`, *optional*):
-            Folder of a LoRA adapter of the plan's model.
-        reward_loop (`RewardLoop`):
-            Scores the answers.
-        instruments (`Instruments`):
-            Of all policies together.
-        wanted (`Sequence[Mode]`):
-            The modes.
-        label (`str`):
-            The policy's name in log lines.
-
-    Returns:
-        `list[list[Scored]]`: for each mode the answers to all rows, those of a row beside each other.
+    `adapter` is the folder of a LoRA adapter of the plan's model, `label` the policy's name in log lines. The answers
+    are by mode; those of a row stand beside each other.
     """
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:
@@ -76,17 +63,17 @@ def answers_of(
 
 def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label: str) -> list[Scored]:
     args, rooms = trainer.args, trainer.rooms
-    rows = [row for row in trainer.eval_dataset for _ in range(mode.each)]
+    rows = [row for row in trainer.eval_dataset for _ in range(mode.samples)]
     # vLLM makes its own batches: it gets as many at once as in training, which the services' limits are made for
     size = max(args.per_device_eval_batch_size, args.generation_batch_size if args.use_vllm else 0)
-    size = max(size // mode.each, 1) * mode.each  # whole groups
+    size = max(size // mode.samples, 1) * mode.samples  # whole groups
     # a model that is not in training has no autocast of its own, and vLLM needs none
     computing = contextlib.nullcontext if args.use_vllm else trainer.accelerator.autocast
     scored: list[Scored] = []
     for number, first in enumerate(range(0, len(rows), size)):
         set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
         with rooms.sampler.greedily() if mode.is_greedy else contextlib.nullcontext(), computing():
-            rollout, _ = rooms.scoring.evaluate(rows[first : first + size], 0, mode.each)
+            rollout, _ = rooms.scoring.evaluate(rows[first : first + size], 0, mode.samples)
         assert rollout.sampled is not None and rollout.result is not None
         scored += [
             Scored(reward, len(ids), not ids or ids[-1] not in ends)

@@ -1,0 +1,128 @@
+"""Recorded completions judged again, and the record that this makes.
+
+Owns how the chain gets its answers from a record, what becomes of the numbers of other reward functions, and the copy
+of the record. Called by the command.
+"""
+
+import dataclasses
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from salesrl_trl.build.assembly import addresses, budget_of, build_services
+from salesrl_trl.build.checks.reward import check_judges, read_reward
+from salesrl_trl.config import RewardConfig
+from salesrl_trl.config.reward import SALES
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.process import make_private
+from salesrl_trl.names import Stage
+from salesrl_trl.recording.completion_record import CompletionRecord
+from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_files
+from salesrl_trl.recording.schema import rank_of, record_file
+from salesrl_trl.recording.writer import add_verdicts, judge_columns
+from salesrl_trl.rejudge.recorded_rag import RecordedRag
+from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.types import Outcome, Reward, SalesRow
+
+AT_ONCE = 256
+"""Completions that are begun together. The judge's own limits hold beside it."""
+
+
+def rejudged(
+    config: RewardConfig, completions: Sequence[Recorded], rows: Sequence[SalesRow], branches: Sequence[str]
+) -> list[tuple[Reward, CompletionRecord]]:
+    """The rewards of these completions by these settings, with what the judge said."""
+    parts = read_reward(config, branches)
+    check_judges(config, parts)
+    places = {row.row_id: place for place, row in enumerate(rows)}
+    with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
+        budget = budget_of(config, Path(folder))  # the limits hold for this command alone
+        _, judge = build_services(config, parts, *urls, budget=budget)
+        chain = SalesReward(
+            rows, RecordedRag(completions, {row.row_id: row for row in rows}), judge, parts.scoring,
+            stages=parts.stages, score_threshold=config.rag_score_threshold, top_k=config.rag_top_k,
+            deadline_s=config.reward_deadline_s, action_format=config.action_format(), references=AnswerStore(),
+            records=True,
+        )  # fmt: skip
+        chain.budget = budget
+        with closing(RewardLoop(chain)) as reward_loop:
+            judged: list[tuple[Reward, CompletionRecord]] = []
+            for first in range(0, len(completions), AT_ONCE):
+                part = completions[first : first + AT_ONCE]
+                batch = reward_loop.begin([{"row": places[completion.row]} for completion in part])
+                result = reward_loop.result(batch, [completion.text for completion in part])
+                notes = [stages.completion_record or CompletionRecord() for stages in batch.stages]
+                judged += zip(result.rewards, notes, strict=True)
+    return judged
+
+
+def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float]) -> Reward:
+    """The reward of several functions, whose `weights` are in their order; the only one's as it is.
+
+    `old` has the numbers of all functions. `new` is of the packaged one, which was judged again.
+    """
+    if len(weights) == 1:
+        return new
+    if old.reward is not None and not old.functions:
+        raise ConfigError("the record has numbers of one reward function. Expected those of all in `reward_funcs`.")
+    numbers = {**old.functions, SALES: new.value}
+    is_known = old.reward is not None or all(value is not None for name, value in numbers.items() if name != SALES)
+    if not old.functions or not is_known:  # another function failed: nobody knows its number now either
+        return Reward(outcome=Outcome(old.outcome), value=None, reason=old.reason, by_function=old.functions)
+    known = ((weight, value) for weight, value in zip(weights, numbers.values(), strict=True) if value is not None)
+    return dataclasses.replace(
+        new,
+        value=None if new.value is None else sum(weight * value for weight, value in known),
+        reference_value=None,
+        components={**old.parts, **new.components},
+        by_function=numbers,
+    )
+
+
+def write(
+    run: Path,
+    output: Path,
+    completions: Sequence[Recorded],
+    judged: Sequence[tuple[Reward, CompletionRecord]],
+    advantages: Sequence[float | None],
+) -> None:
+    """A copy of the record, with these rewards, verdicts and advantages in place of the recorded ones."""
+    for number, path in enumerate(record_files(run)):
+        copy = record_file(output, rank_of(path) or 0)
+        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(copy)
+        with closing(open_record(path)) as original, closing(sqlite3.connect(copy)) as file:
+            original.backup(file)
+            with file:
+                for old, (reward, notes), advantage in zip(completions, judged, advantages, strict=True):
+                    if old.file == number:
+                        _replace(file, old, reward, notes, advantage)
+    for name in ("config.yaml", "run.json"):
+        if (run / name).is_file():
+            shutil.copy(run / name, output / name)
+
+
+def _replace(
+    file: sqlite3.Connection, old: Recorded, reward: Reward, notes: CompletionRecord, advantage: float | None
+) -> None:
+    again = {name: value for name, value in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)}
+    values = {
+        "outcome": reward.outcome.value,
+        "reason": reward.reason,
+        "reward": reward.value,
+        "reference_reward": reward.reference_value,
+        "parts": as_json(dict(reward.components)),
+        "functions": as_json(dict(reward.by_function)),
+        "seconds": as_json({**old.seconds, **again}),
+        "advantage": advantage,
+        **judge_columns(notes, reward.seconds),
+    }
+    columns = ", ".join(f"{name} = ?" for name in values)
+    file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), old.id))
+    file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))
+    add_verdicts(file, old.id, notes.verdicts)

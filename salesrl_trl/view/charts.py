@@ -1,0 +1,279 @@
+"""The report's charts: from figures to lines, bars and points with their places in a picture.
+
+Owns scales, ticks, colours, and what each kind of chart draws. Computes no figure of the run. `report_page` calls it,
+and `templates/report.html` writes the pictures as SVG, with every name escaped.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from salesrl_trl.view.run_figures import bins
+from salesrl_trl.view.wording import shown
+
+WIDTH, HEIGHT = 860, 290
+"""Of a picture, in its own units. The page scales it to its width."""
+LEFT, RIGHT, TOP, BOTTOM = 56, 56, 26, 36
+"""Room around the axes for ticks and labels."""
+MOST_BARS = 200
+"""Most bars side by side. With more, a bar would be thinner than three dots."""
+MOST_POINTS = 600
+"""Most points of a line: more cannot be told apart."""
+MOST_LAYERS = 9
+"""Most layers of one stack. More colours can't be told apart: the smallest layers become one."""
+FEW_POINTS = 40
+"""Up to this number each point has a mark. A line through one point cannot be seen."""
+SMOOTHED_SHARE = 0.05
+"""Share of the run in the running mean of a smoothed line."""
+SPREAD = 20.0
+"""Ratio of the largest figure to the median. Beyond it, a linear axis would show the largest figure alone."""
+SMALLEST_RANGE = 1e-300
+"""Figures that differ by less are drawn as equal: floats have no room for ticks between them."""
+TALL = 3.0
+"""A bar this many times as high as nearly all others is cut off."""
+FEWEST_TO_CUT = 10
+"""With fewer bars, none is cut off."""
+INK, MUTED, REST_COLOUR, BAND_COLOUR = "#1f2933", "#616e7c", "#b6bec8", "#cfe8d5"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#b8a800", "#7f4f24")
+"""The colours of Okabe and Ito, which colour-blind readers can tell apart, and a few more. Yellow is darker, for white
+paper."""
+
+Series = Mapping[int, float]
+"""Figures by step, ascending."""
+Tick = tuple[float, str]
+"""Its place and its words."""
+
+
+class Line(NamedTuple):
+    """A figure over the steps, as `line_chart` takes it."""
+
+    name: str
+    series: Series
+    colour: str
+    is_dashed: bool = False
+
+
+class Path(NamedTuple):
+    """A shape of a picture."""
+
+    d: str
+    """As in SVG."""
+    stroke: str = "none"
+    width: float = 1.7
+    fill: str = "none"
+    opacity: float = 1.0
+    dash: str = "none"
+
+
+class Key(NamedTuple):
+    """An entry of a legend."""
+
+    name: str
+    colour: str
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """A picture with its legend."""
+
+    description: str
+    """For those who do not see it."""
+    y_label: str
+    right_label: str = ""
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    right_ticks: Sequence[Tick] = ()
+    paths: Sequence[Path]
+    notes: Sequence[Tick] = ()
+    """Words above the axes."""
+    keys: Sequence[Key] = ()
+    size: tuple[int, int] = (WIDTH, HEIGHT)
+    left: int = LEFT
+    right: int = WIDTH - RIGHT
+    floor: int = HEIGHT - BOTTOM
+
+
+class _Scale:
+    """Places the values of an axis from `low` to `high` between two ends of a picture."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, *, is_log: bool = False) -> None:
+        if high - low < SMALLEST_RANGE:
+            low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+        self.low, self.high, self._start, self._end, self._is_log = low, high, start, end, is_log
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log10(x) if self._is_log else x for x in (self.low, self.high, value))
+        return round(self._start + (value - low) / (high - low) * (self._end - self._start), 1)
+
+    def ticks(self, most: int = 6, *, whole: bool = False) -> list[Tick]:
+        """At most about `most` round values, `whole` numbers if wanted."""
+        low, high = (math.log10(x) if self._is_log else x for x in (self.low, self.high))
+        rough = (high - low) / most
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+        step = max(step, 1.0) if whole or self._is_log else step
+        numbers = [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+        values = [10.0**n for n in numbers] if self._is_log else numbers
+        return [(self(value), f"{value:,.6g}") for value in values]
+
+
+def _across(steps: Sequence[float]) -> _Scale:
+    margin = 0.02 * (steps[-1] - steps[0])
+    return _Scale(steps[0] - margin, steps[-1] + margin, LEFT, WIDTH - RIGHT)
+
+
+def _upward(values: Iterable[float], *, from_zero: bool) -> _Scale:
+    """The scale of the figures `values`. With `from_zero` it begins at 0, or is logarithmic where one figure would
+    hide the rest."""
+    values = list(values)
+    low, high = min(values), max(values)
+    ends = (HEIGHT - BOTTOM, TOP)
+    if from_zero and low > 0 and high > SPREAD * statistics.median(values):
+        return _Scale(low / 1.2, high * 1.2, *ends, is_log=True)
+    if from_zero and low >= 0:
+        return _Scale(0.0, 1.08 * high or 1.0, *ends)
+    margin = 0.06 * (high - low)
+    return _Scale(low - margin, high + margin, *ends)
+
+
+def line_chart(
+    description: str,
+    y_label: str,
+    lines: Sequence[Line],
+    *,
+    from_zero: bool = False,
+    band: tuple[float, float] | None = None,
+    right: Line | None = None,
+    right_label: str = "",
+) -> Chart:
+    """Figures over the steps, each with a running mean in a long run, over the range `band`. `right` has its own axis,
+    and holds between steps."""
+    lines = [line for line in lines if line.series]
+    edges = band or ()
+    x = _across(sorted({step for line in [*lines, *([right] if right else [])] for step in line.series}))
+    y = _upward([*edges, *itertools.chain(*(line.series.values() for line in lines))], from_zero=from_zero)
+    points = max(len(line.series) for line in lines)
+    window = round(SMOOTHED_SHARE * points) if points > FEW_POINTS else 1
+    paths, keys = [], []
+    if band:
+        top, bottom = y(band[1]), y(band[0])
+        paths.append(Path(f"M{LEFT} {top}H{WIDTH - RIGHT}V{bottom}H{LEFT}Z", fill=BAND_COLOUR))
+        keys.append(Key(f"band {band[0]:g} to {band[1]:g}", BAND_COLOUR))
+    for line in lines:
+        if window > 1 and not line.is_dashed:
+            paths.append(Path(_polyline(x, y, _thinned(line.series)), line.colour, width=0.8, opacity=0.35))
+        means = _running_means(line.series, window)
+        dash, width = ("5 4", 1.2) if line.is_dashed else ("none", 1.8)
+        paths.append(Path(_polyline(x, y, _thinned(means)), line.colour, width=width, dash=dash))
+        paths += _marks(x, y, means, line.colour)
+        keys.append(Key(shown(line.name), line.colour, line.is_dashed))
+    right_ticks: Sequence[Tick] = ()
+    if right:
+        scale = _upward(right.series.values(), from_zero=True)
+        right_ticks = scale.ticks()
+        corners = " ".join(f"H{x(step)}V{scale(value)}" for step, value in _thinned(right.series).items())
+        paths.append(Path(f"M{corners[1:].replace('V', ' ', 1)}", right.colour, width=1.4))
+        paths += _marks(x, scale, right.series, right.colour)
+        keys.append(Key(f"{shown(right.name)} (right)", right.colour))
+    return Chart(
+        description=description,
+        y_label=f"{y_label} (strong: mean of {window})" if window > 1 else y_label,
+        right_label=right_label,
+        x_ticks=x.ticks(8, whole=True),
+        y_ticks=y.ticks(),
+        right_ticks=right_ticks,
+        paths=paths,
+        keys=keys if len(keys) > 1 else (),
+    )
+
+
+def _polyline(x: _Scale, y: _Scale, series: Mapping[int, float]) -> str:
+    return "M" + "L".join(f"{x(step)} {y(value)}" for step, value in series.items())
+
+
+def _marks(x: _Scale, y: _Scale, series: Series, colour: str) -> list[Path]:
+    """A dot for each point, if there are few of them."""
+    if len(series) > FEW_POINTS:
+        return []
+    return [Path("".join(f"M{x(step)} {y(value)}h0" for step, value in series.items()), colour, width=4.6)]
+
+
+def _running_means(series: Series, window: int) -> Series:
+    """Mean of each figure and up to `window` - 1 before it."""
+    values = list(series.values())
+    return {step: statistics.fmean(values[max(0, n - window + 1) : n + 1]) for n, step in enumerate(series)}
+
+
+def _thinned(series: Series) -> Series:
+    groups = bins(list(series), MOST_POINTS)
+    return {group[-1]: statistics.fmean(series[step] for step in group) for group in groups}
+
+
+def stacked_chart(
+    description: str,
+    y_label: str,
+    steps: Sequence[int],
+    layers: Mapping[str, Series],
+    *,
+    summed: bool = False,
+    grey: str = "",
+) -> Chart:
+    """Stacked bars over bins of `steps`: sums of counts (`summed`), else means. The smallest of many layers, and the
+    one named `grey`, are one grey layer at the top."""
+    largest = sorted(layers, key=lambda name: -sum(layers[name].values()))[:MOST_LAYERS]
+    kept = {name: [layers[name]] for name in layers if name in largest and name != grey}
+    rest = [name for name in layers if name not in kept]
+    stack = kept | ({rest[0] if len(rest) == 1 else "all other": [layers[name] for name in rest]} if rest else {})
+    colours = [*itertools.islice(itertools.cycle(COLOURS), len(kept)), REST_COLOUR]
+
+    groups = bins(steps, MOST_BARS)
+    gap = statistics.mode([later - earlier for earlier, later in itertools.pairwise(steps)] or [1])
+    edges = [(group[0] - gap / 2, group[-1] + gap / 2) for group in groups]
+    heights = {
+        name: [
+            sum(series.get(step, 0.0) for series in parts for step in group) / (1 if summed else len(group))
+            for group in groups
+        ]
+        for name, parts in stack.items()
+    }
+    totals = [sum(column) for column in zip(*heights.values(), strict=True)]
+    top, tall = _cut_off(totals)
+    x = _Scale(edges[0][0], edges[-1][1], LEFT, WIDTH - RIGHT)
+    y = _Scale(0.0, top or 1.0, HEIGHT - BOTTOM, TOP)
+    spare = 0.04 if len(groups) <= FEW_POINTS else 0.0
+    bottoms = [0.0] * len(groups)
+    paths = []
+    for column, colour in zip(heights.values(), colours, strict=False):
+        d = ""
+        for number, ((left, right), height) in enumerate(zip(edges, column, strict=True)):
+            low, bottoms[number] = bottoms[number], bottoms[number] + height
+            if height and low < y.high:
+                inset = spare * (right - left)
+                ends = y(low), y(min(bottoms[number], y.high))
+                d += f"M{x(left + inset)} {ends[0]}V{ends[1]}H{x(right - inset)}V{ends[0]}Z"
+        paths.append(Path(d or "M0 0", fill=colour))
+    return Chart(
+        description=description,
+        y_label=y_label,
+        x_ticks=x.ticks(8, whole=True),
+        y_ticks=y.ticks(whole=summed),
+        paths=paths,
+        notes=[(x(sum(edges[number]) / 2), f"{totals[number]:.3g} ↑") for number in tall],
+        keys=[Key(shown(name), colour) for name, colour in zip(heights, colours, strict=False)],
+    )
+
+
+def _cut_off(totals: Sequence[float]) -> tuple[float, list[int]]:
+    """The top of the axis, and the places of the few bars that are cut off there because they would hide the others.
+
+    A first step with an evaluation is such a bar.
+    """
+    usual = sorted(totals)[math.ceil(0.95 * len(totals)) - 1]
+    tall = [number for number, total in enumerate(totals) if total > TALL * usual > 0]
+    if not tall or len(totals) < FEWEST_TO_CUT:
+        return 1.05 * max(totals), []
+    return 1.3 * usual, tall

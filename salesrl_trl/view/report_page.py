@@ -1,0 +1,474 @@
+"""The report of a run: which figures it shows, in which order and in which words, as one HTML page and as a text.
+
+Owns two lists: `MAIN_FIGURES`, which both show, and `SECTIONS`, the parts of the page. `run_figures` computes,
+`charts` draws, `templates/report.html` writes and escapes. Called by `salesrl_trl.report`. A figure that the run did
+not log has words in its place.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from salesrl_trl import names
+from salesrl_trl.evaluation.pareto import pareto_front
+from salesrl_trl.ground.tables import aligned
+from salesrl_trl.view import run_figures as figures
+from salesrl_trl.view.advice import advice
+from salesrl_trl.view.charts import COLOURS, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
+from salesrl_trl.view.rendering import render
+from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
+from salesrl_trl.view.run_folder import QuickEval, Run
+from salesrl_trl.view.wording import NOT_KNOWN, count, figure, number, percent, plural, seconds, shown
+
+MOST_BRANCHES = 3
+"""Most branches in the text, for at most 40 lines. The page has all."""
+MOST_PHASES = 4
+"""Most phases in the text, for the same reason. The largest are shown."""
+MOST_ROWS = 30
+"""Most rows of a table. Of more quick evaluations, those on the front, the best and the last are shown."""
+MOST_LISTED = 12
+"""Most steps in a list of the front."""
+PATH_CHARS = 400
+NOTHING_STANDS_OUT = "Nothing stands out: every figure that is looked at is within its usual range."
+NO_FIGURES = "No training figure was logged, so there is nothing to look at."
+
+
+class Sentence(NamedTuple):
+    """A paragraph."""
+
+    text: str
+
+
+class Remark(NamedTuple):
+    """A small paragraph."""
+
+    text: str
+
+
+class Heading(NamedTuple):
+    """Begins a part of a section."""
+
+    text: str
+
+
+class Numbered(NamedTuple):
+    """A list."""
+
+    sentences: Sequence[str]
+
+
+class Table(NamedTuple):
+    """Rows; the first cell of a row names it. Without a head it takes the whole width."""
+
+    rows: Sequence[Sequence[str]]
+    head: Sequence[str] = ()
+
+
+Part = Sentence | Remark | Heading | Numbered | Table | Chart
+
+
+def html_page(run: Run) -> str:
+    """HTML without a script and without a reference to another file."""
+    return render(
+        "report.html",
+        title=f"Training report: {shown(run.folder.resolve().name)}",
+        folder=shown(str(run.folder), PATH_CHARS),
+        sections=[(title, [*parts(run)] or [Sentence(otherwise)]) for title, parts, otherwise in SECTIONS],
+    )
+
+
+def text_page(run: Run) -> str:
+    """The same figures for a terminal: aligned, at most 40 lines, without control characters."""
+    hidden = run.branches[MOST_BRANCHES:]
+    main = [(row.name, row.value) for row in main_figures(run) if row.branch not in hidden]
+    if hidden:
+        main.append(("More branches", f"{len(hidden)}, on the page"))
+    lines = [f"Training report: {shown(str(run.folder), PATH_CHARS)}", *aligned(main, left=2), ""]
+
+    phases = sorted(figures.phases(run), key=lambda phase: -phase.share)
+    most = MOST_PHASES - bool(run.account.services)  # whose line takes the place of one
+    if rest := phases[most:]:
+        share, part_s = sum(phase.share for phase in rest), sum(phase.seconds for phase in rest)
+        phases[most:] = [figures.PhaseTime(f"{len(rest)} other", part_s, share)]
+    times = [(f"  {phase.name}", f"{percent(phase.share):>6}", seconds(phase.seconds)) for phase in phases]
+    lines += ["Time by phase, mean per step", *aligned(times, left=3)] if times else ["Time by phase was not logged"]
+
+    stages = [(f"  {stage.name}", f"p50 {seconds(stage.p50)}, p95 {seconds(stage.p95)}, longest {seconds(stage.most)}")
+              for stage in figures.stages(run)]  # fmt: skip
+    lines += ["Stages of a reward", *aligned(stages, left=2)] if stages else ["Stages of a reward were not logged"]
+
+    if evals := figures.shown_evals(run):
+        lines.append(f"Quick evaluations: {len(evals)}; no other beats in every branch: step {_front_steps(evals)}")
+    if notes := _notes(run):
+        lines.append(f"Note: {'; '.join(notes)}")
+    sentences = advice(run) or (NOTHING_STANDS_OUT if run.steps else NO_FIGURES,)
+    lines += ["", "What to look at", *(f"  - {sentence}" for sentence in sentences)]
+    return "\n".join(lines) + "\n"
+
+
+# The main figures
+
+
+class MainFigure(NamedTuple):
+    """A row of the main figures as a run has it."""
+
+    name: str
+    value: str
+    branch: str | None = None
+
+
+def main_figures(run: Run) -> list[MainFigure]:
+    """The main figures in words."""
+    rows = []
+    for name, words, is_by_branch in MAIN_FIGURES:
+        if is_by_branch:
+            rows += [MainFigure(f"{name}, {shown(branch)}", words(run, branch), branch) for branch in run.branches]
+        elif value := words(run):
+            rows.append(MainFigure(name, value))
+    return rows
+
+
+def _steps_done(run: Run) -> str:
+    if not run.steps:
+        return "none was logged"
+    every = f" ({len(run.steps)} logged, every {figures.interval(run)})"
+    return f"{run.steps[-1]:,}{'' if len(run.steps) == run.steps[-1] else every}"
+
+
+def _wall_time(run: Run) -> str:
+    if run.seconds is None:
+        return NOT_KNOWN
+    first, last = run.seconds
+    began = datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    pauses = f"; {run.starts} starts, with the time between them" if run.starts > 1 else ""
+    return f"{seconds(last - first)} from first to last event, from {began}{pauses}"
+
+
+def _step_time(run: Run) -> str:
+    times = run.of(names.STEP_SECONDS).values()
+    if not times:
+        return "step times were not logged"
+    return f"{seconds(mean(times))} (shortest {seconds(min(times))}, longest {seconds(max(times))})"
+
+
+def _reward(run: Run) -> str:
+    change = figures.change(run.of(names.REWARD))
+    if change is None:
+        return "was not logged"
+    if change.of == 1:
+        return f"{number(change.first)} (one step)"
+    ends = "step" if change.over == 1 else f"{change.over} steps"
+    return f"{number(change.first)} → {number(change.last)} (means of the first and the last {ends})"
+
+
+def _branch_reward(run: Run, branch: str) -> str:
+    change = figures.change(run.of(names.reward_of(branch)))
+    reference = mean(run.of(names.reference_of(branch)).values())
+    if change is None:
+        return "was not logged"
+    later = f" → {number(change.last)}" if change.of > 1 else ""
+    return f"{number(change.first)}{later}{'' if reference is None else f'; reference {number(reference)}'}"
+
+
+def _branch_kl(run: Run, branch: str) -> str:
+    edges, share, series = figures.band(run, branch), figures.share_in_band(run, branch), run.of(names.kl_of(branch))
+    betas = figures.change(run.of(names.beta_of(branch)))
+    beta = "" if betas is None else f"; beta {figure(betas.first)} → {figure(betas.last)}"
+    if not series:
+        return f"no KL was logged{beta}"
+    if share is None:
+        return f"has no band; KL {figure(mean(series.values()))} nats per token{beta}"
+    where = "" if edges is None else f" in {edges[0]:g} to {edges[1]:g} nats per token"
+    return f"{percent(share)} of the steps{where}{beta}"
+
+
+def _failure_total(run: Run) -> str:
+    if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
+        return "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
+    counts = []
+    for source in (POLICY, SERVICES, OTHERS):
+        reasons, share = figures.failures_of(run, source)
+        if reasons:
+            part = "" if share is None else f", {percent(share)} of the completions"
+            most = shown(next(iter(reasons)))
+            counts.append(f"{count(sum(reasons.values()))} of {source}{part}, most often {most}")
+    return "; ".join(counts) or "were not logged"
+
+
+def _mfu(run: Run) -> str:
+    model = figures.rate(run, names.MFU_MODEL, names.time_of(names.Phase.FORWARD), names.time_of(names.Phase.BACKWARD))
+    step = figures.rate(run, names.MFU_STEP)
+    if model is None and step is None:
+        return f"{NOT_KNOWN} (the chip's peak is not known, or it was not logged)"
+    return f"{percent(model)} while the model computes, {percent(step)} of the whole step"
+
+
+def _compute(run: Run) -> str:
+    share = figures.rate(run, names.COMPUTE_RATIO)
+    return "was not logged" if share is None else f"{percent(share)} of the step"
+
+
+def _throughput(run: Run) -> str:
+    words = [f"{rate:,.3g} {what}/s" if rate < 1000 else f"{rate:,.0f} {what}/s"
+             for what, tag in (("tokens", names.TOKENS_PER_SECOND), ("samples", names.SAMPLES_PER_SECOND))
+             if (rate := figures.rate(run, tag)) is not None]  # fmt: skip
+    return ", ".join(words) or "was not logged"
+
+
+def _memory(run: Run) -> str:
+    kinds = (("GPU peak", names.GPU_PEAK), ("GPU reserved", names.GPU_RESERVED), ("host", names.HOST_MEMORY))
+    words = [f"{what} {max(values):.1f} GiB" for what, tag in kinds if (values := run.of(tag).values())]
+    return ", ".join(words) or "was not logged"
+
+
+def _best(run: Run) -> str:
+    best = figures.best_eval(figures.shown_evals(run))
+    if best is None:
+        return "no quick evaluation was made" if not run.quick_evals else "none has a reward"
+    scores = ", ".join(f"{shown(branch)} {number(score)}" for branch, score in best.scores.items())
+    return f"step {best.step}: reward {number(best.reward)}{f' ({scores})' if scores else ''}"
+
+
+def _held_out_reward(run: Run) -> str:
+    rewards = [f"{number(values.get(names.REWARD))} at step {step}" for step, values in run.held_out.items()]
+    if not rewards:
+        return "no held-out evaluation was written"
+    return f"reward {' → '.join([rewards[0], *rewards[1:][-1:]])}"
+
+
+def _spent(run: Run) -> str:
+    """`1,500 calls, 0.42 USD; max_calls 1,500 of 1,500`. Processes that were killed may have used less than they
+    held."""
+    if not run.account.services:
+        return ""
+    total = run.account.total()
+    usd = f", {total.usd:,.2f} USD" if total.usd else ""
+    limits = [f"{name} {run.account.taken[name]:,.6g} of {most:,.6g}" for name, most in run.account.most.items()]
+    return "; ".join([f"{total.calls:,.0f} calls{usd}", *limits])
+
+
+BY_BRANCH = True
+MAIN_FIGURES: tuple[tuple[str, Callable[..., str], bool], ...] = (
+    ("Steps done", _steps_done, not BY_BRANCH),
+    ("Wall time", _wall_time, not BY_BRANCH),
+    ("Mean step", _step_time, not BY_BRANCH),
+    ("Reward", _reward, not BY_BRANCH),
+    ("Reward", _branch_reward, BY_BRANCH),
+    ("KL in band", _branch_kl, BY_BRANCH),
+    ("Failures", _failure_total, not BY_BRANCH),
+    ("MFU", _mfu, not BY_BRANCH),
+    ("Accelerator at work", _compute, not BY_BRANCH),
+    ("Throughput", _throughput, not BY_BRANCH),
+    ("Memory", _memory, not BY_BRANCH),
+    ("Best quick evaluation", _best, not BY_BRANCH),
+    ("Held-out rows", _held_out_reward, not BY_BRANCH),
+    ("Spent", _spent, not BY_BRANCH),
+)
+"""Each row's name, its words, and whether there is one for each branch. A row without words is left out."""
+
+
+# The sections of the page
+
+
+def _main_part(run: Run) -> Iterator[Part]:
+    yield Table([(row.name, row.value) for row in main_figures(run)])
+    for note in _notes(run):
+        yield Remark(f"{note[0].upper()}{note[1:]}.")
+
+
+def _notes(run: Run) -> list[str]:
+    """Notes about the records themselves."""
+    infinite = f"{plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
+    return [*([infinite] if run.infinite else []), *run.unread]
+
+
+def _advice_part(run: Run) -> Iterator[Part]:
+    if sentences := advice(run):
+        yield Numbered(sentences)
+    elif run.steps:
+        yield Sentence(NOTHING_STANDS_OUT)
+
+
+def _reward_part(run: Run) -> Iterator[Part]:
+    named = [branch for branch in run.branches if run.of(names.reward_of(branch))]
+    coloured = [*zip(named, itertools.cycle(COLOURS), strict=False)]
+    lines = [Line(branch, run.of(names.reward_of(branch)), colour) for branch, colour in coloured]
+    if len(lines) != 1:
+        lines.append(Line("all branches", run.of(names.REWARD), INK))
+    lines += [
+        Line(f"{branch}, reference", run.of(names.reference_of(branch)), colour, is_dashed=True)
+        for branch, colour in coloured
+    ]
+    if not any(line.series for line in lines):
+        return
+    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured]
+    description = "; ".join([f"Mean reward over the steps. All branches {_reward(run)}", *values])
+    yield line_chart(description, "mean reward", lines)
+
+
+def _kl_part(run: Run) -> Iterator[Part]:
+    for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
+        betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
+        yield Heading(shown(branch))
+        yield Remark(value)
+        yield line_chart(
+            f"KL of {shown(branch)} over the steps, with its coefficient. {value}",
+            "KL, nats per token",
+            [Line("KL", run.of(names.kl_of(branch)), COLOURS[0])],
+            from_zero=True,
+            band=figures.band(run, branch),
+            right=Line("beta", betas, COLOURS[1]) if betas else None,
+            right_label="coefficient beta",
+        )
+
+
+def _step_time_part(run: Run) -> Iterator[Part]:
+    phases = figures.phases(run)
+    if phases:
+        longest = max(phases, key=lambda phase: phase.share)
+        yield stacked_chart(
+            f"Step time by phase over the steps. The largest phase is {longest.name}, {percent(longest.share)}",
+            "seconds per step",
+            list(run.of(names.STEP_SECONDS)),
+            {phase.name.replace("_", " "): run.of(names.time_of(phase.name)) for phase in phases},
+            grey=names.Phase.UNACCOUNTED,
+        )
+        rows = [(phase.name.replace("_", " "), seconds(phase.seconds), percent(phase.share)) for phase in phases]
+        yield Table(rows, head=("Phase", "Mean per step", "Share"))
+
+
+def _reward_time_part(run: Run) -> Iterator[Part]:
+    exposed, hidden = run.of(names.REWARD_EXPOSED), run.of(names.REWARD_HIDDEN)
+    layers = {"exposed: training waits": exposed, "hidden behind other work": hidden}
+    if any(layers.values()):
+        yield stacked_chart(
+            "Makespan of the rewards over the steps, the part that training waits for and the part that is hidden",
+            "rewards, seconds",
+            sorted({*exposed, *hidden}),
+            layers,
+            grey="hidden behind other work",
+        )
+
+
+def _failures_part(run: Run) -> Iterator[Part]:
+    reasons, share = figures.failures(run), figures.failed_share(run)
+    if not reasons:
+        if share is not None:
+            failed = f"{percent(share)} of the completions failed; no reason was counted."
+            yield Sentence(failed if share > 0 else "Every completion was scored: there were no failures.")
+        return
+    total = sum(reasons.values())
+    steps = len(figures.bins(run.steps, MOST_BARS)[0]) * figures.interval(run)
+    yield stacked_chart(
+        f"Failures by reason over the steps, {count(total)} in all, mostly {shown(next(iter(reasons)))}",
+        "failures per step" if steps == 1 else f"failures per {steps} steps",
+        run.steps,
+        {reason: run.of(names.FAILURE_REASONS + reason) for reason in reasons},
+        summed=True,
+    )
+    rows = [
+        (shown(reason), figures.source_of(reason), count(times), percent(times / total))
+        for reason, times in reasons.items()
+    ]
+    yield Table(rows[:MOST_ROWS], head=("Reason", "Of", "Times", "Share"))
+    if len(rows) > MOST_ROWS:
+        yield Remark(f"and {len(rows) - MOST_ROWS} more reasons")
+
+
+def _front_of(evals: Sequence[QuickEval]) -> tuple[int, ...]:
+    """Places of the evaluations on the Pareto front of the branches' scores."""
+    return pareto_front([evaluation.scores for evaluation in evals])
+
+
+def _front_steps(evals: Sequence[QuickEval]) -> str:
+    steps = [str(evals[place].step) for place in _front_of(evals)]
+    more = " …" if len(steps) > MOST_LISTED else ""
+    return f"{', '.join(steps[:MOST_LISTED])}{more}" if steps else "none has every score"
+
+
+def _quick_evals_part(run: Run) -> Iterator[Part]:
+    evals = figures.shown_evals(run)
+    if not evals:
+        return
+    yield Remark(
+        f"{plural(len(evals), 'evaluation')}, {shown(evals[-1].mode)}. On the front, which no other beats in every "
+        f"branch: step {_front_steps(evals)}."
+    )
+    branches = sorted({branch for evaluation in evals for branch in evaluation.scores})
+    lines = [
+        Line(branch, {e.step: score for e in evals if (score := e.scores.get(branch)) is not None}, colour)
+        for branch, colour in zip(branches, itertools.cycle(COLOURS), strict=False)
+    ]
+    if any(line.series for line in lines):
+        yield line_chart(f"Scores of the quick evaluations by branch. Best: {_best(run)}", "score", lines)
+    own = sorted({name for evaluation in evals for name in evaluation.figures})
+    front, best = _front_of(evals), figures.best_eval(evals)
+    rows = [
+        (
+            str(evaluation.step),
+            number(evaluation.reward),
+            *(number(evaluation.scores.get(branch)) for branch in branches),
+            *(figure(evaluation.figures.get(name)) for name in own),
+            "yes" if place in front else "",
+            "yes" if evaluation is best else "",
+        )
+        for place, evaluation in enumerate(evals)
+        if len(evals) <= MOST_ROWS or place in (*front, len(evals) - 1) or evaluation is best
+    ][-MOST_ROWS:]
+    yield Table(rows, head=("Step", "Reward", *map(shown, branches), *map(shown, own), "On the front", "Best"))
+    if len(evals) > len(rows):
+        yield Remark(f"{len(evals) - len(rows)} more are not in this table.")
+    if others := len(run.quick_evals) - len(evals):
+        yield Remark(f"{plural(others, 'evaluation')} made in another way: not compared with these.")
+
+
+def _stages_part(run: Run) -> Iterator[Part]:
+    if rows := [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]:
+        yield Table(rows, head=("Stage", "p50", "p95", "Longest", "In the slowest completion"))
+        yield Remark(
+            "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole "
+            "run."
+        )
+
+
+def _held_out_part(run: Run) -> Iterator[Part]:
+    kinds = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != names.REWARD, n))
+    rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
+    if rows:
+        yield Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
+
+
+def _spending_part(run: Run) -> Iterator[Part]:
+    rows = [
+        (shown(name), count(sums.calls), count(sums.prompt_tokens), count(sums.completion_tokens), f"{sums.usd:,.4f}")
+        for name, sums in sorted(run.account.services.items())
+    ]
+    if rows:
+        yield Table(rows, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD"))
+        yield Remark(f"All together: {_spent(run)}.")
+
+
+def _folder_part(run: Run) -> Iterator[Part]:
+    checkpoints = ", ".join(map(shown, run.checkpoints))
+    words = shown(f"Checkpoints: {checkpoints}", PATH_CHARS) + "."
+    yield Sentence(words if checkpoints else "No checkpoint is in the folder.")
+    trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
+    yield Sentence(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written.")
+
+
+SECTIONS: tuple[tuple[str, Callable[[Run], Iterator[Part]], str], ...] = (
+    ("Main figures", _main_part, ""),
+    ("What to look at", _advice_part, NO_FIGURES),
+    ("Reward by branch", _reward_part, "No reward was logged."),
+    ("KL by branch", _kl_part, "No KL was logged: the run had no KL coefficient, or stopped before its first step."),
+    ("Step time by phase", _step_time_part, "Step times were not logged."),
+    ("Rewards: what training waits for", _reward_time_part, "How long the rewards took was not logged."),
+    ("Failures by reason", _failures_part, "Failures were not logged."),
+    ("Quick evaluations", _quick_evals_part, "No quick evaluation was made."),
+    ("Stages of a reward", _stages_part, "How long the stages took was not logged."),
+    ("Held-out rows", _held_out_part, "No held-out evaluation was written."),
+    ("Spending", _spending_part, "Nothing was counted: no limit was set, and nothing has a price."),
+    ("What else the folder holds", _folder_part, ""),
+)
+"""The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
