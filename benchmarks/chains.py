@@ -88,10 +88,9 @@ class Chains:
             number = self._number
             fields = {"user_profile": "A nurse with evenings free", "rewritten_query": f"price of course {number}",
                       "history_summary": "Asked for the price, then for the dates. " * 3}  # fmt: skip
-            batch = self._reward.batches.begin([number % self._rows])
+            batch = self._reward.batch([{"row": number % self._rows}])
             batch.start(0, json.dumps(fields))
             await batch.settled([[0]])
-            self._reward.batches.give_up(batch)
             self.ended += 1
             self.failed += batch.rewards[0] is None or batch.rewards[0].value is None
         self.in_flight -= 1

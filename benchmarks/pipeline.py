@@ -86,9 +86,9 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
-from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.batch import BatchResult, RewardBatch
+from salesrl_trl.reward.batch import BatchReport, BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -190,7 +190,7 @@ class Bench:
         """Batches that were waited for, oldest first."""
         self._device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
         on_cpu, most = args.device == "cpu", TOKENS[args.shape]
-        self._rewards: dict[str, BatchedReward] = {
+        self._rewards: dict[str, Scorer] = {
             "stock": self._noting(SlowReward(url)),
             **{
                 name: self._noting(reward if on_cpu else RemoteReward(reward))
@@ -263,16 +263,22 @@ class Bench:
                 }  # fmt: skip
                 self._trainers[arm] = self._build_stock(ours, **sizes)
 
-    def _noting(self, reward: BatchedReward) -> BatchedReward:
-        """`reward`, which adds each batch to `_batches` when it was waited for."""
-        result = reward.result
+    def _noting(self, reward: Scorer) -> Scorer:
+        """`reward`, which adds each batch to `_batches` when it has its result."""
+        begin = reward.batch
 
-        async def noted(batch: RewardBatch, completions: Sequence[Any]) -> BatchResult:
-            scored = await result(batch, completions)
-            self._batches.append(batch)
-            return scored
+        def noted(*arguments: Any, **more: Any) -> RewardBatch:
+            batch = begin(*arguments, **more)
+            result = batch.result
 
-        reward.result = noted  # type: ignore[method-assign]
+            def ended(*drained: BatchReport) -> BatchResult:
+                self._batches.append(batch)
+                return result(*drained)
+
+            batch.result = ended  # type: ignore[method-assign]
+            return batch
+
+        reward.batch = noted  # type: ignore[method-assign]
         return reward
 
     def _build_stock(self, ours: GRPOTrainer, **sizes: int) -> GRPOTrainer:
@@ -293,7 +299,7 @@ class Bench:
             texts.append(tokenizer.decode(ids[:tokens], skip_special_tokens=True))
         return Dataset.from_list(rows_of(texts))
 
-    def _built(self, kind: type[GRPOTrainer], reward: BatchedReward, config: GRPOConfig, **more: Any) -> GRPOTrainer:
+    def _built(self, kind: type[GRPOTrainer], reward: Scorer, config: GRPOConfig, **more: Any) -> GRPOTrainer:
         return kind(
             self._model, reward, args=config, train_dataset=next(iter(self._rows.values())), callbacks=[self._clock],
             processing_class=packaged_tokenizer(), optimizers=(self._optimizer, None), **more,
@@ -303,9 +309,9 @@ class Bench:
         """Close connections and instruments."""
         self._instruments.close()
         self._recorder.close()
-        desk = self._trainers["ours"].components.desk
-        desk._run(self._rewards["recorded"].aclose)
-        desk.reward = self._rewards["ours"]
+        loop = self._trainers["ours"].components.reward_loop
+        loop._run(self._rewards["recorded"].aclose)
+        loop.reward = self._rewards["ours"]
         self._trainers["ours"].finish()
         stock = self._trainers["stock"].async_loop  # all of stock's arms share the reward
         asyncio.run_coroutine_threadsafe(self._rewards["stock"].aclose(), stock).result()  # type: ignore[attr-defined]
@@ -327,7 +333,7 @@ class Bench:
             trainer.components.pipeline.set_lookahead(ahead)
             trainer.components.passes = self._passes[arm.endswith(OFF)]
             is_recorded = arm.endswith(RECORDED)
-            trainer.components.desk.reward = self._rewards["recorded" if is_recorded else "ours"]
+            trainer.components.reward_loop.reward = self._rewards["recorded" if is_recorded else "ours"]
             self._instruments.recorder = self._recorder if is_recorded else None
         trainer.args.max_steps = before + steps + after
         trainer.train_dataset = self._rows[tokens]

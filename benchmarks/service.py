@@ -24,12 +24,12 @@ from aiohttp import web
 
 from salesrl_trl.ground.fencing import read_nonce
 from salesrl_trl.recording.completion_record import CompletionRecord, noted_in
-from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.service.http import HttpClient
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import Example, Reward
+from salesrl_trl.types import Reward
 
 ROOT = Path(__file__).parents[1]
 BRANCHES = ("fairness", "hallucination")
@@ -134,7 +134,7 @@ def set_medians(url: str, medians_s: Sequence[float]) -> None:
     urllib.request.urlopen(request, timeout=30).close()
 
 
-class InstantReward(BatchedReward):
+class InstantReward(Scorer):
     """The part of `SalesReward` that the trainer uses: a number by row and completion, from no service."""
 
     __name__ = "instant"
@@ -142,12 +142,12 @@ class InstantReward(BatchedReward):
     def __init__(self) -> None:
         super().__init__(deadline_s=60.0)
 
-    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        return Reward.scored((sample.row * 37 + len(sample.text)) % 100 / 100)
+    @property
+    def names(self) -> RewardNames:
+        return RewardNames(functions={self.own_name: self.own_name}, columns=frozenset({"row"}))
 
-    def row_of(self, example: Example) -> int:
-        """The row's number."""
-        return int(example["row"])
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        return Reward.scored((sample.row["row"] * 37 + len(sample.text)) % 100 / 100)
 
 
 class SlowReward(InstantReward):
@@ -168,7 +168,7 @@ class SlowReward(InstantReward):
             return await self._scored(sample, stages)
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
-        body = {"row": sample.row, "text": sample.text}
+        body = {"row": sample.row["row"], "text": sample.text}
         found = await stages.timed(self._ask("rag", body), "rag_8b")
         body |= {"sample": found["sample"], "answer": found["text"]}
         verdict = await stages.timed(self._ask("judge", body), "judge")

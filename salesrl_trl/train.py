@@ -44,8 +44,8 @@ from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.preflight.simulation import SimulationConfig
 from salesrl_trl.preflight.simulation import main as simulate
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.readiness import warm_up
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.run import signals
 from salesrl_trl.run.console import (
     exit_with,
@@ -149,10 +149,10 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
             opened = open_reward(
                 config.reward, config.training, plan.rows, plan.reward, services, records=config.telemetry.record
             )
-            desk = RewardDesk(stack.enter_context(opened))
+            reward_loop = RewardLoop(stack.enter_context(opened))
         if asks_first:
-            desk.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))
-        trainer = build_trainer(plan, desk, instruments)
+            reward_loop.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))
+        trainer = build_trainer(plan, reward_loop, instruments)
         start.close()
         instruments.timeline.add(start.drain_spans())
         try:
@@ -185,7 +185,7 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
     collect_seldom()
     if asks_first:
         with instruments.timeline.phase(StartUp.WARM_UP):
-            warm_up(trainer.components.desk)
+            warm_up(trainer.components.reward_loop)
     stopping = trainer.components.stopping
     with signals.handed_to(trainer.request_stop):
         trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)

@@ -38,7 +38,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.given import GivenRewards, RewardFunc, check_stock
+from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.prompt_order import OrderByEpoch
@@ -102,7 +102,7 @@ class SalesGRPOTrainer(TRLAccess):
         if not args.branches:  # they will be those of the rows: of these, and not of another trainer's
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
-        rewards = GivenRewards.of(reward_funcs, args.reward_weights, args.reward_process, has_more=has_more)
+        rewards = RewardFuncs.of(reward_funcs, args.reward_weights, args.reward_process, has_more=has_more)
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter)
         self.is_extended = True

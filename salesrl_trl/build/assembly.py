@@ -17,7 +17,6 @@ from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresse
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.process import cache_dir
 from salesrl_trl.names import SPENT_FILE
-from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.judge_client import JudgeClient
@@ -28,6 +27,7 @@ from salesrl_trl.reward.rag.rag_client import RagBackend, RagClient
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.account import CALLS, USD, Limit
 from salesrl_trl.reward.service.budget import FREE, Budget, Price
 from salesrl_trl.reward.service.transport import Transport
@@ -69,7 +69,7 @@ def open_reward(
     services: EmbeddedServices | None = None,
     *,
     records: bool = False,
-) -> Iterator[BatchedReward]:
+) -> Iterator[Scorer]:
     """Check the settings, start the embedded services where no address is configured, and build the reward chain.
 
     The services stop on exit. `SalesGRPOTrainer.finish` closes the connections of the chain.

@@ -34,8 +34,8 @@ from salesrl_trl.names import StartUp
 from salesrl_trl.recording.reader import record_files, run_of
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import Recorder
-from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def take_policy(plan: Plan, instruments: Instruments) -> None:
             plan.policy = load_policy(plan.config, plan.dtype)
 
 
-def build_trainer(plan: Plan, reward: BatchedReward | RewardDesk, instruments: Instruments) -> "SalesGRPOTrainer":
+def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instruments) -> "SalesGRPOTrainer":
     """Build the trainer, with vLLM's engine, after `take_policy`."""
     take_policy(plan, instruments)
     assert plan.policy is not None

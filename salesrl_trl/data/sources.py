@@ -81,7 +81,8 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
 
 
 def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_index: int = 0) -> Dataset:
-    """The dataset for TRL: the prompt, the row's branch, and `row`, its number from `first_index` on, for the reward.
+    """The dataset for TRL: the prompt, the row's branch and id, and `row`, its number from `first_index` on, for the
+    reward.
 
     `prompt` is a style or a template, as in `build_prompt`.
     """
@@ -97,18 +98,18 @@ def prompt_dataset(
 ) -> Dataset:
     """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some.
 
-    With `for_functions` it has what reward functions of a user's own may ask for: `id`, `conversation` (a list of
-    messages), `documents`, and every further column of the source. Without, no other text of a customer travels
-    through the trainer.
+    With `for_functions` it has what reward functions of a user's own may ask for: `conversation` (a list of messages),
+    `documents`, and every further column of the source. Without, no other text of a customer travels through the
+    trainer.
     """
     images = [row.images for row in rows_of]
     columns: dict[str, list[Any]] = {
         "row": list(range(first_index, first_index + len(prompts))),
         "branch": [row.branch for row in rows_of],
+        "id": [row.row_id for row in rows_of],
     }
     if for_functions:
         columns |= {
-            "id": [row.row_id for row in rows_of],
             "conversation": [[asdict(message) for message in row.conversation] for row in rows_of],
             "documents": [list(row.documents) for row in rows_of],
         }

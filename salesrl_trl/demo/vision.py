@@ -192,7 +192,7 @@ def demonstrations() -> "Dataset":
 
 def _with_answers(prompts: Sequence[Turns], rows: Sequence[SalesRow], answers: list[Turns]) -> "Dataset":
     made = prompt_dataset(prompts, rows)
-    return made.remove_columns(["row", "branch"]).add_column("completion", answers)
+    return made.remove_columns(["row", "branch", "id"]).add_column("completion", answers)
 
 
 def _training_rows() -> Iterator[tuple[SalesRow, Record]]:

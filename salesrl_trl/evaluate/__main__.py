@@ -87,8 +87,8 @@ def _evaluate(
     from salesrl_trl.evaluate.findings import LABELS, findings_of, modes
     from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
     from salesrl_trl.names import StartUp
-    from salesrl_trl.reward.desk import RewardDesk
     from salesrl_trl.reward.readiness import warm_up
+    from salesrl_trl.reward.reward_loop import RewardLoop
 
     plan, wanted = plans[0], modes(samples)
     config, training = plan.config, plan.config.training
@@ -99,12 +99,12 @@ def _evaluate(
         instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
         instruments.start(True)
         opened = open_reward(config.reward, training, plan.rows, plan.reward, services)
-        desk = stack.enter_context(contextlib.closing(RewardDesk(stack.enter_context(opened))))
+        reward_loop = stack.enter_context(contextlib.closing(RewardLoop(stack.enter_context(opened))))
         if config.reward.warm_up_services:
             with instruments.timeline.phase(StartUp.WARM_UP):
-                warm_up(desk)
+                warm_up(reward_loop)
         answers = [
-            answers_of(plan_of_policy, policy.adapter, desk, instruments, wanted, f"{label} ({policy.name})")
+            answers_of(plan_of_policy, policy.adapter, reward_loop, instruments, wanted, f"{label} ({policy.name})")
             for plan_of_policy, policy, label in zip(plans, policies, LABELS, strict=False)
         ]
     return findings_of(

@@ -18,7 +18,7 @@ from salesrl_trl.build.building import build_trainer, load_policy
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.evaluate.findings import Mode, Scored
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -31,7 +31,12 @@ CHECKED = 4
 
 
 def answers_of(
-    plan: Plan, adapter: Path | None, desk: RewardDesk, instruments: Instruments, wanted: Sequence[Mode], label: str
+    plan: Plan,
+    adapter: Path | None,
+    reward_loop: RewardLoop,
+    instruments: Instruments,
+    wanted: Sequence[Mode],
+    label: str,
 ) -> list[list[Scored]]:
     """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back.
 
@@ -41,7 +46,7 @@ def answers_of(
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:
         plan.policy = PeftModel.from_pretrained(plan.policy, adapter)
-    trainer = build_trainer(plan, desk, instruments)
+    trainer = build_trainer(plan, reward_loop, instruments)
     trainer.model.eval()
     try:
         with instruments.timeline.phase(Phase.EVALUATION):

@@ -15,8 +15,8 @@ from salesrl_trl.build.building import build_instruments, build_trainer
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.lengths import FittingPrompts, Prompt
-from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
@@ -49,7 +49,7 @@ _ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")
 """Entries of `generation_kwargs` that end a completion early."""
 
 
-class MadeUpReward(BatchedReward):
+class MadeUpReward(Scorer):
     """Rewards from no service, all different, so that every group has advantages."""
 
     def __init__(self) -> None:

@@ -26,8 +26,8 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Fields, batches
 from salesrl_trl.preflight.simulated import SimulatedStep, report_text, step_summary, step_text, summarise
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.readiness import warm_up
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
@@ -140,17 +140,18 @@ def run(prepared: Simulation) -> int:
     )
     steps, summaries = list[SimulatedStep](), []
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
-        desk = RewardDesk(build_reward(config, parts, rows, *urls, output_dir=Path(folder)))
+        reward_loop = RewardLoop(build_reward(config, parts, rows, *urls, output_dir=Path(folder)))
         try:
             if config.warm_up_services:
-                warm_up(desk, functools.partial(print, file=sys.stderr))
+                warm_up(reward_loop, functools.partial(print, file=sys.stderr))
             for number, batch in enumerate(itertools.islice(planned, simulation.steps), 1):
-                result = desk.result(desk.begin([made.row for made in batch]), [made.case.text for made in batch])
+                begun = reward_loop.begin([{"row": made.row} for made in batch])
+                result = reward_loop.result(begun, [made.case.text for made in batch])
                 steps.append(SimulatedStep(batch, list(result.rewards), result.report))
                 summaries.append(step_summary(number, steps[-1], simulation.show_text))
                 show(step_text(summaries[-1], simulation.steps))
         finally:
-            desk.close()
+            reward_loop.close()
     summary = summarise(steps, training.min_valid_reward_fraction, config)
     if simulation.json:
         print(strict_json({"steps": summaries, **summary}))

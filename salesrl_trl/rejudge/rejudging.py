@@ -26,7 +26,7 @@ from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.rejudge.recorded_rag import RecordedRag
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Outcome, Reward, SalesRow
 
 AT_ONCE = 256
@@ -50,12 +50,12 @@ def rejudged(
             records=True,
         )  # fmt: skip
         chain.budget = budget
-        with closing(RewardDesk(chain)) as desk:
+        with closing(RewardLoop(chain)) as reward_loop:
             judged: list[tuple[Reward, CompletionRecord]] = []
             for first in range(0, len(completions), AT_ONCE):
                 part = completions[first : first + AT_ONCE]
-                batch = desk.begin([places[completion.row] for completion in part])
-                result = desk.result(batch, [completion.text for completion in part])
+                batch = reward_loop.begin([{"row": places[completion.row]} for completion in part])
+                result = reward_loop.result(batch, [completion.text for completion in part])
                 notes = [stages.completion_record or CompletionRecord() for stages in batch.stages]
                 judged += zip(result.rewards, notes, strict=True)
     return judged

@@ -1,33 +1,31 @@
 """The rewards of a batch while they come in: started one by one, awaited together or group by group.
 
-Owns the tasks of a batch, the time that each may take, and the report of a batch. The reward (`base`) owns how a
-single completion is scored. Methods are called on the event loop's thread, unless they say otherwise.
+Owns the tasks of a batch, the time that each may take, and the result of a batch with everything that is reported on
+it. Does not own how a single completion is scored (`scorer`), nor which batches are open (`reward_loop`). Methods are
+called on the event loop's thread, unless they say otherwise.
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from salesrl_trl.ground.surroundings import here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call
+from salesrl_trl.reward.faults import FaultLog
 from salesrl_trl.reward.judge.judge_interface import JudgeRecord, ProviderUsage
+from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.stage_times import StageTimes, TimeRange, time_of
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Example, Outcome, Reward
 
-T = TypeVar("T")
 Completion: TypeAlias = str | Sequence[Mapping[str, Any]]
 """As TRL has it: a text, or in the conversational form a list of messages."""
-
-logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 1.0
 """Longest wait for a call that was cancelled. After it the step goes on without the call."""
@@ -37,9 +35,9 @@ CANCEL_GRACE_S = 1.0
 class BatchReport:
     """Times, traffic and verdicts of a batch, beside its rewards."""
 
-    seconds: float
+    seconds: float = 0.0
     """Seconds from the first call to the last answer."""
-    judge_seconds: float
+    judge_seconds: float = 0.0
     """Seconds from the first request for a verdict to the last verdict."""
     usage: Mapping[str, ProviderUsage] = field(default_factory=dict)
     """Usage by judge provider."""
@@ -59,7 +57,7 @@ class BatchReport:
     """Where calls are recorded: those that no completion waited for, such as references ahead."""
 
 
-NOTHING_SCORED = BatchReport(seconds=0.0, judge_seconds=0.0)
+NOTHING_SCORED = BatchReport()
 """The report where there was no batch."""
 
 
@@ -87,7 +85,7 @@ class BatchResult:
     def table(self, functions: Iterable[str]) -> list[list[float]]:
         """The numbers of these functions, NaN for a missing one: a row for each completion."""
         columns = [self.column(function) for function in functions]
-        return [[math.nan if each is None else each for each in row] for row in zip(*columns, strict=True)]
+        return [[math.nan if number is None else number for number in row] for row in zip(*columns, strict=True)]
 
     def log(
         self,
@@ -95,14 +93,8 @@ class BatchResult:
         log_metric: Callable[[str, float], None],
         components: Sequence[str] | None = None,
     ) -> None:
-        """Hand TRL what functions logged for these completions.
-
-        Args:
-            log_extra, log_metric (`Callable`):
-                TRL's own.
-            components (`Sequence[str]`, *optional*):
-                Components for TRL's table of completions. With them it shows outcome and reason too.
-        """
+        """Hand TRL what functions logged for these completions. Its table of completions shows these `components`, and
+        with them outcome and reason."""
         for name in dict.fromkeys(name for reward in self.rewards for name in reward.columns):
             log_extra(name, [reward.columns.get(name) for reward in self.rewards])
         if components is not None:
@@ -116,11 +108,23 @@ class BatchResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where the completions of a batch come from, for a reward that looks them up in a record."""
+
+    rows: Sequence[Example]
+    """The rows as the dataset has them, without what an environment or the sampler adds."""
+    mode: str
+    """TRL's name of the batch's purpose: `"train"` or `"eval"`."""
+    step: int
+    """Optimizer steps that the weights had taken which sampled the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A completion to score, and its place among the others."""
 
-    row: Any
-    """What the reward keeps of the dataset's row: `BatchedReward.row_of`."""
+    row: Example
+    """The row of the dataset, perhaps with what an environment or the sampler adds."""
     completion: Completion
     """As TRL has it."""
     token_ids: Sequence[int] = ()
@@ -133,6 +137,8 @@ class Sample:
     """Completions in the batch."""
     group: int = 1
     """Completions of a prompt. They are neighbours."""
+    origin: Origin | None = None
+    """Where the batch comes from. Not sent to a process of the reward's own."""
 
     @property
     def text(self) -> str:
@@ -140,87 +146,82 @@ class Sample:
         return completion_text(self.completion)
 
 
-Chain = Callable[[Sample, StageTimes], Awaitable[Reward]]
-"""Scores one completion, and times its stages."""
-
-
 class RewardBatch:
     """The rewards of one batch while they come in.
 
-    Each completion has `deadline_s` from the moment it is started, and with it all that are scored together with it.
-    One that is not scored by then is cancelled, and missing with the reason `"deadline"`. So a batch takes at most
-    `deadline_s` from its last start.
+    Each completion has `deadline_s` from the moment at which all that are scored together with it are there. One that
+    is not scored by then is cancelled, and missing with the reason `"deadline"`. So a batch takes at most `deadline_s`
+    from its last start.
 
-    Args:
-        rows (`Sequence`):
-            What the reward keeps of each completion's row.
-        chain (`Chain`):
-            Scores one completion.
-        conclude (`Callable[[asyncio.Task[Reward]], Reward]`):
-            Makes the reward of a chain that returned, raised or was cancelled.
-        deadline_s (`float`):
-            Seconds a completion may take.
-        lane (`int`, *optional*, defaults to `0`):
-            Number among the batches in flight. Each lane has tracks of its own in the trace.
-        record (`Callable[[Any, str | None, Reward], None]`, *optional*):
-            Called with the row, the text and the reward of each completion that is settled.
-        number (`int`, *optional*, defaults to `0`):
-            Number of the batch.
-        group (`int`, *optional*, defaults to `1`):
-            Completions of a prompt.
-        unit (`int`, *optional*, defaults to `1`):
-            Neighbours that are scored together: 1, `group` or all.
-        late (`Callable[[], str]`, *optional*):
-            Returns the reason of a completion whose time is up. `"deadline"` when not given.
+    `group` and `unit` are numbers of neighbours: completions of a prompt, and those that are scored together. `lane`
+    is the batch's number among those in flight; each lane has tracks of its own in the trace. `late` returns the
+    reason of a completion whose time is up.
     """
 
     def __init__(
         self,
-        rows: Sequence[Any],
-        chain: Chain,
-        conclude: Callable[["asyncio.Task[Reward]"], Reward],
-        deadline_s: float,
-        lane: int = 0,
-        record: Callable[[Any, str | None, Reward], None] = lambda *_: None,
+        rows: Sequence[Example],
+        score: Callable[[Sample, StageTimes], Awaitable[Reward]],
         *,
+        deadline_s: float,
+        faults: FaultLog,
+        lines: SampleLines,
         number: int = 0,
+        lane: int = 0,
         group: int = 1,
         unit: int = 1,
+        origin: Origin | None = None,
         late: Callable[[], str] = lambda: "deadline",
     ) -> None:
-        self._context = here()  # of the thread that begins the batch: the main one
-        self._late_reason = late
-        self.lane = lane
         self.rows = tuple(rows)
         self.number = number
-        self._group = group
-        self._unit = unit
+        self.lane = lane
         self.rewards: list[Reward | None] = [None] * len(self.rows)
         """The rewards so far, by place. May be read from any thread."""
+        self.stages = [self._stages_of(place) for place in range(len(self.rows))]
         self.times = TimeRange()
         """From the first start to the last reward so far. May be read from any thread."""
         self.waits: list[tuple[float, float]] = []
-        self._chain = chain
-        self._conclude = conclude
-        self._record = record
+        self._context = here()  # of the thread that begins the batch: the main one
+        self._score = score
         self._deadline_s = deadline_s
-        self.stages = [self._stages_of(place) for place in range(len(self.rows))]
+        self._faults = faults
+        self._lines = lines
+        self._group = group
+        self._unit = unit
+        self._origin = origin
+        self._late = late
         self._samples: list[Sample | None] = [None] * len(self.rows)
-        self._chains: dict[int, asyncio.Task[Reward]] = {}
-        self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._late: dict[int, str] = {}  # the reason of each
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
+        self._whole: dict[int, asyncio.Future[None]] = {}  # by first place of a unit: done once all of it is there
         self._changed: asyncio.Future[None] | None = None
         self._cut_off: str | None = None
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def is_settled(self, places: Sequence[int] | None = None) -> bool:
-        """Whether the rewards at `places`, or all, are in. From any thread."""
-        # The last ones are usually the last to come: from the end, most looks see one that is not there at once.
-        return all(
-            self.rewards[place] is not None for place in reversed(range(len(self)) if places is None else places)
-        )
+    async def _scored(self, sample: Sample, whole: "asyncio.Future[None]") -> None:
+        """The way of one completion from its text to its reward."""
+        stages = self.stages[sample.place]
+        # 1. Score it at once, while others are still generated.
+        with deadline(self._deadline_s):
+            scoring = asyncio.ensure_future(self._score(sample, stages))
+        scoring.add_done_callback(_mark_as_seen)
+        try:
+            # 2. Its time runs from the moment at which all that are scored together are there.
+            either: list[asyncio.Future[Any]] = [scoring, whole]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([scoring], timeout=self._deadline_s)
+            if scoring.done():
+                # 3. It was scored, or its code raised an error: then it is missing, and the place is logged once.
+                reward = self._faults.conclude(scoring)
+            else:
+                # 4. It is late. What does not end when it is cancelled is left behind.
+                reason = self._late()
+                scoring.cancel()
+                await asyncio.wait([scoring], timeout=CANCEL_GRACE_S)
+                reward = missing(Outcome.INFRA, reason, stages.seconds)
+        finally:
+            scoring.cancel()  # another text took its place, or nobody wants it any more
+        # 5. It has its reward. Whoever waits for its group looks again.
+        self._settle(sample.place, reward)
 
     def start(self, place: int, completion: Completion, token_ids: Sequence[int] = ()) -> None:
         """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it
@@ -229,53 +230,37 @@ class RewardBatch:
         if known is not None and _same(known.completion, completion):
             return
         self._samples[place] = Sample(
-            row=self.rows[place],
-            completion=completion,
-            token_ids=token_ids,
-            batch=self.number,
-            place=place,
-            size=len(self),
-            group=self._group,
-        )
+            row=self.rows[place], completion=completion, token_ids=token_ids, batch=self.number, place=place,
+            size=len(self), group=self._group, origin=self._origin,
+        )  # fmt: skip
         first = place - place % self._unit
-        together = range(first, min(first + self._unit, len(self)))
-        for each in [place] if known is None else together:
-            if (sample := self._samples[each]) is not None:
-                if known is not None:  # that score is of another text, or beside one
-                    self._drop(each)
-                    self.stages[each] = self._stages_of(each)
-                self._begin(each, sample)
-        if all(self._samples[each] is not None for each in reversed(together)):  # as in `is_settled`
-            self._start_timers(together)
+        unit = range(first, min(first + self._unit, len(self)))
+        if known is not None or first not in self._whole:
+            self._whole[first] = asyncio.get_running_loop().create_future()
+        for other in [place] if known is None else unit:
+            if (sample := self._samples[other]) is not None:
+                self._begin(sample, self._whole[first])
+        # As in `is_settled`: from the end, most looks see one that is not there at once.
+        if all(self._samples[other] is not None for other in reversed(unit)) and not self._whole[first].done():
+            self._whole[first].set_result(None)
 
-    def _begin(self, place: int, sample: Sample) -> None:
-        self._samples[place] = sample
+    def _begin(self, sample: Sample, whole: "asyncio.Future[None]") -> None:
+        place = sample.place
+        if self._drop(place) or self.rewards[place] is not None:  # of another text, or beside one
+            self.rewards[place] = None
+            self.stages[place] = self._stages_of(place)
         if self._cut_off is not None:
             self._settle(place, missing(Outcome.INFRA, self._cut_off, {}))
             return
         if self.times.first is None:
             self.times.first = time.perf_counter()
-        chain = self._context.run(self._scoring, sample)
-        self._chains[place] = chain
-        chain.add_done_callback(partial(self._ended, place))
-
-    def _scoring(self, sample: Sample) -> "asyncio.Task[Reward]":
-        with deadline(self._deadline_s):
-            return asyncio.ensure_future(self._chain(sample, self.stages[sample.place]))
+        self._tasks[place] = self._context.run(asyncio.ensure_future, self._scored(sample, whole))
 
     def start_all(
-        self, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (), rows: Sequence[Any] = ()
+        self, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (), rows: Sequence[Example] = ()
     ) -> None:
-        """Begin to score all completions that are not scored yet.
-
-        Args:
-            completions (`Sequence`):
-                One for each place: texts, or TRL's conversational form.
-            token_ids (`Sequence[Sequence[int]]`, *optional*):
-                Their tokens.
-            rows (`Sequence`, *optional*):
-                Rows in place of those with which the batch began, where none is started yet.
-        """
+        """Begin to score all completions that are not scored yet: one for each place. `rows` take the place of those
+        with which the batch began, where none is started yet."""
         self.rows = tuple(rows) or self.rows
         for place, completion in zip(range(len(self)), completions, strict=True):
             self.start(place, completion, token_ids[place] if token_ids else ())
@@ -297,18 +282,30 @@ class RewardBatch:
             self._changed = None
             self.waits.append((began, time.perf_counter()))
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def is_settled(self, places: Sequence[int] | None = None) -> bool:
+        """Whether the rewards at `places`, or all, are in. From any thread."""
+        # The last ones are usually the last to come.
+        return all(
+            self.rewards[place] is not None for place in reversed(range(len(self)) if places is None else places)
+        )
+
     def cut_off(self, reason: str) -> None:
         """Score no more: completions that are not settled, and all later ones, are missing with this reason."""
         self._cut_off = reason
-        for place in range(len(self.rows)):
-            if self.rewards[place] is None:
+        for place, reward in enumerate(self.rewards):
+            if reward is None:
                 self._drop(place)
                 self._settle(place, missing(Outcome.INFRA, reason, self.stages[place].seconds))
 
     def cancel(self) -> None:
         """Cancel what is under way, and the call that waits for it. No reward is set."""
-        for place in list(self._chains):
+        for place in list(self._tasks):
             self._drop(place)
+            self._samples[place] = None
+        self._whole.clear()
         if self._changed is not None:
             self._changed.cancel()
 
@@ -316,78 +313,46 @@ class RewardBatch:
         """The stages under way, one entry for each completion and stage. From any thread."""
         return [stage for stages in self.stages for stage in stages.under_way]
 
-    def report(self) -> BatchReport:
-        """The batch's times. A reward with services adds what these did (`BatchedReward.drained`)."""
+    def spans_so_far(self) -> list[Span]:
+        """The stages so far. One that is under way counts as failed. From any thread."""
+        return [span for stages in self.stages for span in stages.so_far()]
+
+    def result(self, drained: BatchReport = NOTHING_SCORED) -> BatchResult:
+        """The rewards of a batch that is settled, its times, and what services did (`Scorer.drain`)."""
         spans = [span for stages in self.stages for span in stages.spans]
-        return BatchReport(
+        report = replace(
+            drained,
             seconds=self.times.seconds,
             judge_seconds=time_of(Stage.JUDGE, spans).seconds,
             started=self.times.first or 0.0,
             spans=spans,
             waits=tuple(self.waits),
         )
-
-    def spans_so_far(self) -> list[Span]:
-        """The stages so far. One that is under way counts as failed. From any thread."""
-        return [span for stages in self.stages for span in stages.so_far()]
-
-    def _ended(self, place: int, chain: "asyncio.Task[Reward]") -> None:
-        if self._chains.get(place) is chain and place not in self._late:
-            self._settle(place, self._conclude(chain))
-            return
-        if not chain.cancelled():
-            chain.exception()  # marked as seen: a late or dropped one concerns nobody
-        self._settle_late(place, chain)
-
-    def _overdue(self, place: int) -> None:
-        """A completion's time is up: cancel it. It is missing once it has ended, or after `CANCEL_GRACE_S`."""
-        del self._timers[place]
-        self._late[place] = self._late_reason()
-        chain = self._chains[place]
-        chain.cancel()
-        asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._settle_late, place, chain)
-
-    def _settle_late(self, place: int, chain: "asyncio.Task[Reward]") -> None:
-        if self._chains.get(place) is chain:
-            self._settle(place, missing(Outcome.INFRA, self._late[place], self.stages[place].seconds))
+        return BatchResult(rewards=tuple(reward for reward in self.rewards if reward is not None), report=report)
 
     def _settle(self, place: int, reward: Reward) -> None:
-        self._forget(place)
+        self._tasks.pop(place, None)
         self.rewards[place] = reward
         now = time.perf_counter()
         self.times.include(now, now)
         sample = self._samples[place]
-        self._record(self.rows[place], None if sample is None else sample.text, reward)
+        self._lines.scored(self.rows[place], None if sample is None else sample.text, reward)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
-    def _start_timers(self, places: Sequence[int]) -> None:
-        """From now on the completions at these places have their time."""
-        loop = asyncio.get_running_loop()
-        for place in places:
-            if place in self._timers:
-                self._timers[place].cancel()
-            if place in self._chains and place not in self._late:
-                self._timers[place] = loop.call_later(self._deadline_s, self._overdue, place)
+    def _drop(self, place: int) -> bool:
+        """Cancel what is under way for a place, if there is something."""
+        task = self._tasks.pop(place, None)
+        return task is not None and task.cancel()
 
     def _stages_of(self, place: int) -> StageTimes:
         return StageTimes(f"reward {place} ahead {self.lane}" if self.lane else f"reward {place}")
 
-    def _drop(self, place: int) -> None:
-        """Cancel what is under way for a place, and forget its text and its reward."""
-        chain = self._chains.get(place)
-        self._forget(place)
-        if chain is not None:
-            chain.cancel()
-        self.rewards[place] = None
-        self._samples[place] = None
 
-    def _forget(self, place: int) -> None:
-        self._chains.pop(place, None)
-        self._late.pop(place, None)
-        timer = self._timers.pop(place, None)
-        if timer is not None:
-            timer.cancel()
+def _mark_as_seen(scoring: "asyncio.Future[Reward]") -> None:
+    """The error of one that is late, or that was dropped, concerns nobody."""
+    if not scoring.cancelled():
+        scoring.exception()
 
 
 def completion_text(completion: Completion) -> str:
@@ -395,14 +360,14 @@ def completion_text(completion: Completion) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"] if completion else "")
 
 
-def _same(one: Completion | None, other: Completion) -> bool:
+def _same(known: Completion, other: Completion) -> bool:
     """Whether two completions are the same. A text is the same as a single message that holds nothing else."""
-    return one == other or (_plain(one) is not None and _plain(one) == _plain(other))
+    return known == other or (_plain(known) is not None and _plain(known) == _plain(other))
 
 
-def _plain(completion: Completion | None) -> str | None:
+def _plain(completion: Completion) -> str | None:
     """The text of a completion that is nothing else."""
-    if completion is None or isinstance(completion, str):
+    if isinstance(completion, str):
         return completion
     alone = len(completion) == 1 and completion[0].keys() <= {"role", "content"}
     return str(completion[0]["content"]) if alone else None

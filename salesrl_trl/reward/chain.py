@@ -1,25 +1,23 @@
 """The reward of a completion: parse -> RAG 8B and 32B -> stages of one's own -> judge -> further stages -> score.
 
 Owns the order of the stages and what every failure means. It does not own:
-- how the completions of a batch are started, awaited and given up (`batch`)
+- how the completions of a batch are started, awaited and given up (`batch`, `reward_loop`)
 - how a single call is made (`service.transport`)
 - what is asked once only (`cache`)
 - what a verdict is worth (`scoring`)
 """
 
 import asyncio
-import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
-from salesrl_trl.reward.base import BatchedReward, RewardNames
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
+from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
@@ -28,6 +26,7 @@ from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.reward.rag.rag_answers import RagAnswers
 from salesrl_trl.reward.rag.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.service.event_loop import deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
@@ -53,7 +52,7 @@ Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | 
 """A part of the chain behind the answers: from a case to what is known then, or to a refusal."""
 
 
-class SalesReward(BatchedReward):
+class SalesReward(Scorer):
     """The packaged reward: both RAG endpoints, the judge, a score.
 
     Args:
@@ -133,52 +132,34 @@ class SalesReward(BatchedReward):
             self._judged,
             *(functools.partial(_run, stage) for stage in stages if stage.after_judge),
         )
-        self._ahead: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> RewardNames:
         return RewardNames(
+            functions={self.own_name: self.own_name},
+            columns=frozenset({"row"}),
             providers=self._judge.provider_names,
             components=self._scoring.component_names,
             stages=tuple(stage.name for stage in self._stages),
             services=tuple(self._transports()),
             places={**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **self._judge.places},
+            # A run can go on without the 32B endpoint, and with one of the judges.
+            required=(tuple(self._rag.transports)[:1], tuple(self._judge.places)),
         )
 
-    def fetch_references(self, rows: Iterable[int]) -> None:
+    async def prepare(self, rows: Iterable[Example]) -> None:
         """Ask for the 32B answers of these rows ahead of their completions, each once. Completions that come meanwhile
-        share the answer or the error. After an error the next completion asks again."""
-        if self.batches.is_stopped:
-            return
-        for index in dict.fromkeys(rows):
-            row = self._rows[index]
-            if self._scoring.rubrics(row.branch):
-                with deadline(self.deadline_s), noted_in(self._ahead_record):
-                    task = asyncio.ensure_future(self._fetch_reference(row))
-                self._ahead.add(task)
-                task.add_done_callback(self._ahead.discard)
+        share the answer or the error. After an error the next completion asks again and reports it."""
+        wanted = [self._rows[index] for index in dict.fromkeys(int(row["row"]) for row in rows)]
+        with deadline(self.deadline_s), noted_in(self._ahead_record):
+            fetched = [self._answers.fetch_reference(row) for row in wanted if self._scoring.rubrics(row.branch)]
+            await asyncio.gather(*fetched, return_exceptions=True)
 
-    async def _fetch_reference(self, row: SalesRow) -> None:
-        with contextlib.suppress(Exception):  # the completion that needs it reports it
-            await self._answers.fetch_reference(row)
-
-    def row_of(self, example: Example) -> int:
-        """The index of the row."""
-        return int(example["row"])
-
-    def row_id(self, row: int) -> str:
-        """The id of the row at this index."""
-        return self._rows[row].row_id
-
-    async def drained(self, report: BatchReport) -> BatchReport:
-        """The report, with all traffic since the last one.
-
-        The report has every provider and service, also those that were not asked. With several batches in flight, a
-        call is counted in the next report, whichever batch it was for.
-        """
+    async def drain(self) -> BatchReport:
+        """All traffic since the last call, of every provider and service, also those that were not asked. With several
+        batches in flight, a call is counted in the next report, whichever batch it was for."""
         answers, references = self._answers.answer_cache, self._answers.reference_cache
-        drained = replace(
-            report,
+        drained = BatchReport(
             usage=self._judge.drain_usage(),
             traffic={
                 name: {**transport.drain_traffic(), "slots": transport.slots}
@@ -195,38 +176,22 @@ class SalesReward(BatchedReward):
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
         """Ask both endpoints and every judge provider once, before anything depends on them, and the 32B endpoint for
-        some of the references that are kept.
-
-        Returns:
-            `dict[str, float | ServiceError]`: by service, the seconds of its answer, or its error with the place.
-        """
+        some of the references that are kept."""
         needs_judge = any(self._scoring.rubrics(branch) for branch in self._scoring.weights)
         reference_service = list(self._rag.transports)[1]
         with deadline(self.deadline_s):
-            found = await ask_every_service(
+            results = await ask_every_service(
                 self._rows[0], self._answers, self._judge if needs_judge else None, self._announces
             )
-            if not isinstance(found[reference_service], ServiceError):
+            if not isinstance(results[reference_service], ServiceError):
                 judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
                 await compare_references(judged, self._answers, self._announces)
-        await self.drained(NOTHING_SCORED)  # the first step's figures are its own
-        add_places(found, self.names.places)
-        return found
-
-    def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
-        """The errors of a `warm_up` after which nothing could be scored: that of the 8B endpoint, and those of all
-        judges if none answered. A run can go on without the 32B endpoint."""
-        needed = [warm_up[name] for name in list(self._rag.transports)[:1]]
-        judges = [warm_up[name] for name in self._judge.places if name in warm_up]
-        if judges and all(isinstance(result, ServiceError) for result in judges):
-            needed += judges
-        return [result for result in needed if isinstance(result, ServiceError)]
+        await self.drain()  # the first step's figures are its own
+        add_places(results, self.names.places)
+        return results
 
     async def aclose(self) -> None:
-        """Cancel what is still in flight, close the connections and the caches."""
-        await super().aclose()
-        for task in self._ahead:
-            task.cancel()
+        """Close the connections and the caches."""
         await self._verdicts.aclose()
         await self._answers.aclose()
         await self._judge.aclose()
@@ -251,7 +216,7 @@ class SalesReward(BatchedReward):
         stages.record(Stage.PARSE, began)
         if isinstance(action, InvalidAction):
             return self._scoring.score_invalid(action, stages.seconds)
-        row = self._rows[sample.row]
+        row = self._rows[int(sample.row["row"])]
         if stages.completion_record is not None:
             stages.completion_record.action = action.as_dict()
         reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
@@ -275,12 +240,12 @@ class SalesReward(BatchedReward):
     ) -> Reward:
         case = Case(row=row, action=action, answer=answer, reference=reference)
         for step in self._steps:
-            found = await step(case, stages)
-            if isinstance(found, Missing):
-                return missing(Outcome.INFRA, found.reason, stages.seconds)
-            if isinstance(found, InvalidAction):
-                return self._scoring.score_invalid(found, stages.seconds)
-            case = found
+            result = await step(case, stages)
+            if isinstance(result, Missing):
+                return missing(Outcome.INFRA, result.reason, stages.seconds)
+            if isinstance(result, InvalidAction):
+                return self._scoring.score_invalid(result, stages.seconds)
+            case = result
         return self._scoring.score(case, stages.seconds)
 
     async def _reference_or_none(self, row: SalesRow, stages: StageTimes) -> Answer | None:
@@ -308,7 +273,7 @@ class SalesReward(BatchedReward):
         results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
         if stages.completion_record is not None:
             stages.completion_record.verdicts |= {
-                name: _judged(each) for name, each in zip(wanted, results, strict=True)
+                name: _judged(result) for name, result in zip(wanted, results, strict=True)
             }
         verdicts = {
             name: None if isinstance(result, ServiceError) else result

@@ -33,9 +33,9 @@ from salesrl_trl.names import (
     traffic_of,
     usage_of,
 )
-from salesrl_trl.reward.base import RewardNames
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge.bias import JudgeBias, bias_sums
+from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.reward.scoring import REFERENCE
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.aggregates import StepAggregates, percentile

@@ -25,37 +25,28 @@ import math
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.apart import HeldUp
-from salesrl_trl.reward.base import DEADLINE_S, ORIGIN, TRL_ARGUMENTS, BatchedReward, RewardNames
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.calls import Together, in_a_thread
+from salesrl_trl.reward.scorer import ARGUMENTS, DEADLINE_S, TRL_ARGUMENTS, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Example, Outcome, Reward
+from salesrl_trl.reward.watched_loop import THREADS, HeldUp
+from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward
 
 Function = Callable[..., Any]
 
 MOST_CALLS = 1024
 """Calls in flight of a function without a transport of its own."""
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
-
-
-class Per(Enum):
-    """What a function scores at once."""
-
-    COMPLETION = "completion"
-    GROUP = "group"
-    BATCH = "batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,56 @@ class _Log:
         self.metrics.append((name, float(value)))
 
 
-class RewardFunction(BatchedReward):
+class Together:
+    """One call for `size` completions that are scored together. It is made when the last of them is there. `call`
+    scores them, in the order of their places."""
+
+    def __init__(self, size: int, call: Callable[[Sequence[Sample]], Awaitable[list[Reward]]]) -> None:
+        self._size = size
+        self._call = call
+        self._waiting: dict[int, tuple[Sample, asyncio.Future[Reward]]] = {}  # by place
+        self._calling: asyncio.Task[None] | None = None
+        self.started = 0.0
+        """When the call began, on `time.perf_counter`'s scale."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a completion waits for its reward."""
+        return bool(self._waiting)
+
+    async def reward(self, sample: Sample) -> Reward:
+        """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
+        answer: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
+        mine = self._waiting[sample.place] = (sample, answer)
+        if len(self._waiting) == self._size:
+            asked = [self._waiting[place] for place in sorted(self._waiting)]
+            self._calling = asyncio.ensure_future(self._run(asked))
+        try:
+            return await answer
+        finally:
+            if self._waiting.get(sample.place) is mine:
+                del self._waiting[sample.place]
+            if self._calling is not None and not self.is_awaited:
+                self._calling.cancel()
+
+    async def _run(self, asked: Sequence[tuple[Sample, asyncio.Future[Reward]]]) -> None:
+        self.started = time.perf_counter()
+        rewards: list[Reward] = []
+        failed: BaseException | None = None
+        try:
+            rewards = await self._call([sample for sample, _ in asked])
+        except Exception as error:  # each of them raises it
+            failed = error
+        for place, (_, answer) in enumerate(asked):
+            if answer.done():
+                continue
+            if failed is not None:
+                answer.set_exception(failed)
+            else:
+                answer.set_result(rewards[place])
+
+
+class RewardFunction(Scorer):
     """A function of a user's own as a reward.
 
     Args:
@@ -114,11 +154,10 @@ class RewardFunction(BatchedReward):
         self.__name__: str = getattr(inner, "__name__", type(inner).__name__)
         self._is_async = any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
         parameters = inspect.signature(function).parameters.values()
-        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        self._named = {
-            each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        }
-        self._needed = {each.name for each in parameters if each.name in self._named and each.default is each.empty}
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = [it for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)]
+        self._named = frozenset(parameter.name for parameter in named)
+        self._needed = frozenset(parameter.name for parameter in named if parameter.default is parameter.empty)
         code = re.sub(r"\W+", "_", self.__name__.lower()).strip("_") or "reward"
         self._transport = transport or Transport(
             code,
@@ -142,56 +181,32 @@ class RewardFunction(BatchedReward):
             raise pickle.PicklingError(f"{name} is defined in the program that was started")
         return name
 
-    def unit(self, group: int, size: int) -> int:
-        return {Per.COMPLETION: 1, Per.GROUP: group, Per.BATCH: size}[self._per]
-
-    def row_of(self, example: Example) -> Mapping[str, Any]:
-        """The columns that the function takes, and the prompt."""
-        taken = (name for name in example if self._takes_all or name in (*self._named, "prompt"))
-        return {name: example[name] for name in taken if name != ORIGIN}
-
     @property
     def names(self) -> RewardNames:
-        stages = () if self.code in tuple(Stage) else (self.code,)
-        return RewardNames(stages=stages, services=(self.code,), places={self.code: self._place()})
+        columns, of_trl = self._needed - {*ARGUMENTS[self._per]}, self._needed & {*TRL_ARGUMENTS}
+        return RewardNames(
+            functions={self.own_name: self.own_name},
+            together=self._per,
+            columns=None if self._takes_all else self._named | {"prompt"},
+            needs=(Needs(function=self.__name__, per=self._per, columns=columns, of_trl=of_trl),),
+            stages=() if self.code in tuple(Stage) else (self.code,),
+            services=(self.code,),
+            places={self.code: self._place()},
+        )
 
     def _place(self) -> str:
         """Where the function is defined, for the message of a run that it stops."""
         code = getattr(inspect.unwrap(self._function), "__code__", None)
         return "a function of your own" if code is None else f"at {code.co_filename}:{code.co_firstlineno}"
 
-    def check_columns(self, columns: Sequence[str]) -> None:
-        """Refuse a dataset without a column that the function needs.
-
-        Args:
-            columns (`Sequence[str]`):
-                Columns of the dataset.
-
-        Raises:
-            `ConfigError`: it names an argument that nothing gives.
-        """
-        written = {
-            Per.COMPLETION: ["prompt", "completion"],
-            Per.GROUP: ["prompt", "completions"],
-            Per.BATCH: ["prompts", "completions"],
-        }[self._per]
-        given = [*written, "completion_ids", "log_extra", "log_metric"]
-        lacking = sorted(self._needed - {*given, *columns})
-        if lacking:
-            raise ConfigError(
-                f"the reward function {self.__name__!r}, which scores a {self._per.value}, takes "
-                f"{', '.join(map(repr, lacking))}. Expected {', '.join(given)}, or a column of the dataset: "
-                f"{', '.join(columns)}. Rename the argument, or give it a default."
-            )
-
-    async def drained(self, report: BatchReport) -> BatchReport:
+    async def drain(self) -> BatchReport:
         traffic = {**self._transport.drain_traffic(), "slots": self._transport.slots}
-        return replace(report, traffic={**report.traffic, self.code: traffic})
+        return BatchReport(traffic={self.code: traffic})
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         if self._per is Per.COMPLETION:
             return (await stages.timed(self._rewards([sample]), self.code))[0]
-        size = self.unit(sample.group, sample.size)
+        size = self._per.size(sample.group, sample.size)
         key = (sample.batch, sample.place // size)
         first = sample.place - sample.place % size
         call = self._calls.get(key)
@@ -226,7 +241,8 @@ class RewardFunction(BatchedReward):
             if self._is_async:
                 returned = self._collected(await self._function(**arguments), len(samples))
             else:
-                returned = await in_a_thread(lambda: self._collected(self._function(**arguments), len(samples)))
+                call = THREADS.submit(lambda: self._collected(self._function(**arguments), len(samples)))
+                returned = await asyncio.wrap_future(call)
         except ServiceError:
             raise
         except HeldUp as error:
@@ -239,14 +255,16 @@ class RewardFunction(BatchedReward):
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the call is given up; else something inside it was cancelled
-            self.log_fault(f"the reward function {self.__name__}", error)
+            self.faults.log(f"the reward function {self.__name__}", error)
             failed = FunctionError(f"{self.__name__} raised", f"{self.code}_raised_{type(error).__name__}")
             failed.worth_retrying = True
             raise failed from error
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
         columns = {name: values for name, values in log.columns.items() if len(values) == len(samples)}
         for name in log.columns.keys() - columns.keys():
-            self.log_once(f"{self.__name__} logs {name!r} with another number of values than completions: left out")
+            self.faults.log_once(
+                f"{self.__name__} logs {name!r} with another number of values than completions: left out"
+            )
         rewards = [
             replace(reward, columns={**reward.columns, **{name: values[place] for name, values in columns.items()}})
             for place, reward in enumerate(map(self._reward, returned))
@@ -296,9 +314,9 @@ class RewardFunction(BatchedReward):
             if value.value is None and (value.reason in RESERVED_REASONS or not _CODE.fullmatch(value.reason)):
                 return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
             parts = {f"{self.__name__}/{name}": part for name, part in value.components.items() if part is not None}
-            told = {f"{self.__name__}/reason": value.reason} if value.reason else {}
+            reason = {f"{self.__name__}/reason": value.reason} if value.reason else {}
             metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
-            return replace(value, columns={**parts, **told}, metrics=metrics)
+            return replace(value, columns={**parts, **reason}, metrics=metrics)
         if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             return self._no_number("no_number", f"a {type(value).__name__}")
         try:
@@ -316,24 +334,24 @@ class RewardFunction(BatchedReward):
 
     def _refused(self, code: str, what: str) -> FunctionError:
         """An error about what the function returned, which is logged once."""
-        self.log_once(f"the reward function {self.__name__} returned {what}; such completions are missing")
+        self.faults.log_once(f"the reward function {self.__name__} returned {what}; such completions are missing")
         return FunctionError(f"{self.__name__} returned {what}.", f"{self.code}_{code}")
 
 
-def reward_of(given: object) -> BatchedReward:
-    """A reward that was given, or that of a function.
+def reward_of(function: object) -> Scorer:
+    """The reward of a function, or a reward as it is.
 
     Raises:
         `ConfigError`: it is neither.
     """
-    if isinstance(given, BatchedReward):
-        return given
-    if not callable(given):
+    if isinstance(function, Scorer):
+        return function
+    if not callable(function):
         raise ConfigError(
-            f"a reward function is of type {type(given).__name__}. Expected a function, a reward model or its id, or "
-            "a `SalesReward`."
+            f"a reward function is of type {type(function).__name__}. Expected a function, a reward model or its id, "
+            "or a `SalesReward`."
         )
-    return RewardFunction(given)
+    return RewardFunction(function)
 
 
 @overload

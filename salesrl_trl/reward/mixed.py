@@ -6,105 +6,59 @@ A function that returns `None` does not apply to the completion: the sum is with
 fails leaves the completion without a number. TRL's sum would count the missing one as 0, so that a completion whose
 judge timed out were the worst of its group.
 
-Owns this rule. Owns no service: each function has its own.
+Owns this rule. Owns no service: each function has its own. `reward_funcs` and `build.assembly` make such rewards.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, count
-from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.reward.base import DEADLINE_S, BatchedReward, RewardNames
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, RewardBatch, Sample
-from salesrl_trl.reward.judge.judge_interface import ProviderUsage
+from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.timing import Span
 from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 
 
-class MixedReward(BatchedReward):
-    """Several rewards as one.
+class MixedReward(Scorer):
+    """Several rewards as one, with a weight of each. None at all makes 0 for every completion.
 
-    Args:
-        rewards (`Sequence[BatchedReward]`):
-            The rewards. None at all makes 0 for every completion.
-        weights (`Sequence[float]`):
-            The weight of each.
-        are_all (`bool`, *optional*, defaults to `True`):
-            Whether there are no others. Beside reward models and those of environments, which TRL runs, a completion
-            to which none of these applies still has a number.
+    `are_all`: there are no others. Beside reward models and those of environments, which TRL runs, a completion to
+    which none of these applies still has a number.
     """
 
-    def __init__(self, rewards: Sequence[BatchedReward], weights: Sequence[float], are_all: bool = True) -> None:
+    def __init__(self, rewards: Sequence[Scorer], weights: Sequence[float], are_all: bool = True) -> None:
         super().__init__(max((reward.deadline_s for reward in rewards), default=DEADLINE_S))
         self._rewards = tuple(rewards)
         self.budget = next((reward.budget for reward in rewards if reward.budget is not None), None)
         self._are_all = are_all
-        self._names: dict[str, str] = {}
-        for reward in rewards:
-            if len(reward.function_names) != 1:
-                raise ConfigError("a reward of several functions is given beside others. Expected the functions.")
-            [logged_as] = reward.function_names.values()
-            numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
-            self._names[next(name for name in numbered if name not in self._names)] = logged_as
-        self._weights = dict(zip(self._names, weights, strict=True))
-
-    @property
-    def function_names(self) -> dict[str, str]:
-        return self._names
+        self._names = _names_of_all([reward.names for reward in rewards])
+        self._weights = dict(zip(self._names.functions, weights, strict=True))
 
     @property
     def names(self) -> RewardNames:
-        every = [reward.names for reward in self._rewards]
-        return RewardNames(
-            **{
-                kind: tuple(dict.fromkeys(name for names in every for name in getattr(names, kind)))
-                for kind in ("providers", "components", "stages", "services")
-            },
-            places={name: place for names in every for name, place in names.places.items()},
-        )
+        return self._names
 
-    def unit(self, group: int, size: int) -> int:
-        return max((reward.unit(group, size) for reward in self._rewards), default=1)
-
-    def row_of(self, example: Example) -> tuple[Any, ...]:
-        """What each of the rewards keeps."""
-        return tuple(reward.row_of(example) for reward in self._rewards)
-
-    def row_id(self, row: tuple[Any, ...]) -> str:
-        """The name that the first of them has for it."""
-        return self._rewards[0].row_id(row[0]) if row else super().row_id(row)
-
-    def check_columns(self, columns: Sequence[str]) -> None:
-        for reward in self._rewards:
-            reward.check_columns(columns)
-
-    def fetch_references(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        if not self.batches.is_stopped:
-            for reward, own in zip(self._rewards, zip(*rows, strict=True), strict=False):
-                reward.fetch_references(own)
+    async def prepare(self, rows: Iterable[Example]) -> None:
+        rows = list(rows)
+        await asyncio.gather(*(reward.prepare(rows) for reward in self._rewards))
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        scoring = [
-            asyncio.ensure_future(reward.score(replace(sample, row=row), stages))
-            for reward, row in zip(self._rewards, sample.row, strict=True)
-        ]
+        scoring = [asyncio.ensure_future(reward.score(sample, stages)) for reward in self._rewards]
         try:
             rewards = await asyncio.gather(*scoring)
         finally:
-            for each in scoring:  # after an error of one of them
-                each.cancel()
-        return self._together(dict(zip(self._names, rewards, strict=True)), stages.seconds)
+            for task in scoring:  # after an error of one of them
+                task.cancel()
+        return self._together(dict(zip(self._names.functions, rewards, strict=True)), stages.seconds)
 
     def _together(self, rewards: Mapping[str, Reward], seconds: Mapping[str, float]) -> Reward:
         numbers = {name: reward.value for name, reward in rewards.items()}
         known = {name: number for name, number in numbers.items() if number is not None}
-        failed = [each for each in rewards.values() if each.value is None and each.reason != NOT_APPLICABLE]
-        invalid = [each for each in rewards.values() if each.outcome is Outcome.INVALID_ACTION]
+        failed = [reward for reward in rewards.values() if reward.value is None and reward.reason != NOT_APPLICABLE]
+        invalid = [reward for reward in rewards.values() if reward.outcome is Outcome.INVALID_ACTION]
         value: float | None = sum(self._weights[name] * number for name, number in known.items())
         outcome, reason = Outcome.OK, ""
         if failed or (rewards and not known and self._are_all):
@@ -116,71 +70,72 @@ class MixedReward(BatchedReward):
             outcome=outcome,
             value=value,
             reason=reason,
-            components={name: part for each in rewards.values() for name, part in each.components.items()},
+            components={name: part for reward in rewards.values() for name, part in reward.components.items()},
             seconds=dict(seconds),
             by_function=numbers,
-            columns={name: column for each in rewards.values() for name, column in each.columns.items()},
-            metrics=tuple(metric for each in rewards.values() for metric in each.metrics),
+            columns={name: column for reward in rewards.values() for name, column in reward.columns.items()},
+            metrics=tuple(metric for reward in rewards.values() for metric in reward.metrics),
         )
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """As `BatchedReward.warm_up`, of all at once."""
         every = await asyncio.gather(*(reward.warm_up() for reward in self._rewards))
-        return {name: found for each in every for name, found in each.items()}
+        return {name: result for results in every for name, result in results.items()}
 
-    def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
-        return [error for reward in self._rewards for error in reward.unusable(warm_up)]
-
-    async def drained(self, report: BatchReport) -> BatchReport:
-        """The report, with what the services of all did. Functions of one name are counted together."""
-        every = [await reward.drained(NOTHING_SCORED) for reward in self._rewards]
-        usage: dict[str, ProviderUsage] = {name: each for one in every for name, each in one.usage.items()}
+    async def drain(self) -> BatchReport:
+        """Functions of one name are counted together."""
+        reports = [await reward.drain() for reward in self._rewards]
         traffic: dict[str, Counter[str]] = {}
-        for one in every:
-            for service, counts in one.traffic.items():
+        hits: Counter[str] = Counter(BatchReport().cache_hits)
+        for report in reports:
+            hits.update(report.cache_hits)
+            for service, counts in report.traffic.items():
                 traffic.setdefault(service, Counter()).update(counts)
-        return replace(
-            report,
-            usage=usage,
+        return BatchReport(
+            usage={name: usage for report in reports for name, usage in report.usage.items()},
             traffic=traffic,
-            records=[record for one in every for record in one.records],
-            calls=[call for one in every for call in one.calls],
-            cache_hits={name: sum(one.cache_hits[name] for one in every) for name in NOTHING_SCORED.cache_hits},
+            records=[record for report in reports for record in report.records],
+            calls=[call for report in reports for call in report.calls],
+            cache_hits=hits,
         )
 
-    def under_way(self, batch: RewardBatch) -> list[str]:
-        return [*batch.under_way(), *(stage for reward in self._remote for stage in reward.under_way(batch))]
-
-    def unreported_spans(self) -> list[Span]:
-        remote = [span for reward in self._remote for span in reward.unreported_spans()]
-        return [*super().unreported_spans(), *remote]
-
-    @property
-    def _remote(self) -> list[RemoteReward]:
-        return [reward for reward in self._rewards if isinstance(reward, RemoteReward)]
-
     async def aclose(self) -> None:
-        """Cancel what is in flight, and close what belongs to each of the rewards."""
-        await super().aclose()
         for reward in self._rewards:
             await reward.aclose()
 
 
-def combined(
-    rewards: Sequence[BatchedReward], weights: Sequence[float], in_a_process: bool | None, *, are_all: bool = True
-) -> BatchedReward:
-    """One reward of several, or the only one.
+def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
+    functions: dict[str, str] = {}
+    for names in every:
+        if len(names.functions) != 1:
+            raise ConfigError("a reward of several functions is given beside others. Expected the functions.")
+        [logged_as] = names.functions.values()
+        numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
+        functions[next(name for name in numbered if name not in functions)] = logged_as
+    kinds = ("needs", "providers", "components", "stages", "services", "required")
+    return RewardNames(
+        functions=functions,
+        together=max((names.together for names in every), key=list(Per).index, default=Per.COMPLETION),
+        columns=_columns_of_all(every),
+        places={name: place for names in every for name, place in names.places.items()},
+        **{kind: tuple(dict.fromkeys(entry for names in every for entry in getattr(names, kind))) for kind in kinds},
+    )
 
-    Args:
-        rewards (`Sequence[BatchedReward]`):
-            The rewards.
-        weights (`Sequence[float]`):
-            The weight of each.
-        in_a_process (`bool`, *optional*):
-            Whether it runs in a process of its own, if none of them does.
-        are_all (`bool`, *optional*, defaults to `True`):
-            As in `MixedReward`.
-    """
+
+def _columns_of_all(every: Sequence[RewardNames]) -> frozenset[str] | None:
+    columns: frozenset[str] = frozenset()
+    for names in every:
+        if names.columns is None:
+            return None
+        columns |= names.columns
+    return columns
+
+
+def combined(
+    rewards: Sequence[Scorer], weights: Sequence[float], in_a_process: bool | None, *, are_all: bool = True
+) -> Scorer:
+    """One reward of several, or the only one. With `in_a_process` it runs in a process of its own, if none of them
+    does."""
     reward = rewards[0] if len(rewards) == 1 and are_all else MixedReward(rewards, weights, are_all)
-    goes = in_a_process and not any(isinstance(each, RemoteReward) for each in rewards)
-    return RemoteReward(reward) if goes else reward
+    if in_a_process and not any(isinstance(part, RemoteReward) for part in rewards):
+        return RemoteReward(reward)
+    return reward

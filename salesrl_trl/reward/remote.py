@@ -18,7 +18,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -27,8 +27,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 from salesrl_trl.recording.completion_record import CompletionRecord
-from salesrl_trl.reward.base import ORIGIN, TRL_ARGUMENTS, BatchedReward, RewardNames
-from salesrl_trl.reward.batch import BatchReport, RewardBatch, Sample
+from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.scorer import TRL_ARGUMENTS, RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.event_loop import PerLoop, remaining_s
 from salesrl_trl.reward.stage_times import StageTimes
@@ -44,15 +44,14 @@ LAST_WORD_S = 0.5
 """Longest wait for the spans of a call that was cancelled."""
 ANSWER_S = 10.0
 """Longest wait for the child's answer about itself. It answers at once unless the machine is overloaded."""
-IN_HAND_S = 3.0
-"""The same where a person or the end of a run waits for it."""
 
-PING_S = 5.0
-"""Time between two looks at whether the child is alive. One that was stopped, or hangs, keeps its socket open."""
-MOST_SILENT_PINGS = 6
+PING_S = 1.0
+"""Time between two looks at whether the child is alive, and at what it scores. One that was stopped, or hangs, keeps
+its socket open."""
+MOST_SILENT_PINGS = 30
 """Looks in a row without an answer, after which the child is ended. Looks are counted, not seconds: while the whole
 machine stands still, neither process does anything."""
-MOST_SILENT_PINGS_AT_START = 24
+MOST_SILENT_PINGS_AT_START = 120
 """The same before its first answer: it still imports, perhaps on a busy machine."""
 _PING = -1  # number of a question without a waiter
 
@@ -69,12 +68,7 @@ class _ChildEnded(ServiceUnavailable):
 
 
 class Channel:
-    """Messages between the two processes, pickled.
-
-    Args:
-        reader (`asyncio.StreamReader`), writer (`asyncio.StreamWriter`):
-            Of this side's end of the socket.
-    """
+    """Messages between the two processes, pickled. Of this side's end of the socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -101,15 +95,12 @@ class Channel:
 
 
 class _Child:
-    """A child, and the calls that wait for it. Belongs to one event loop.
+    """A child, and the calls that wait for it. Belongs to one event loop. `reward` is a pickled `Scorer`."""
 
-    Args:
-        chain (`bytes`):
-            A pickled `BatchedReward`.
-    """
-
-    def __init__(self, chain: bytes) -> None:
-        self._chain = chain
+    def __init__(self, reward: bytes) -> None:
+        self._reward = reward
+        self.scored: dict[int, StageTimes] = {}
+        """The stages of the completions that it scores, by number."""
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[object]] = {}
         self._channel: Channel | None = None
@@ -194,7 +185,7 @@ class _Child:
             ) from None
         self._channel = Channel(*await asyncio.open_unix_connection(sock=ours))
         self._channel.send_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
-        self._channel.send_bytes(self._chain)
+        self._channel.send_bytes(self._reward)
         self._reading = asyncio.ensure_future(self._read(self._channel, self._process))
         return self._channel
 
@@ -212,11 +203,19 @@ class _Child:
         logger.error(f"the reward process has not answered for {silent * PING_S:g} s, and is ended")
         process.kill()
 
+    def _show(self, in_hand: list[InHand]) -> None:
+        for number, under_way, spans in in_hand:
+            if number in self.scored:
+                self.scored[number].show(number, under_way, spans)
+
     async def _read(self, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
         watching = asyncio.ensure_future(self._watch(channel, process))
         try:
             async for number, answer in channel.messages():
                 self._messages += 1
+                if number == _PING:
+                    self._show(answer)
+                    continue
                 waiting = self._waiting.pop(number, None)
                 if waiting is None or waiting.done():
                     continue
@@ -232,7 +231,7 @@ class _Child:
         channel.close()
         code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
         self._channel = self._starting = None
-        lost, self._waiting = [each for each in self._waiting.values() if not each.done()], {}
+        lost, self._waiting = [waiting for waiting in self._waiting.values() if not waiting.done()], {}
         if lost or code:
             again = f"; what it had in hand ({len(lost)} calls) is asked again of the next, once" if lost else ""
             logger.error(f"the reward process ended with code {code}{again}")
@@ -266,7 +265,7 @@ class _Unit:
     """Those that have theirs, by place."""
 
 
-class RemoteReward(BatchedReward):
+class RemoteReward(Scorer):
     """A reward that runs in a process of its own.
 
     Completions whose child ends are asked again of the next one, once, in the time that they have left. Those of the
@@ -274,103 +273,76 @@ class RemoteReward(BatchedReward):
     reads it costs its own batch alone.
 
     Args:
-        chain (`BatchedReward`):
+        reward (`Scorer`):
             The reward, before its first use. All its parts must be picklable. In this process only its names are used.
 
     Raises:
-        `ConfigError`: the chain holds something that can't be sent.
+        `ConfigError`: the reward holds something that can't be sent, or needs the trainer's state, which is not sent.
     """
 
-    def __init__(self, chain: BatchedReward) -> None:
-        super().__init__(chain.deadline_s)
-        self.lines, self.budget = chain.lines, chain.budget
-        self.__name__ = getattr(chain, "__name__", type(chain).__name__)  # TRL names metrics after it
-        self._local = chain
+    def __init__(self, reward: Scorer) -> None:
+        super().__init__(reward.deadline_s)
+        self.lines, self.budget = reward.lines, reward.budget
+        self.__name__ = reward.own_name
+        self._local = reward
+        self._names = reward.names
+        for needs in self._names.needs:
+            for argument in needs.of_trl:
+                raise ConfigError(
+                    f"the reward function {needs.function!r} takes {argument!r}, which is not sent to a process "
+                    "of the rewards' own. Expected a function without it. Set `reward_process: false`, or give the "
+                    "argument a default."
+                )
         try:
-            content = _pickled(chain)
+            content = _pickled(reward)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"this reward chain can't be sent to a process of its own ({type(error).__name__}: {error}). Expected "
                 "parts that can be pickled. Set `reward_process: false`."
             ) from None
         self._children: PerLoop[_Child] = PerLoop(lambda: _Child(content))
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one in use
-        self._asked: dict[int, StageTimes] = {}  # the completions that the child scores, by number
-        self._sending: set[asyncio.Task[None]] = set()
+        self._was_asked = False
         self._units: dict[tuple[int, int], _Unit] = {}  # by batch and number, while one of them is out
         self._again: dict[asyncio.Future[None], int] = {}  # of completions that are asked again: the batch of each
 
     @property
     def names(self) -> RewardNames:
-        return self._local.names
-
-    @property
-    def function_names(self) -> dict[str, str]:
-        return self._local.function_names
-
-    def unit(self, group: int, size: int) -> int:
-        """As `BatchedReward.unit`."""
-        return self._local.unit(group, size)
-
-    def check_columns(self, columns: Sequence[str]) -> None:
-        self._local.check_columns([name for name in columns if name not in TRL_ARGUMENTS])
-
-    def row_of(self, example: Example) -> Any:
-        """As `BatchedReward.row_of`, without the trainer's state, which grows with every log line."""
-        beside = (*TRL_ARGUMENTS, ORIGIN)
-        return self._local.row_of({name: each for name, each in example.items() if name not in beside})
-
-    def row_id(self, row: Any) -> str:
-        """As `BatchedReward.row_id`."""
-        return self._local.row_id(row)
-
-    def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
-        """As `BatchedReward.unusable`."""
-        return self._local.unusable(warm_up)
+        return self._names
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """As `BatchedReward.warm_up`; starts the child."""
+        """As `Scorer.warm_up`; starts the child."""
         return cast(dict[str, float | ServiceError], await self._child().ask("warm_up"))
 
-    def fetch_references(self, rows: Iterable[Any]) -> None:
-        """As `BatchedReward.fetch_references`."""
-        if self.batches.is_stopped:
-            return
-        self._send("references", list(rows))
+    async def prepare(self, rows: Iterable[Example]) -> None:
+        await self._child().send("prepare", [self._sent(row) for row in rows])
 
-    async def drained(self, report: BatchReport) -> BatchReport:
-        """As `BatchedReward.drained`."""
-        drained: BatchReport | None = None
-        if self._loop is not None:
+    async def drain(self) -> BatchReport:
+        if self._was_asked:
+            child = self._child()
             try:
-                child = self._child()
-                drained = cast(BatchReport, await child.within(ANSWER_S, partial(child.ask, "drained")))
+                return cast(BatchReport, await child.within(ANSWER_S, partial(child.ask, "drain")))
             except (TimeoutError, ServiceError) as error:
-                _warn_of_silence(error)
-        if drained is None:  # nothing was asked yet, or the child is gone and its counts with it
-            return await self._local.drained(report)
-        return replace(
-            report,
-            usage=drained.usage,
-            traffic=drained.traffic,
-            records=drained.records,
-            cache_hits=drained.cache_hits,
-            calls=drained.calls,
-        )
+                logger.warning(f"the reward process does not answer ({type(error).__name__})")
+        return await self._local.drain()  # nothing was asked yet, or the child is gone and its counts with it
 
     async def aclose(self) -> None:
-        """Cancel what is still in flight, and end the child."""
-        await super().aclose()
+        """End the child."""
         await self._child().aclose()
         self._children.pop()
-        self._loop = None
+        self._was_asked = False
 
     def _child(self) -> _Child:
-        self._loop = asyncio.get_running_loop()
+        self._was_asked = True
         return self._children.get()
 
+    def _sent(self, row: Example) -> Example:
+        """What the child needs of a row, without the trainer's state, which grows with every log line."""
+        columns = row.keys() if self._names.columns is None else self._names.columns
+        return {name: row[name] for name in columns if name in row and name not in TRL_ARGUMENTS}
+
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        key = (sample.batch, sample.place // self.unit(sample.group, sample.size))
+        sample = replace(sample, row=self._sent(sample.row), origin=None)
+        key = (sample.batch, sample.place // self._names.together.size(sample.group, sample.size))
         unit = self._units.setdefault(key, _Unit())
         unit.scored.pop(sample.place, None)
         unit.out += 1
@@ -392,21 +364,21 @@ class RemoteReward(BatchedReward):
         """The child's reward. Raises `ServiceError` where there is no child, or it ends before."""
         child = self._child()
         number, answer = await child.asked("score", sample, stages.track, remaining_s())
-        self._asked[number] = stages
+        child.scored[number] = stages
+        spans: list[Span] = []
         try:
             reward, spans, stages.completion_record = cast(Scored, await asyncio.shield(answer))
+            return reward
         except asyncio.CancelledError:
             await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
                 last = cast(Scored, await child.within(LAST_WORD_S, lambda: asyncio.shield(answer)))
                 _, spans, stages.completion_record = last
-                stages.adopt(spans)
             answer.cancel()  # nobody waits for it any more
             raise
         finally:
-            del self._asked[number]
-        stages.adopt(spans)
-        return reward
+            del child.scored[number]
+            stages.adopt(number, spans)
 
     async def _asked_again(self, sample: Sample, stages: StageTimes, unit: _Unit) -> Reward:
         """The next child's reward. Those that were scored together with the completion are sent with it."""
@@ -423,36 +395,3 @@ class RemoteReward(BatchedReward):
         finally:
             del self._again[settled]
             settled.set_result(None)
-
-    def _send(self, kind: str, *what: object) -> None:
-        task = asyncio.ensure_future(self._child().send(kind, *what))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    def under_way(self, batch: RewardBatch) -> list[str]:
-        mine = set(map(id, batch.stages))
-        return [name for number, names, _ in self._in_hand() if id(self._asked.get(number)) in mine for name in names]
-
-    def unreported_spans(self) -> list[Span]:
-        """As `BatchedReward.unreported_spans`. Not from the event loop's own thread."""
-        return [*super().unreported_spans(), *(span for *_, spans in self._in_hand() for span in spans)]
-
-    def _in_hand(self) -> list[InHand]:
-        """The completions that the child scores; empty if it does not answer. Not from the event loop's own thread."""
-        loop = self._loop
-        if not self._asked or loop is None or not loop.is_running():
-            return []
-
-        async def ask() -> list[InHand]:
-            child = self._children.get()
-            return cast(list[InHand], await child.within(IN_HAND_S, partial(child.ask, "in_hand")))
-
-        try:
-            return asyncio.run_coroutine_threadsafe(ask(), loop).result(2 * IN_HAND_S)
-        except (TimeoutError, ServiceError) as error:
-            _warn_of_silence(error)
-            return []
-
-
-def _warn_of_silence(error: Exception) -> None:
-    logger.warning(f"the reward process does not answer ({type(error).__name__})")

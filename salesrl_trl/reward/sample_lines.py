@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Collection
 
-from salesrl_trl.types import Answer, Reward
+from salesrl_trl.types import Answer, Example, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +16,8 @@ KINDS = ("completions", "rag", "scoring")
 
 
 class SampleLines:
-    """Logs what happens to single completions.
-
-    `kinds` are some of `KINDS`. Without `scoring`, completions that could not be scored are logged at the level DEBUG.
-    """
+    """Logs what happens to single completions: lines of these `KINDS`. Without `scoring`, completions without a number
+    are logged at the level DEBUG."""
 
     def __init__(self, kinds: Collection[str] = ()) -> None:
         self._kinds = frozenset(kinds)
@@ -37,8 +35,9 @@ class SampleLines:
             logging.INFO if "rag" in self._kinds else logging.DEBUG, f"[RAG] {row_id} {service} failed: {reason}"
         )
 
-    def scored(self, row_id: str, completion: str | None, reward: Reward) -> None:
+    def scored(self, row: Example, completion: str | None, reward: Reward) -> None:
         """`[Scoring] train-0007 ok 0.80 (judge 0.80); rag_8b 0.31 s, judge 1.20 s`, and before it the completion."""
+        row_id = row_id_of(row) or (f"row {row['row']}" if isinstance(row.get("row"), int) else "a row")
         if "completions" in self._kinds:
             logger.info(f"[Completion] {row_id}: {json.dumps(completion, ensure_ascii=False)}")
         if "scoring" in self._kinds:
@@ -53,3 +52,8 @@ class SampleLines:
         times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in reward.seconds.items())
         reason = f" {reward.reason}" if reward.reason else ""
         return f"[Scoring] {row_id} {reward.outcome.value}{value}{reason}{f' ({parts})' if parts else ''}; {times}"
+
+
+def row_id_of(row: Example) -> str | None:
+    """The id that a row of `data.sources.prompt_dataset` has. `None` for rows of another dataset."""
+    return str(row["id"]) if isinstance(row.get("row"), int) and "id" in row else None

@@ -131,19 +131,8 @@ class RewardStage(ABC):
 
 
 def check_stages(stages: Sequence[RewardStage], taken: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse stages that can't be told apart in figures and weights.
-
-    Args:
-        stages (`Sequence[RewardStage]`):
-            In their order.
-        taken (`Sequence[str]`):
-            Names of the chain's own stages.
-        known (`Sequence[str]`):
-            Names of the components that a reward has without them.
-
-    Raises:
-        `ConfigError`: a name is missing, taken, or no short code.
-    """
+    """Raise `ConfigError` for stages that can't be told apart in figures and weights: a name is missing, taken, or no
+    short code. `taken` are names of the chain's own stages, `known` those of its components."""
     names, components = [*taken], [*known]
     for stage in stages:
         if not isinstance(stage, RewardStage):

@@ -35,12 +35,7 @@ class TimeRange:
 
 
 class StageTimes:
-    """Times the stages of one completion.
-
-    Args:
-        track (`str`):
-            The line of the trace on which they are drawn.
-    """
+    """Times the stages of one completion. `track` is the line of the trace on which they are drawn."""
 
     def __init__(self, track: str) -> None:
         self.seconds: dict[str, float] = {}
@@ -49,11 +44,12 @@ class StageTimes:
         self.completion_record: CompletionRecord | None = None
         """What happened on the completion's way, where it is recorded."""
         self._open: dict[str, float] = {}
+        self._elsewhere: dict[int, tuple[list[str], list[Span]]] = {}
 
     @property
     def under_way(self) -> list[str]:
         """The stages under way. From any thread."""
-        return list(self._open)
+        return [*self._open, *(stage for stages, _ in list(self._elsewhere.values()) for stage in stages)]
 
     async def timed(self, call: Awaitable[T], stage: str) -> T:
         """Await `call` as a stage."""
@@ -73,14 +69,21 @@ class StageTimes:
         self.seconds[stage] = span.seconds
         self.spans.append(span)
 
-    def adopt(self, spans: Sequence[Span]) -> None:
-        """Add stages that were timed in another process."""
+    def show(self, call: int, under_way: list[str], spans: list[Span]) -> None:
+        """What another process has reported of a call so far, in place of what it reported before."""
+        self._elsewhere[call] = (under_way, spans)
+
+    def adopt(self, call: int, spans: Sequence[Span] = ()) -> None:
+        """A call in another process is over: its stages, if it could report them."""
+        self._elsewhere.pop(call, None)
         self.spans.extend(spans)
         self.seconds.update({span.name: span.seconds for span in spans})
 
     def so_far(self) -> list[Span]:
         """The stages so far. One that is under way counts as failed. From any thread."""
-        return [*self.spans, *(self._span(stage, started, True) for stage, started in list(self._open.items()))]
+        open_here = [self._span(stage, started, True) for stage, started in list(self._open.items())]
+        elsewhere = [span for _, spans in list(self._elsewhere.values()) for span in spans]
+        return [*self.spans, *open_here, *elsewhere]
 
     def _span(self, stage: str, started: float, failed: bool) -> Span:
         track = f"{self.track} reference" if stage == Stage.RAG_32B else self.track

@@ -1,6 +1,6 @@
-"""Every service asked once, before anything depends on it.
+"""Every service asked once, before anything depends on it. Called by the chain's `warm_up`.
 
-Owns what is asked then, and what is said of an empty index and of references that an earlier run kept.
+Owns what is asked then, and what is logged of an empty index and of references that an earlier run kept.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ async def ask_every_service(
     results = await asyncio.gather(
         clocked(functools.partial(answers.ask_8b, row, action)), clocked(functools.partial(answers.ask_32b, row))
     )
-    found: dict[str, float | ServiceError] = {
+    seconds: dict[str, float | ServiceError] = {
         name: result if isinstance(result, ServiceError) else result[1]
         for name, result in zip(answers.backend.transports, results, strict=True)
     }
     judged = next((result[0] for result in results if not isinstance(result, ServiceError)), _NO_ANSWER)
     if judge is not None:
-        found.update(await judge.warm_up(row, action, judged))
+        seconds.update(await judge.warm_up(row, action, judged))
     if not isinstance(results[0], ServiceError) and not results[0][0].passages:
         await _warn_of_an_empty_index(row, answers, announces)
-    return found
+    return seconds
 
 
 async def compare_references(rows: Sequence[SalesRow], answers: RagAnswers, announces: bool) -> None:
@@ -53,16 +53,16 @@ async def compare_references(rows: Sequence[SalesRow], answers: RagAnswers, anno
         logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
 
 
-def add_places(found: Mapping[str, object], places: Mapping[str, str]) -> None:
+def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:
     """Let each error's message say where its service is."""
-    for name, result in found.items():
+    for name, result in results.items():
         if isinstance(result, ServiceError):
             result.args = (f"{result} ({name}: {places[name]})",)
 
 
 async def _warn_of_an_empty_index(row: SalesRow, answers: RagAnswers, announces: bool) -> None:
-    found = await clocked(functools.partial(answers.index_has_some, row))
-    if not isinstance(found, ServiceError) and not found[0] and announces:
+    result = await clocked(functools.partial(answers.index_has_some, row))
+    if not isinstance(result, ServiceError) and not result[0] and announces:
         logger.warning(
             f"[RAG] {answers.backend.identity} finds nothing for the first row, not even without a threshold: look "
             "whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are not scored "

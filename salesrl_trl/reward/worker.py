@@ -19,13 +19,13 @@ from typing import Any
 import stamina
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.apart import Apart
-from salesrl_trl.reward.base import BatchedReward
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
+from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.remote import Channel, InHand, Scored
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import Reward
+from salesrl_trl.reward.watched_loop import WatchedLoop
+from salesrl_trl.types import Example, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -33,27 +33,20 @@ EXIT_BLOCKED = 70
 
 
 class Worker:
-    """Answers one parent.
+    """Answers one parent."""
 
-    Args:
-        chain (`BatchedReward`):
-            The chain.
-        channel (`Channel`):
-            To the parent.
-    """
-
-    def __init__(self, chain: BatchedReward, channel: Channel) -> None:
-        self._chain = chain
-        self._apart = Apart(chain.deadline_s, _end)
+    def __init__(self, reward: Scorer, channel: Channel) -> None:
+        self._reward = reward
+        self._watched = WatchedLoop(reward.deadline_s, _end)
         self._channel = channel
-        self._in_hand_by: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
+        self._in_hand: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
 
     async def run(self, messages: AsyncIterator[Any]) -> None:
         """Answer until the parent is gone."""
         others: set[asyncio.Task[None]] = set()
         async for kind, number, *what in messages:
             if kind == "cancel":
-                if (in_hand := self._in_hand_by.get(what[0])) is not None:
+                if (in_hand := self._in_hand.get(what[0])) is not None:
                     in_hand[0].cancel()
                 continue
             if kind == "score":  # at once: a message behind it may cancel it
@@ -61,7 +54,7 @@ class Worker:
             answering = asyncio.ensure_future(self._answer(kind, number, what))
             others.add(answering)
             answering.add_done_callback(others.discard)
-        await asyncio.to_thread(self._apart.close, self._chain.aclose)
+        await asyncio.to_thread(self._watched.close, self._reward.aclose)
 
     async def _answer(self, kind: str, number: int | None, what: Sequence[object]) -> None:
         """Answer one question. Of an error only the type is sent and logged: its message may hold a customer's
@@ -69,6 +62,8 @@ class Worker:
         try:
             content = pickle.dumps((number, await getattr(self, f"_{kind}")(number, *what)))
         except Exception as error:
+            if number is None:  # a message without an answer
+                return
             name = type(error).__name__
             code = error.code if isinstance(error, ServiceError) else f"raised_{name}"
             logger.error(f"the reward process could not answer {kind!r}: it raised {name}")
@@ -78,33 +73,31 @@ class Worker:
 
     def _start(self, number: int, sample: Sample, track: str, left_s: float) -> None:
         stages = StageTimes(track)
-        with deadline(min(self._chain.deadline_s, left_s)):
-            task = asyncio.ensure_future(self._apart.call(self._chain.score, sample, stages))
-        self._in_hand_by[number] = (task, stages)
+        with deadline(min(self._reward.deadline_s, left_s)):
+            task = asyncio.ensure_future(self._watched.call(self._reward.score, sample, stages))
+        self._in_hand[number] = (task, stages)
 
     async def _score(self, number: int, *_: object) -> Scored:
-        task, stages = self._in_hand_by[number]
+        task, stages = self._in_hand[number]
         await asyncio.wait([task])
-        del self._in_hand_by[number]
-        return self._chain.conclude(task), stages.spans, stages.completion_record
+        del self._in_hand[number]
+        return self._reward.faults.conclude(task), stages.spans, stages.completion_record
 
-    async def _references(self, number: None, rows: list[Any]) -> None:
-        self._apart.post(self._chain.fetch_references, rows)
+    async def _prepare(self, number: None, rows: list[Example]) -> None:
+        await self._watched.call(self._reward.prepare, rows)
 
-    async def _drained(self, number: int) -> BatchReport:
-        return await self._apart.call(self._chain.drained, NOTHING_SCORED)
-
-    async def _in_hand(self, number: int) -> list[InHand]:
-        return [(each, stages.under_way, stages.so_far()) for each, (_, stages) in self._in_hand_by.items()]
+    async def _drain(self, number: int) -> BatchReport:
+        return await self._watched.call(self._reward.drain)
 
     async def _warm_up(self, number: int) -> dict[str, float | ServiceError]:
-        return await self._apart.call(self._chain.warm_up)
+        return await self._watched.call(self._reward.warm_up)
 
-    async def _ping(self, number: int) -> None:
-        """Alive."""
+    async def _ping(self, number: int) -> list[InHand]:
+        """It is alive, and at this."""
+        return [(score, stages.under_way, stages.so_far()) for score, (_, stages) in self._in_hand.items()]
 
     async def _close(self, number: int) -> None:
-        await asyncio.to_thread(self._apart.close, self._chain.aclose)
+        await asyncio.to_thread(self._watched.close, self._reward.aclose)
 
 
 def _end(reason: str) -> None:
@@ -114,21 +107,21 @@ def _end(reason: str) -> None:
 
 
 async def serve(descriptor: int) -> None:
-    """Take the parent's module path, then the chain, and answer for it. A stage or a judge of a user's own may lie
-    where only the parent was told to look for modules."""
+    """Take the parent's module path, then the reward, and answer for it. A stage or a judge of a user's own may lie
+    where only the parent looks for modules."""
     channel = Channel(*await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor)))
     messages = channel.messages()
     async for paths in messages:
         sys.path += [path for path in paths if path not in sys.path]
         break
-    async for chain in messages:
-        await Worker(chain, channel).run(messages)
+    async for reward in messages:
+        await Worker(reward, channel).run(messages)
     channel.close()
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    for terminating in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(terminating, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("salesrl_trl").setLevel(int(sys.argv[2]))
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, and not logged call by call

@@ -10,7 +10,6 @@ from accelerate import PartialState
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.recording.writer import Batch, Entry
-from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.batch import completion_text
 from salesrl_trl.reward.replay import recorded_name
 from salesrl_trl.rollout.pipeline import Rollout
@@ -21,18 +20,17 @@ def batch_of(
     rollout: Rollout,
     advantages: torch.Tensor | None,
     update: int,
-    reward: BatchedReward,
     branches: Branches,
 ) -> Batch:
     """The values of this rank's completions, after `update` optimizer steps. `advantages`: shape (B,), of a batch that
-    is trained on; read later, on another thread. `reward` names the rows."""
+    is trained on; read later, on another thread."""
     assert rollout.result is not None
     first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
     ids = None if rollout.sampled is None else rollout.sampled.completion_ids
     entries = [
         Entry(
-            row=recorded_name(reward, row, example),
+            row=recorded_name(example),
             branch=branches.of(example),
             prompt=example.get("prompt"),
             text=completion_text(completion),
@@ -48,8 +46,8 @@ def batch_of(
             seconds=dict(scored.seconds),
             record=stages.completion_record,
         )
-        for place, (example, row, completion, scored, stages) in enumerate(
-            zip(rollout.inputs, scores.rows, rollout.completions, rewards, scores.stages, strict=True)
+        for place, (example, completion, scored, stages) in enumerate(
+            zip(rollout.inputs, rollout.completions, rewards, scores.stages, strict=True)
         )
     ]
     return Batch(

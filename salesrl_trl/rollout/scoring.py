@@ -28,8 +28,8 @@ from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import BASELINE_FALLBACK, SINGLE_SCORED, SKIPPED_UPDATE, STALENESS, STALENESS_MAX, Phase
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.normaliser import FAILED
@@ -90,7 +90,7 @@ class RolloutScoring:
     def __init__(
         self,
         pipeline: Pipeline,
-        desk: RewardDesk,
+        reward_loop: RewardLoop,
         figures: RewardFigures,
         ledger: Ledger,
         instruments: Instruments,
@@ -101,7 +101,7 @@ class RolloutScoring:
         advantages: Callable[[], MutableSequence[float]],
     ) -> None:
         self._pipeline = pipeline
-        self._desk = desk
+        self._reward_loop = reward_loop
         self._figures = figures
         self._ledger = ledger
         self._instruments = instruments
@@ -170,7 +170,7 @@ class RolloutScoring:
         while not groups.complete and on_any_rank(not groups.has_next, self._device):  # all ranks wait together
             with self._timeline.phase(Phase.REWARD_WAIT):
                 if not groups.has_next:
-                    self._desk.wait(rollout.rewards, groups.pending)
+                    self._reward_loop.wait(rollout.rewards, groups.pending)
                 PartialState().wait_for_everyone()
             groups.release(self._scored(rollout, update))
         micro_batches = [groups.next(), *groups.following]
@@ -220,7 +220,7 @@ class RolloutScoring:
         # 7. the record of the run
         if self._instruments.recorder is not None and is_complete:
             advantages = output["advantages"] if is_trained_on else None
-            batch = batch_of(rollout, advantages, update, self._desk.reward, settings.branches)
+            batch = batch_of(rollout, advantages, update, settings.branches)
             self._instruments.recorder.record(batch)
         return output
 
@@ -241,8 +241,8 @@ class RolloutScoring:
             return so_far, None
         # 2. wait for all of them, and let TRL ask for them
         with self._timeline.phase(Phase.REWARD_WAIT):
-            result = self._desk.result(rollout.rewards, completions)
-            with self._desk.answering(result):
+            result = self._reward_loop.result(rollout.rewards, completions)
+            with self._reward_loop.answering(result):
                 rewards = calculate()
         self._timeline.begin(Phase.ADVANTAGES)
         # 3. what can't be compared within its group counts for nothing
@@ -257,7 +257,8 @@ class RolloutScoring:
         """The rewards that are in, NaN for the rest: shape (world size x B, functions). `None` when all are in. A
         collective."""
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
-        numbers = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(self._desk.reward.function_names)
+        functions = self._reward_loop.reward.names.functions
+        numbers = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(functions)
         is_in = [[float(reward is not _PENDING)] for reward in rewards]
         parts = [torch.tensor(columns, dtype=torch.float64) for columns in (numbers, is_in)]
         table = torch.cat((self._encode(rewards, rollout), *parts), dim=1).to(self._device)

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.update.step_snapshot import StepSnapshot
@@ -36,7 +36,7 @@ class Stopping:
     def __init__(
         self,
         run_control: RunControl,
-        desk: RewardDesk,
+        reward_loop: RewardLoop,
         device: torch.device,
         *,
         capture: Callable[[], StepSnapshot],
@@ -44,7 +44,7 @@ class Stopping:
         can_undo: bool,
     ) -> None:
         self._run_control = run_control
-        self._desk = desk
+        self._reward_loop = reward_loop
         self._device = device
         self._capture = capture
         self._restore = restore
@@ -75,7 +75,7 @@ class Stopping:
         process, between two moves of the optimizer. `reason`: what asked for it, such as `"SIGTERM"`.
         """
         self._run_control.requested = reason
-        self._desk.cut_off(STOPPED)
+        self._reward_loop.cut_off(STOPPED)
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -167,7 +167,7 @@ class Stopping:
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
         snapshot, self._held = self._snapshot, self._held + 1
-        self._desk.cut_off(STOPPED)
+        self._reward_loop.cut_off(STOPPED)
         step, is_new = (0, False) if snapshot is None else (snapshot.step, snapshot.step > self._first)
         try:
             if snapshot is not None and is_new:

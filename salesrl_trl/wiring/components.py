@@ -41,7 +41,7 @@ from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.reference import Reference
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
-from salesrl_trl.reward.given import GivenRewards
+from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.scoring import RolloutScoring, ScoringSettings
@@ -74,7 +74,7 @@ class Components:
 
     def __init__(
         self,
-        rewards: GivenRewards,
+        rewards: RewardFuncs,
         args: SalesGRPOConfig,
         instruments: Instruments | None,
         kl_law: KLLaw | None,
@@ -85,15 +85,15 @@ class Components:
         hide_unscorable_rows()
         self._args = args
         self._rewards = rewards
-        self.desk = rewards.desk
-        reward = self.reward = self.desk.reward
+        self.reward_loop = rewards.reward_loop
+        reward = self.reward = self.reward_loop.reward
         self._columns = getattr(train_dataset, "column_names", None)
         self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
-        self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.desk.status)
+        self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_control_law(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
@@ -129,7 +129,7 @@ class Components:
         self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)
         self.stopping = Stopping(
             self.run_control,
-            self.desk,
+            self.reward_loop,
             trl.accelerator.device,
             capture=trl.capture,
             restore=trl.restore,
@@ -148,7 +148,7 @@ class Components:
         decoder = copy.deepcopy(trl.tokenizer) if self._is_served else trl.tokenizer
         self.pipeline = Pipeline(
             self.sampler,
-            self.desk,
+            self.reward_loop,
             self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
             window=args.window,
@@ -162,7 +162,7 @@ class Components:
         )
         self.scoring = RolloutScoring(
             self.pipeline,
-            self.desk,
+            self.reward_loop,
             self.figures_of_rewards,
             self.ledger,
             self.instruments,
@@ -318,7 +318,7 @@ class Components:
             if self.run_control.error is not None:
                 raise self.run_control.error
         except BaseException:
-            self.timeline.add(self.desk.unreported_spans())
+            self.timeline.add(self.reward_loop.unreported_spans())
             self.pipeline.forget()
             self.instruments.close()
             raise
@@ -369,11 +369,11 @@ class Components:
         self.ledger.clear()
         self.run_control.restart()
         self.stopping.forget()
-        self.desk.resume()
+        self.reward_loop.resume()
 
     def close(self) -> None:
         """Close the reward's connections and the instruments. Nothing can be scored after this."""
         self.pipeline.forget()
-        self.desk.close()
+        self.reward_loop.close()
         self.instruments.close()
         self.trackers.close()

@@ -54,7 +54,7 @@ class Hooks:
     group: Callable[[], int]
     """Completions of a prompt at the moment: in training, or in an evaluation."""
     reward_arguments: Callable[[], Mapping[str, object]]
-    """Returns what reward functions may ask for beside columns: `reward.base.TRL_ARGUMENTS`. A run has its own."""
+    """Returns what reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
     has_entropy_bonus: bool
     has_aux_loss: bool
     """Whether the loss has the auxiliary loss of a mixture's router."""

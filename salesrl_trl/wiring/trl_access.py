@@ -21,7 +21,7 @@ from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.sampler import Finished, Sampled, TokenSource, logps_arguments
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.reward.desk import RewardColumn
+from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.scoring import Output
 from salesrl_trl.telemetry.timeline import Timeline

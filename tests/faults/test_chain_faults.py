@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from faults.fault_server import seconds_of
 from support import virtual_time
-from support.loopback import action, build_reward, row, score_batch
+from support.loopback import action, build_reward, examples, row, score_batch
 from support.seconds import check_seconds
 
 from salesrl_trl.ground.process import collect_as_usual, collect_seldom
@@ -61,7 +61,7 @@ def timed_batch(reward, completions, indices=None, run=virtual_time.run):
 
     async def once():
         started = now()
-        rows = indices or [0] * len(completions)
+        rows = examples(indices or [0] * len(completions))
         result = await reward.score_all(rows, completions)
         seconds = now() - started
         await reward.aclose()
@@ -111,7 +111,7 @@ def test_a_call_costs_little_more_than_one_through_aiohttp_alone(fault):
 
     async def dense(kind, measure):
         with measure() as measured:
-            result = await reward.score_all(INDICES, completions_of(kind))
+            result = await reward.score_all(examples(INDICES), completions_of(kind))
         assert {each.outcome for each in result.rewards} == {Outcome.OK}
         sent = {name: each["sent"] for name, each in result.report.traffic.items()}
         assert sent == {"rag_8b": 1000, "rag_32b": 125 if kind == "first" else 0, "judge": 1000}

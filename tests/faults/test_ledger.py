@@ -66,7 +66,7 @@ def score(url, chains):
         rewards = []
         for start in range(0, chains, WAVE):
             numbers = range(start, min(start + WAVE, chains))
-            rows = [number // GROUP for number in numbers]
+            rows = [{"row": number // GROUP} for number in numbers]
             rewards += (await reward.score_all(rows, [action(query=f"item-{number}") for number in numbers])).rewards
         await reward.aclose()
         return rewards

@@ -96,14 +96,14 @@ def process_of(reward):
 
 def pending(trainer):
     """Tasks on the loop of the rewards. A loop that is closed has none."""
-    if trainer.components.desk._loop.is_closed():
+    if trainer.components.reward_loop._loop.is_closed():
         return []
 
     async def under_way():
         await asyncio.sleep(0.1)  # what was cancelled ends
         return [str(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    return asyncio.run_coroutine_threadsafe(under_way(), trainer.components.desk._loop).result(10)
+    return asyncio.run_coroutine_threadsafe(under_way(), trainer.components.reward_loop._loop).result(10)
 
 
 def pending_rewards(trainer):
@@ -114,7 +114,7 @@ def assert_nothing_is_left(trainer, caplog):
     """No task of a reward is left when training has ended. Calls go on for the cache; none is left when the trainer is
     finished."""
     assert pending_rewards(trainer) == []
-    assert list(trainer.components.reward.batches) == []
+    assert trainer.components.reward_loop._open == []
     trainer.finish()
     assert pending(trainer) == []
     gc.collect()
@@ -194,7 +194,7 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
 
     def begin_to_hang():  # two steps before the one that waits: all that is in flight then hangs
         reward = trainer.components.reward
-        while reward._asked or reward._again:  # for the second time since the last kill
+        while reward._again or any(child.scored for child in reward._children._made.values()):  # since the last kill
             time.sleep(0.02)
         services.let_go.clear()
         killers.append(threading.Thread(target=kill))
@@ -291,7 +291,7 @@ def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(traine
         signal.signal(signal.SIGINT, before)
     interrupter.join()
     assert pending_rewards(again) == []
-    assert list(again.components.reward.batches) == []
+    assert again.components.reward_loop._open == []
     services.hangs.clear()
     services.let_go.set()
     prompts[again].clear()

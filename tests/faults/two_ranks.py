@@ -64,7 +64,7 @@ class OfARank(ScriptedTrainer):
         self.order, self.samples, self.gradients, self.seconds = {}, [], [], []
         super().__init__(*args, **kwargs)
         self.add_callback(_Noted(self))
-        self.waits, wait = False, self.components.desk.wait
+        self.waits, wait = False, self.components.reward_loop.wait
 
         def noted(*args):
             self.waits = True
@@ -73,7 +73,7 @@ class OfARank(ScriptedTrainer):
             finally:
                 self.waits = False
 
-        self.components.desk.wait = noted
+        self.components.reward_loop.wait = noted
         self.quick = []  # reasons in quick evaluations, on the main process
         if self.components.quick_eval is not None:
             self.components.quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
@@ -153,8 +153,8 @@ def main(policy, out):
         moments["cut_off"] = time.monotonic()
         really(reason)
 
-    def kept(batches, begin, *given):
-        batches.append(begin(*given))
+    def kept(batches, begin, *given, **more):
+        batches.append(begin(*given, **more))
         return batches[-1]
 
     def partly(completions, log_metric, **_):
@@ -203,12 +203,13 @@ def main(policy, out):
             reward._rag.chat_8b, reward._rag.chat = (raises, hangs_for_ever)[rank], reference
         else:
             reward.score = score
-        reward.batches.begin = partial(kept, batches := [], reward.batches.begin)
+        reward.batch = partial(kept, batches := [], reward.batch)
         given = {"beta": 0.0, "references_ahead": False, "ddp_backend": "gloo", **given}
         texts = TEXTS[200 * rank : 200 * rank + 200]
         trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)
         error, moments = None, {}
-        reward.batches.cut_off = partial(cut_off, moments, reward.batches.cut_off)
+        loop = trainer.components.reward_loop
+        loop._cut_off = partial(cut_off, moments, loop._cut_off)
         if name == "stopped" and rank == 1:
             threading.Thread(target=stop_one, daemon=True).start()
         try:

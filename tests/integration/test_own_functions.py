@@ -17,10 +17,10 @@ from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.errors import BudgetSpent, ConfigError, TooFewRewardsError
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
-from salesrl_trl.reward.given import GivenRewards
 from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.reward_funcs import RewardFuncs
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 
@@ -206,11 +206,11 @@ def test_a_function_that_fails_at_times_loses_no_step(tiny, tmp_path):
 
 
 def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_refused_at_once(tiny, tmp_path):
-    rewards = GivenRewards.of(order, None, in_a_process=False)
+    rewards = RewardFuncs.of(order, None, in_a_process=False)
     rewards.check(["prompt"], group=8, size=16)
     with pytest.raises(ConfigError, match="scores the 8 completions of a prompt together, and a process generates 4"):
         rewards.check(["prompt"], group=8, size=4)
-    rewards.desk.close()
+    rewards.reward_loop.close()
     with pytest.raises(ConfigError, match=r"'words', which scores a completion, takes 'answer'.*: prompt, kind"):
         rows = [{name: each[name] for name in ("prompt", "kind")} for each in ROWS]
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
@@ -224,7 +224,7 @@ def test_a_recipe_names_functions_by_their_paths_and_needs_no_service_then(tmp_p
     training = SalesGRPOConfig(**settings(tmp_path), reward_weights=[0.5, 2.0])
     config = RewardConfig(reward_funcs=["seams.own_reward.shortness", "seams.own_reward.of_trl"])
     with open_reward(config, training, rows) as reward:
-        assert (reward.function_names, reward.names.services) == (
+        assert (reward.names.functions, reward.names.services) == (
             {"shortness": "shortness", "of_trl": "of_trl"},
             ("shortness", "of_trl"),
         )
@@ -232,9 +232,9 @@ def test_a_recipe_names_functions_by_their_paths_and_needs_no_service_then(tmp_p
     assert not config.embeds_judge
     with open_reward(RewardConfig(reward_funcs=["seams.own_reward.shortness"]), training, rows) as reward:
         assert reward is shortness
-    given = GivenRewards.of(RewardDesk(MixedReward([shortness, RewardFunction(length)], [1.0, 1.0])), [0.5, 2.0], None)
+    given = RewardFuncs.of(RewardLoop(MixedReward([shortness, RewardFunction(length)], [1.0, 1.0])), [0.5, 2.0], None)
     assert (given.weights, len(given.functions)) == ([0.5, 2.0], 2)
-    given.desk.close()
+    given.reward_loop.close()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp
     built = prompt_dataset([[], []], rows, for_functions=True)
     assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
     assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
-    assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch"]
+    assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch", "id"]
 
 
 def test_a_reference_in_the_baseline_wants_the_packaged_reward_alone(tiny, tmp_path):

@@ -64,18 +64,18 @@ def test_components_stand_beside_the_completions(scripted_trainer):
 def test_the_warm_up_stops_a_run_that_could_not_score(scripted_trainer, services, caplog):
     trainer = scripted_trainer()
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        warm_up(trainer.components.desk)
+        warm_up(trainer.components.reward_loop)
     assert "[WarmUp] rag_8b: 0." in caplog.text
     services.set("judge", {}, status=500)
     with pytest.raises(ServiceUnavailable, match="did not pass their warm-up"):
-        warm_up(trainer.components.desk)
+        warm_up(trainer.components.reward_loop)
 
 
 def test_the_warm_up_goes_on_without_the_reference(scripted_trainer, services, caplog):
     services.set("32b", {}, status=500)
     trainer = scripted_trainer()
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        warm_up(trainer.components.desk)
+        warm_up(trainer.components.reward_loop)
     assert "[WarmUp] rag_32b: rag_32b_http_500" in caplog.text
 
 
@@ -95,8 +95,8 @@ def test_a_key_that_a_service_echoes_gets_nowhere(scripted_trainer, services, tm
         log_completions=True,
         chain={**stores, "providers": [{"name": "judge", "api_key": PLANTED}]},
     )
-    rewards, result = [], trainer.components.desk.result
-    trainer.components.desk.result = lambda *given: rewards.append(result(*given)) or rewards[-1]
+    rewards, result = [], trainer.components.reward_loop.result
+    trainer.components.reward_loop.result = lambda *given: rewards.append(result(*given)) or rewards[-1]
     with caplog.at_level(logging.DEBUG):
         with pytest.raises(TooFewRewardsError) as failed:
             trainer.train()

@@ -374,13 +374,13 @@ def test_a_quick_evaluation_is_greedy_and_measures_the_kl(scripted_trainer, serv
         quick_eval=quick, **UNSCRIPTED, temperature=5.0, max_steps=2, learning_rate=0.0, warmup_steps=0
     )
     asked = []
-    result = trainer.components.desk.result
+    result = trainer.components.reward_loop.result
 
     def listening(batch, completions):
         asked.append([str(each) for each in completions])
         return result(batch, completions)
 
-    trainer.components.desk.result = listening
+    trainer.components.reward_loop.result = listening
     trainer.train()
     training, quick_answers = asked[0::2], asked[1::2]
     assert quick_answers[0] == quick_answers[1]

@@ -108,7 +108,7 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
     async def once():
         started = time.perf_counter()
         completions = [action(query=f"q{index}") for index in range(VERDICTS)]
-        result = await reward.score_all([0] * VERDICTS, completions)
+        result = await reward.score_all([{"row": 0}] * VERDICTS, completions)
         await reward.aclose()
         return result, time.perf_counter() - started
 
@@ -226,7 +226,7 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
         output = generate(client, *arguments, **request)
         end = time.monotonic() + 60
         while is_last_of_a_batch and time.monotonic() < end:
-            if sum(each is not None for each in list(trainer.components.reward.batches)[-1]._samples) == BATCH - 1:
+            if sum(each is not None for each in trainer.components.reward_loop._open[-1]._samples) == BATCH - 1:
                 return output
             time.sleep(0.01)
         assert not is_last_of_a_batch, "rewards do not start before the whole batch is there"
@@ -298,8 +298,8 @@ def test_a_run_after_one_that_failed_leaves_the_first_ones_rollouts_aside(build)
     trainer.compute_loss = compute_loss
     assert len(begun) == 3
     assert [requests._given_up for requests in begun] == [False, True, True]
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), trainer.components.desk._loop).result()
-    assert not list(trainer.components.reward.batches)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), trainer.components.reward_loop._loop).result()
+    assert not trainer.components.reward_loop._open
     trainer.train()
     check_steps(trainer.state.log_history, 2)
     assert len(begun) == 3 + 5

@@ -3,8 +3,8 @@
 import pytest
 
 from salesrl_trl.config import RewardConfig
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.reward_loop import RewardLoop
 
 
 @pytest.fixture
@@ -25,12 +25,12 @@ def result_of(request, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the child learns from its parent where modules are
 
     def score(reward, completions, rows=None, group=1):
-        desk = RewardDesk(reward if request.param == "here" else RemoteReward(reward))
+        loop = RewardLoop(reward if request.param == "here" else RemoteReward(reward))
         try:
-            batch = desk.begin([0] * len(completions) if rows is None else rows, group)
-            desk.start_all(batch, completions)
-            return desk.result(batch, completions)
+            batch = loop.begin([{"row": 0}] * len(completions) if rows is None else rows, group)
+            loop.start_all(batch, completions)
+            return loop.result(batch, completions)
         finally:
-            desk.close()
+            loop.close()
 
     return score

@@ -8,7 +8,7 @@ from salesrl_trl.build.assembly import NOWHERE, addresses
 from salesrl_trl.build.assembly import build_reward as build_from_settings
 from salesrl_trl.build.checks.reward import check_stand_ins, prepare_reward
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Outcome
 
 BRANCHES = ("fairness", "of_my_own")
@@ -69,11 +69,11 @@ def test_an_object_that_is_no_judge_is_refused(services):
 
 def test_the_warm_up_asks_it_once_and_a_run_that_it_can_not_serve_ends_there(services):
     for judge, usable in ((ByLength(), True), (Deaf(), False)):
-        desk = RewardDesk(build_reward(services.url, [row()], judge=judge))
-        found = desk.warm_up()
+        loop = RewardLoop(build_reward(services.url, [row()], judge=judge))
+        found = loop.warm_up()
         assert isinstance(found["judge"], float) is usable
-        errors = desk.reward.unusable(found)
+        errors = loop.reward.names.unusable(found)
         assert [error.code for error in errors] == ([] if usable else ["judge_deaf"])
         assert usable or "seams.own_reward.Deaf" in str(errors[0])  # where it is
-        desk.close()
+        loop.close()
     assert services.calls["judge"] == 0

@@ -138,7 +138,7 @@ def test_a_group_begins_when_its_last_completion_is_there():
         return [1.0] * len(completions)
 
     async def scene():
-        batch = graded.batches.begin(rows(4), 2)
+        batch = graded.batch(rows(4), 2)
         for place in (0, 3, 2):
             batch.start(place, f"{place}", [place])
         await batch.settled([[2, 3]])
@@ -160,7 +160,7 @@ def test_a_completion_has_its_time_from_the_moment_its_group_is_there():
         return [1.0] * len(completions)
 
     async def scene(text, expected):
-        batch = graded.batches.begin(rows(2), 2)
+        batch = graded.batch(rows(2), 2)
         batch.start(0, text)
         await asyncio.sleep(30.0)  # the other one is still generated
         batch.start(1, text)
@@ -214,10 +214,10 @@ def test_a_blocking_function_that_hangs_is_given_up_and_holds_up_nobody():
 
 def test_one_that_fails_leaves_no_number_and_one_that_does_not_apply_is_left_out(result_of):
     mixed = MixedReward([shortness, ranks], [2.0, 1.0])
-    result = result_of(mixed, ["four", "raises", "none", "six"], [mixed.row_of(each) for each in rows(4)], group=4)
+    result = result_of(mixed, ["four", "raises", "none", "six"], rows(4), group=4)
     assert [each.value for each in result.rewards] == [2 * 0.25 + 1, None, 2.0, pytest.approx(2 / 3)]
     assert result.rewards[2].by_function == {"shortness": None, "ranks": 2.0}
-    assert [result.column(name) for name in mixed.function_names] == [
+    assert [result.column(name) for name in mixed.names.functions] == [
         [0.25, None, None, pytest.approx(1 / 3)],
         [1.0, None, 2.0, 0.0],
     ]
@@ -231,7 +231,7 @@ def test_a_blocking_function_that_exits_ends_neither_the_loop_nor_the_run():
 
 def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the_models_number(result_of):
     mixed = MixedReward([shortness], [2.0], are_all=False)
-    result = result_of(mixed, ["none", "raises", "four"], [mixed.row_of(each) for each in rows(3)])
+    result = result_of(mixed, ["none", "raises", "four"], rows(3))
     assert [(each.outcome, each.value) for each in result.rewards] == [
         (Outcome.OK, 0.0),  # TRL adds the model's
         (Outcome.INFRA, None),
@@ -242,8 +242,8 @@ def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the
 
 def test_functions_of_one_name_are_told_apart():
     mixed = MixedReward([RewardFunction(lambda completions: [1.0]), RewardFunction(lambda completions: [2.0])], [1, 1])
-    assert mixed.function_names == {"<lambda>": "<lambda>", "<lambda>_2": "<lambda>"}
-    result = asyncio.run(mixed.score_all([mixed.row_of({"prompt": ""})], ["a"]))
+    assert mixed.names.functions == {"<lambda>": "<lambda>", "<lambda>_2": "<lambda>"}
+    result = asyncio.run(mixed.score_all([{"prompt": ""}], ["a"]))
     assert result.rewards[0].by_function == {"<lambda>": 1.0, "<lambda>_2": 2.0}
     assert result.report.traffic["lambda"]["calls"] == 2
 
@@ -259,7 +259,7 @@ def test_functions_of_one_name_may_be_under_way_at_the_same_time():
 
     async def scene():
         mixed = MixedReward([made(1.0), made(2.0)], [1.0, 1.0])
-        result = await mixed.score_all([mixed.row_of({"prompt": ""})], ["a"])
+        result = await mixed.score_all([{"prompt": ""}], ["a"])
         assert result.values == [3.0]
         assert [span.name for span in result.report.spans] == ["judged", "judged"]
 
@@ -275,11 +275,10 @@ def test_functions_of_one_name_may_be_under_way_at_the_same_time():
     ],
 )
 def test_an_argument_that_nothing_gives_is_refused_with_what_there_is(function, message):
-    with pytest.raises(ConfigError, match=message):
-        function.check_columns(["prompt", "solution"])
-    with pytest.raises(ConfigError, match="a column of the dataset: prompt, solution"):
-        function.check_columns(["prompt", "solution"])
-    function.check_columns(["prompt", "answer", "completion", "gold"])
+    [needs] = function.names.needs
+    with pytest.raises(ConfigError, match=f"{message}.*a column of the dataset: prompt, solution"):
+        needs.check(["prompt", "solution"])
+    needs.check(["prompt", "answer", "completion", "gold"])
 
 
 def test_a_function_of_the_program_that_was_started_can_not_be_sent(monkeypatch):

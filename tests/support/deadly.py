@@ -29,3 +29,9 @@ async def one_by_one(completion):
     """0, for one text later than for others."""
     await asyncio.sleep(1.0 if completion == SLOW else 0.0)
     return 0.0
+
+
+@per_completion
+def everything(**columns):
+    """The number of columns."""
+    return float(len(columns))

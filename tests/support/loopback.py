@@ -187,13 +187,17 @@ def build_reward(
     )
 
 
+def examples(indices):
+    """The rows of the dataset for these rows of a chain."""
+    return [{"row": index, "id": f"r{index + 1}"} for index in indices]
+
+
 def score_batch(reward, completions, indices=None, run=asyncio.run):
     """Score one batch in an event loop of its own and close the chain. Returns rewards and report."""
 
     async def once():
-        rows = indices or [0] * len(completions)
         try:
-            return await reward.score_all(rows, completions)
+            return await reward.score_all(examples(indices or [0] * len(completions)), completions)
         finally:
             await reward.aclose()
 

@@ -18,10 +18,10 @@ from salesrl_trl.data.knowledge import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.ground.service_keys import find_key
-from salesrl_trl.reward.base import BatchedReward
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.judge.judge_interface import Judge
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
@@ -46,7 +46,7 @@ class RewardParts:
     """The judge of `judge`, in place of the services."""
     stages: tuple[RewardStage, ...]
     """The stages of `reward_stages`."""
-    functions: Mapping[str, BatchedReward]
+    functions: Mapping[str, Scorer]
     """The functions of `reward_funcs`, by path."""
     reference_weighed: bool
     """Whether a reward or a baseline contains the reference's score."""

@@ -15,7 +15,6 @@ from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
 from salesrl_trl.types import Message, Outcome
 
@@ -340,7 +339,7 @@ def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
     async def all_then_one():
         completions = [action(query=f"q{index}") for index in range(6)]
         await reward(prompts=[None] * 5, completions=completions[:5], row=list(range(5)))
-        result = await reward.score_all([5], completions[5:])  # the breaker is open by now
+        result = await reward.score_all([{"row": 5}], completions[5:])  # the breaker is open by now
         await reward.aclose()
         return result
 
@@ -364,8 +363,8 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
     assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
     assert len(services.asked["8b"][0].json["rewritten_query"]) == MAX_FIELD_CHARS  # as long as an action's may be
     assert all(0 < seconds < 5 for seconds in told.values())
-    assert reward.unusable(told) == []
-    report = asyncio.run(reward.drained(NOTHING_SCORED))
+    assert reward.names.unusable(told) == []
+    report = asyncio.run(reward.drain())
     assert report.traffic["rag_8b"]["calls"] == 0  # the first step's figures are its own
 
 
@@ -378,7 +377,7 @@ def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, serv
     parts = prepare_reward(settings, BRANCHES)
     reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
 
-    assert [error.code for error in reward.unusable(warmed_up(reward))] == unusable
+    assert [error.code for error in reward.names.unusable(warmed_up(reward))] == unusable
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_the_image_feature_of_datasets_is_read_decoded_or_not(tmp_path):
 
 def test_the_dataset_has_the_pictures_only_if_there_are_some(tmp_path):
     without, one, two, *_ = seeing_rows(tmp_path, ["tone"])
-    assert build_dataset([without], "compact").column_names == ["prompt", "row", "branch"]
+    assert build_dataset([without], "compact").column_names == ["prompt", "row", "branch", "id"]
     dataset = build_dataset([without, one, two], "compact")
     assert [[image.size for image in each] for each in dataset["images"]] == [[], [(84, 56)], [(84, 56), (56, 112)]]
     kinds = [[part["type"] for part in prompt[-1]["content"]] for prompt in prompts_of(list(dataset))]

@@ -208,6 +208,6 @@ def test_every_draft_of_the_demo_is_a_valid_action():
 
 def test_nothing_but_the_prompt_an_index_and_the_branch_travels_through_the_trainer(dataset):
     built = build_dataset(load(dataset(GOOD, GOOD)), "compact", first_index=10)
-    assert built.column_names == ["prompt", "row", "branch"]
+    assert built.column_names == ["prompt", "row", "branch", "id"]
     assert built["row"] == [10, 11]
     assert built[0]["prompt"] == [{"role": "user", "content": "customer: How much is it?"}]

@@ -22,10 +22,10 @@ from salesrl_trl.rejudge.__main__ import main, text_of
 from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
 from salesrl_trl.rejudge.score_changes import Baseline, advantages, changes, rank_correlation
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
-from salesrl_trl.reward.desk import RewardDesk
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.replay import ReplayReward
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages
@@ -59,10 +59,10 @@ def rows():
 @pytest.fixture
 def run(services, rows, tmp_path):
     """The folder of a run with a group for each row."""
-    desk = RewardDesk(build_reward(services.url, rows, records=True, invalid_action_reward=0.0))
-    batch = desk.begin([0] * 4 + [1] * 4)
-    result = desk.result(batch, TEXTS * 2)
-    desk.close()
+    loop = RewardLoop(build_reward(services.url, rows, records=True, invalid_action_reward=0.0))
+    batch = loop.begin([{"row": 0}] * 4 + [{"row": 1}] * 4)
+    result = loop.result(batch, TEXTS * 2)
+    loop.close()
     entries = [
         Entry(
             row=rows[place // 4].row_id, branch=BRANCHES[place // 4], prompt="p", text=text, tokens=None, place=place,
@@ -135,7 +135,7 @@ def test_the_new_numbers_stand_among_those_of_other_functions_and_a_replay_takes
     names = ("sales", "own")
     rewards = [reward_of(named(name)) for name in names]
     replay = ReplayReward(MixedReward(rewards, [1.0, 2.0]), tmp_path / "again", "fail")
-    row = replay.row_of({"prompt": "p", "row": 0, "id": "r1"})
+    row = {"prompt": "p", "row": 0, "id": "r1"}
     scored = [asyncio.run(replay.score(Sample(row=row, completion=text), StageTimes("x"))) for text in TEXTS]
     assert [each.value for each in scored] == expected
     result = BatchResult(rewards=tuple(scored), report=NOTHING_SCORED)

@@ -37,11 +37,11 @@ def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services)
 
 def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_awaited(services):
     async def give_up_after(turns):
-        batch = reward.batches.begin([0])
+        batch = reward.batch([{"row": 0}])
         batch.start(0, ACTION)
         for _ in range(turns):
             await asyncio.sleep(0)
-        reward.batches.give_up(batch)
+        batch.cancel()
 
     async def main():
         await reward(prompts=[None], completions=[ACTION], row=[0])  # all is kept from here on

@@ -5,13 +5,7 @@ import json
 
 import pytest
 from support import virtual_time
-from support.loopback import ANSWER, VERDICT, action, build_reward, row
-
-from salesrl_trl.reward.batch import NOTHING_SCORED
-from salesrl_trl.types import Outcome
-
-PATIENCE_S = 20.0
-"""Until a test that waits in vain fails."""
+from support.loopback import ANSWER, VERDICT, action, build_reward, examples, row
 
 
 @pytest.fixture
@@ -19,16 +13,20 @@ def rows():
     return [row("r1", message_id="m1"), row("r2", message_id="m2")]
 
 
-async def fetched(reward, indices):
+def fetched(reward, indices):
     """Ask ahead, and wait until all have answered or failed."""
-    reward.fetch_references(indices)
-    await asyncio.gather(*reward._ahead)
+    return reward.prepare(examples(indices))
+
+
+def begun(reward, indices):
+    """Ask ahead, and do not wait."""
+    return asyncio.create_task(fetched(reward, indices))
 
 
 def score(reward, indices):
     """Score different completions to these rows."""
     texts = [action(query=f"q{number}") for number in range(len(indices))]
-    return reward.score_all(indices, texts)
+    return reward.score_all(examples(indices), texts)
 
 
 def play(reward, scene):
@@ -68,51 +66,6 @@ def test_it_is_asked_with_what_completions_would_ask_with(services, rows):
     assert ahead == {**behind, "message_id": "m2", "request_id": ahead["request_id"]}
 
 
-def test_one_that_is_under_way_is_shared(services, rows):
-    services.set("32b", ANSWER, delay_s=0.5)
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        reward.fetch_references([0])
-        await asyncio.sleep(0)
-        reward.fetch_references([0])
-        result = await score(reward, [0, 0])
-        assert services.calls["32b"] == 1
-        assert [each.outcome for each in result.rewards] == [Outcome.OK] * 2
-        assert reward._ahead == set()
-
-    play(reward, scene())
-
-
-def test_completions_that_are_first_are_joined_by_what_asks_ahead(services, rows):
-    services.set("32b", ANSWER, delay_s=0.5)
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        scoring = asyncio.create_task(score(reward, [0]))
-        while not services.asked["32b"]:
-            await asyncio.sleep(0.01)
-        await fetched(reward, [0])
-        await scoring
-        assert services.calls["32b"] == 1
-
-    play(reward, scene())
-
-
-def test_one_that_failed_is_asked_for_again_by_the_completions_that_need_it(services, rows):
-    services.answers["32b"] = [(500, {}, {}, 0), (200, ANSWER, {}, 0)]
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        await fetched(reward, [0])
-        assert services.calls["32b"] == 1
-        result = await score(reward, [0, 0])
-        assert services.calls["32b"] == 2
-        assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]] * 2
-
-    play(reward, scene())
-
-
 @pytest.mark.parametrize("answer", [(500, {}, {}, 0), (200, {**ANSWER, "answer": ":"}, {}, 0), (200, "<html>", {}, 0)])
 def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_without_it(services, rows, answer, caplog):
     services.answers["32b"] = [answer]
@@ -141,29 +94,15 @@ def test_asking_ahead_ends_with_the_deadline_of_a_completion(services, rows):
     play(reward, scene())
 
 
-def test_a_completion_that_has_more_time_left_asks_again_when_asking_ahead_ran_out_of_it(services, rows):
-    services.answers["32b"] = [(200, ANSWER, {}, 3), (200, ANSWER, {}, 0)]
-    reward = build_reward(services.url, rows, deadline_s=0.5)
-
-    async def scene():
-        reward.fetch_references([0])
-        reward.deadline_s = PATIENCE_S
-        result = await score(reward, [0])
-        assert services.calls["32b"] == 2
-        assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]]
-
-    play(reward, scene())
-
-
 def test_asking_ahead_is_not_counted_as_a_call_that_was_saved(services, rows):
     reward = build_reward(services.url, rows)
 
     async def scene():
-        reward.fetch_references([0, 1])
+        asking = begun(reward, [0, 1])
         await fetched(reward, [0, 1, 0])  # under way
         await fetched(reward, [0, 1])  # kept by now
-        reward.fetch_references([0])
-        report = await reward.drained(NOTHING_SCORED)
+        await asking
+        report = await reward.drain()
         assert report.cache_hits == {"answers": 0, "references": 0}
         assert report.traffic["rag_32b"]["calls"] == 2
         assert list(report.spans) == []
@@ -181,11 +120,13 @@ def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked
 
     async def scene():
         if ahead == "under_way":
-            reward.fetch_references([0])
+            asking = begun(reward, [0])
+            await asyncio.sleep(0)
         elif ahead != "not":
             await fetched(reward, [0])
         assert (await score(reward, [0, 0, 0, 1])).report.cache_hits["references"] == 2
         assert (await score(reward, [0, 1])).report.cache_hits["references"] == 2  # now both rows' are there
+        assert ahead != "under_way" or asking.done()
 
     play(reward, scene())
     assert services.calls["32b"] == 2 + (ahead == "failed")
@@ -203,22 +144,10 @@ def test_an_error_in_a_backends_code_while_asking_ahead_is_nobodys_and_its_words
 
     async def scene():
         await fetched(reward, [0, 1])
-        assert reward._ahead == set()
 
     with caplog.at_level("DEBUG"):
         play(reward, scene())
     assert "customer" not in caplog.text
-
-
-def test_after_a_cut_off_nothing_is_asked_ahead(services, rows):
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        reward.batches.cut_off("stopped")
-        await fetched(reward, [0, 1])
-        assert services.calls["32b"] == 0
-
-    play(reward, scene())
 
 
 def test_rows_of_branches_without_a_judgement_are_not_asked_for(services):
@@ -228,19 +157,5 @@ def test_rows_of_branches_without_a_judgement_are_not_asked_for(services):
     async def scene():
         await fetched(reward, [0, 1])
         assert [request.json["message_id"] for request in services.asked["32b"]] == ["m2"]
-
-    play(reward, scene())
-
-
-def test_what_is_under_way_when_the_chain_is_closed_is_given_up(services, rows):
-    services.set("32b", ANSWER, delay_s=1.0)
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        reward.fetch_references([0, 1])
-        while not services.asked["32b"]:
-            await asyncio.sleep(0.01)
-        await reward.aclose()
-        assert reward._ahead == set()
 
     play(reward, scene())

@@ -15,8 +15,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import row_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
-from salesrl_trl.reward.base import ORIGIN, Origin
-from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.batch import Origin, Sample
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -25,7 +24,7 @@ from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
 
 PROMPTS = {0: "first", 1: "second"}
-EXAMPLES = [{"row": number, "prompt": prompt} for number, prompt in PROMPTS.items()]
+EXAMPLES = [{"row": number, "id": f"r{number + 1}", "prompt": prompt} for number, prompt in PROMPTS.items()]
 
 
 @pytest.fixture
@@ -56,10 +55,10 @@ def score(reward, texts):
 
     async def once():
         try:
-            batch = reward.batches.begin([reward.row_of(EXAMPLES[number]) for number, _ in texts], 1)
-            completions = [text for _, text in texts]
-            batch.start_all(completions)
-            result = await reward.result(batch, completions)
+            batch = reward.batch([EXAMPLES[number] for number, _ in texts])
+            batch.start_all([text for _, text in texts])
+            await batch.settled([range(len(texts))])
+            result = batch.result(await reward.drain())
             return list(result.rewards), [stages.completion_record for stages in batch.stages], result.report
         finally:
             await reward.aclose()
@@ -145,8 +144,7 @@ def test_a_function_of_a_users_own_is_replayed_too(tmp_path):
     texts = [(0, "four"), (1, "seven77")]
     rewards, _, _ = score(reward_of(length), texts)
     entries = [(*text, reward, None) for text, reward in zip(texts, rewards, strict=True)]
-    names = [recorded_name(reward_of(length), None, example) for example in EXAMPLES]
-    run = record(tmp_path, entries, names)
+    run = record(tmp_path, entries)
     asked.clear()
     found, _, _ = score(ReplayReward(reward_of(length), run, "fail"), texts[::-1])
     assert [each.value for each in found] == [7.0, 4.0]
@@ -161,8 +159,9 @@ def own(prompt, completion):
 def looked_up(reward, text="same", place=0, mode="train", step=0, **columns):
     """The number of a completion of this place, sampled after so many steps."""
     example = {"prompt": PROMPTS[0], **columns}
-    row = reward.row_of({**example, "more": object(), ORIGIN: Origin(row=example, mode=mode, step=step)})
-    return asyncio.run(reward.score(Sample(row=row, completion=text, place=place), StageTimes("x"))).value
+    origin = Origin(rows=[example] * (place + 1), mode=mode, step=step)
+    sample = Sample(row={**example, "more": object()}, completion=text, place=place, origin=origin)
+    return asyncio.run(reward.score(sample, StageTimes("x"))).value
 
 
 def test_each_process_gets_what_it_recorded_for_the_same_place_of_the_same_step(tmp_path):
@@ -196,7 +195,7 @@ def test_equal_prompts_of_rows_with_other_columns_or_pictures_are_other_rows(tmp
     red, blue = (Image.new("RGB", (4, 4), color) for color in ("red", "blue"))
     kinds = [{"answer": "A"}, {"answer": "B"}, {"images": [red]}, {"images": [blue]}]
     for number, columns in enumerate(kinds):
-        name = recorded_name(own, None, {"prompt": PROMPTS[0], **columns})
+        name = recorded_name({"prompt": PROMPTS[0], **columns})
         run = record(tmp_path / str(number), [(0, "same", Reward.scored(0.75), None)], (name,))
         found = [looked_up(ReplayReward(own, run, "fail"), step=9, **each) for each in kinds]
         assert found == [0.75 if each == columns else None for each in kinds]
@@ -208,7 +207,7 @@ def test_numbers_of_other_reward_functions_are_refused(tmp_path):
     alone = record(tmp_path / "alone", [(0, "same", Reward.scored(0.5), None)])
     with pytest.raises(ConfigError, match="numbers of one reward function"):
         ReplayReward(both, alone, "fail")
-    numbers = dict.fromkeys(both.function_names, 0.5)
+    numbers = dict.fromkeys(both.names.functions, 0.5)
     together = record(tmp_path / "both", [(0, "same", replace(Reward.scored(1.0), by_function=numbers), None)])
     with pytest.raises(ConfigError, match="Give the functions of the recorded run"):
         ReplayReward(own, together, "fail")
@@ -266,16 +265,11 @@ def test_without_a_record_nothing_is_noted(services, rows):
 def test_calls_for_references_ahead_belong_to_no_completion(services, rows):
     reward = build_reward(services.url, rows, records=True)
 
-    async def scene():
-        reward.fetch_references([0])
-        await asyncio.gather(*reward._ahead)
-        return await reward.score_all([0], [ACTION])
-
     async def whole():
-        try:
-            return await scene()
-        finally:
-            await reward.aclose()
+        await reward.prepare(EXAMPLES[:1])
+        result = await reward.score_all(EXAMPLES[:1], [ACTION])
+        await reward.aclose()
+        return result
 
     result = asyncio.run(whole())
     assert [each.service for each in result.report.calls] == ["rag_32b"]

@@ -8,8 +8,8 @@ from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
 from salesrl_trl.names import MACHINE, MEMORY, THROUGHPUT, quick_of
-from salesrl_trl.reward.base import RewardNames
 from salesrl_trl.reward.figures import RewardFigures
+from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.layout import ScalarLayout, custom_scalars
 from salesrl_trl.update.ledger import Ledger

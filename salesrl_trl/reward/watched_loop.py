@@ -1,16 +1,18 @@
-"""The event loop on which a reward runs, apart from the one that keeps its deadlines, and the watch over it.
+"""The event loop on which a reward runs, beside the one that keeps its deadlines, and the watch over it.
 
 A reward calls a user's own code: functions, stages, a judge. Such code may never give its event loop back. Then
 deadlines, waits and messages of processes go on, because they have another loop.
 
-Owns the thread of the reward's loop, the calls to it, and what becomes of code that holds it up: it is named with its
+Owns the thread of the reward's loop, the calls to it, and what becomes of code that holds it up: it is logged with its
 stack, interrupted when its time is over, and left behind if that does not end it. `batch` owns the deadlines.
+`reward_loop` and `worker` call it.
 """
 
 import asyncio
 import contextlib
 import contextvars
 import ctypes
+import itertools
 import logging
 import re
 import sys
@@ -32,8 +34,8 @@ LOOK_S = 1.0
 still, no code of the loop runs either."""
 AGAIN_S = 0.25
 """The same once code was interrupted."""
-TOLD_AFTER_S = 10.0
-"""A loop that is held up for so long is told of."""
+LOGGED_AFTER_S = 10.0
+"""A loop that is held up for so long is logged."""
 LEFT_AFTER_S = 10.0
 """Time for code to end after it was interrupted. A call that waits in C, like `time.sleep`, does not notice."""
 CLOSE_S = 5.0
@@ -50,8 +52,9 @@ class HeldUp(BaseException):
     """Raised in code that holds up its event loop when its time is over. No `except Exception` catches it."""
 
 
-class _Pool(ThreadPoolExecutor):
-    """Threads of `asyncio.to_thread`, with the caller's devices. One that hangs does not hold up the program's end."""
+class DaemonThreads(ThreadPoolExecutor):
+    """A thread for each call, with the caller's context and devices. One that hangs holds up neither other calls nor
+    the end of the program, as it would in a pool."""
 
     def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
         done: Future[T] = Future()
@@ -62,31 +65,32 @@ class _Pool(ThreadPoolExecutor):
             try:
                 enter()
                 result = call(*args, **kwargs)
+            except StopIteration:  # no future takes it
+                done.set_exception(RuntimeError("StopIteration"))
             except BaseException as error:
                 done.set_exception(error)
             else:
                 done.set_result(result)
 
-        threading.Thread(target=contextvars.copy_context().run, args=(run,), name="asyncio", daemon=True).start()
+        threading.Thread(target=contextvars.copy_context().run, args=(run,), name="reward call", daemon=True).start()
         return done
 
 
-class Apart:
-    """An event loop on a thread of its own.
+THREADS = DaemonThreads()
 
-    Args:
-        deadline_s (`float`):
-            Longest time that any code may hold up the loop.
-        leave (`Callable[[str], object]`):
-            Called on the caller's loop, with a reason code, when code does not give the loop back even so. Nothing
-            that is called afterwards is answered.
+
+class WatchedLoop:
+    """An event loop on a thread of its own, which no code may hold up for longer than `deadline_s`.
+
+    `leave` is called on the caller's loop, with a reason code, when code does not give the loop back even though it
+    was interrupted. Nothing that is called afterwards is answered.
     """
 
     def __init__(self, deadline_s: float, leave: Callable[[str], object]) -> None:
         self._deadline_s = deadline_s
         self._leave = leave
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(_Pool(thread_name_prefix="asyncio"))
+        self._loop.set_default_executor(DaemonThreads())  # for `asyncio.to_thread`
         self._thread = threading.Thread(target=self._run, name="reward calls", daemon=True)
         self._calls = 0
         self._is_left = False
@@ -205,7 +209,7 @@ class Apart:
                 is_held = True
             else:
                 if not interrupted_s:
-                    self._tell("when rewards were to end: it is interrupted, or left behind")
+                    self._log("when rewards were to end: it is interrupted, or left behind")
                 interrupted_s += look_s
                 self._interrupt()
         self._is_left = True
@@ -222,22 +226,22 @@ class Apart:
                 if self._is_over:
                     self._interrupted(interrupted_s)
                     interrupted_s += AGAIN_S
-                elif self._silent_s == TOLD_AFTER_S:
-                    self._tell("nothing else is scored meanwhile")
+                elif self._silent_s == LOGGED_AFTER_S:
+                    self._log("nothing else is scored meanwhile")
                 await asyncio.sleep(AGAIN_S if interrupted_s else LOOK_S)
             self._silent_s, self._is_overdue = 0.0, False
 
     @property
     def _is_over(self) -> bool:
         """Whether the time of the code that holds up the loop is over: its own, or after a while that of another."""
-        return self._silent_s >= min(self._deadline_s, TOLD_AFTER_S if self._is_overdue else self._deadline_s)
+        return self._silent_s >= min(self._deadline_s, LOGGED_AFTER_S if self._is_overdue else self._deadline_s)
 
     def _interrupted(self, for_s: float) -> None:
         """Interrupt what holds up the loop, again and again: it may go on, and others like it may come behind it."""
         if not for_s:
-            self._tell("its time is over: it is interrupted, and what it scored is missing")
+            self._log("its time is over: it is interrupted, and what it scored is missing")
         if for_s == LEFT_AFTER_S:
-            self._tell("although it was interrupted: nothing more is scored")
+            self._log("although it was interrupted: nothing more is scored")
             self._leave(self.late())
         self._interrupt()
 
@@ -246,12 +250,12 @@ class Apart:
             thread = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(HeldUp))
 
-    def told(self) -> str:
+    def held_up(self) -> str:
         """What holds up the loop, in words; an empty text where it is not held up."""
         stack = self._stack() if self.is_held else []
         return f"{stack[0][0]} at {stack[0][1]} holds up the others for {self._silent_s:g} s" if stack else ""
 
-    def _tell(self, what: str) -> None:
+    def _log(self, what: str) -> None:
         stack = self._stack()
         if not stack:
             logger.error(f"the event loop of rewards does not answer, {what}")
@@ -268,14 +272,14 @@ class Apart:
         frame: FrameType | None = sys._current_frames().get(self._thread.ident or 0)
         if frame is None or _module(frame) == "selectors":
             return []
-        found = []
+        stack = []
         while frame is not None:
             code = frame.f_code
-            found.append((frame, code.co_qualname.rpartition("<locals>.")[2], f"{code.co_filename}:{frame.f_lineno}"))
+            name, place = code.co_qualname.rpartition("<locals>.")[2], f"{code.co_filename}:{frame.f_lineno}"
+            stack.append((_module(frame) in _LOOPS, name, place))
             frame = frame.f_back
-        found.reverse()
-        first = next((at for at, each in enumerate(found) if _module(each[0]) not in _LOOPS), len(found))
-        return [(name, place) for _, name, place in found[first:]]
+        inwards = itertools.dropwhile(lambda entry: entry[0], reversed(stack))
+        return [(name, place) for _, name, place in inwards]
 
 
 def _module(frame: FrameType) -> str:

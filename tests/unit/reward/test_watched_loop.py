@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from salesrl_trl.reward import apart
-from salesrl_trl.reward.desk import RewardDesk
+from salesrl_trl.reward import watched_loop
 from salesrl_trl.reward.functions import RewardFunction, per_completion
 from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.reward_loop import RewardLoop
 
 DEADLINE_S = 0.5
 ROW = {"prompt": "p"}
@@ -33,59 +33,58 @@ async def holds(prompt, completion):
 
 
 @pytest.fixture
-def desk(monkeypatch):
-    monkeypatch.setattr(apart, "LOOK_S", 0.125)
-    monkeypatch.setattr(apart, "AGAIN_S", 0.125)
-    monkeypatch.setattr(apart, "LEFT_AFTER_S", 0.5)
+def loop(monkeypatch):
+    monkeypatch.setattr(watched_loop, "LOOK_S", 0.125)
+    monkeypatch.setattr(watched_loop, "AGAIN_S", 0.125)
+    monkeypatch.setattr(watched_loop, "LEFT_AFTER_S", 0.5)
     let_go.clear()
-    desk = RewardDesk(MixedReward([holds], [1.0]))
-    yield desk
-    desk.close()
+    loop = RewardLoop(MixedReward([holds], [1.0]))
+    yield loop
+    loop.close()
     let_go.set()
 
 
-def scored(desk, *texts):
-    result = desk.result(desk.begin([(ROW,)] * len(texts)), texts)
+def scored(loop, *texts):
+    result = loop.result(loop.begin([ROW] * len(texts)), texts)
     return [reward.value if reward.value is not None else reward.reason for reward in result.rewards]
 
 
-def test_a_function_that_never_yields_is_interrupted_after_its_deadline_and_others_are_scored_again(desk, caplog):
+def test_a_function_that_never_yields_is_interrupted_after_its_deadline_and_others_are_scored_again(loop, caplog):
     began = time.monotonic()
-    held, other = scored(desk, "spins", "other")
+    held, other = scored(loop, "spins", "other")
     assert held == "holds_blocked"
     assert other in ("holds_blocked", 1.0)  # it waited for the same loop, with the same time
     assert time.monotonic() - began < DEADLINE_S + 1.0 + 5.0  # a second of grace, and a slow machine
-    assert scored(desk, "other", "other") == [1.0, 1.0]
-    [told] = [record.message for record in caplog.records if "does not give" in record.message]
-    assert told.startswith(f"holds at {__file__}:")
-    assert f"Stack: {__file__}:" in told
-    assert told.endswith(" in holds")
+    assert scored(loop, "other", "other") == [1.0, 1.0]
+    [line] = [record.message for record in caplog.records if "does not give" in record.message]
+    assert line.startswith(f"holds at {__file__}:")
+    assert f"Stack: {__file__}:" in line
+    assert line.endswith(" in holds")
 
 
-def test_a_loop_that_stays_held_up_ends_the_rewards_with_that_reason_and_is_left_behind(desk, caplog):
-    assert scored(desk, "waits in C") == ["holds_blocked"]
-    assert desk.status() == "none is being scored" or "holds at" in desk.status()
+def test_a_loop_that_stays_held_up_ends_the_rewards_with_that_reason_and_is_left_behind(loop, caplog):
+    assert scored(loop, "waits in C") == ["holds_blocked"]
+    assert loop.status() == "none is being scored" or "holds at" in loop.status()
     ends = time.monotonic() + 20.0
-    while not desk.reward.batches.is_stopped and time.monotonic() < ends:
+    while loop._stopped is None and time.monotonic() < ends:
         time.sleep(0.05)
     began = time.monotonic()
-    assert scored(desk, "other") == ["holds_blocked"]
-    desk.close()
+    assert scored(loop, "other") == ["holds_blocked"]
+    loop.close()
     assert time.monotonic() - began < 10.0
     assert any("nothing more is scored" in record.message for record in caplog.records)
 
 
-def test_a_short_wait_that_blocks_is_no_fault(desk, caplog):
+def test_a_short_wait_that_blocks_is_no_fault(loop, caplog):
     @per_completion
     async def slow(prompt, completion):
         time.sleep(0.4)  # more than three looks
         return 1.0
 
-    desk.close()
-    desk = RewardDesk(slow)
-    batch = desk.begin([ROW])
-    assert desk.result(batch, ["a"]).values == [1.0]
-    desk.close()
+    loop.close()
+    loop = RewardLoop(slow)
+    assert scored(loop, "a") == [1.0]
+    loop.close()
     assert caplog.records == []
 
 
@@ -119,18 +118,18 @@ def test_devices_dtype_and_context_of_the_main_thread_hold_wherever_a_function_r
         seen.append(devices())
         return (1.0 for _ in completions)
 
-    desk = RewardDesk(MixedReward([sync, on_the_loop, RewardFunction(of_trl)], [1.0] * 3))
+    loop = RewardLoop(MixedReward([sync, on_the_loop, RewardFunction(of_trl)], [1.0] * 3))
     token = customer.set("of the main thread")
     torch.cuda.set_device(1)
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     try:
-        values = desk.result(desk.begin([(ROW,) * 3]), ["a"]).values
+        values = loop.result(loop.begin([ROW]), ["a"]).values
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         customer.reset(token)
-        desk.close()
+        loop.close()
     assert values == [3.0]
     assert seen == [("meta", "torch.float64", "of the main thread", 1)] * 4
 
@@ -142,13 +141,12 @@ def test_the_error_of_an_object_that_belongs_to_another_thread_says_so(caplog):
     def reads(prompt, completion):
         return here.execute("SELECT 1").fetchone()[0]
 
-    desk = RewardDesk(reads)
-    result = desk.result(desk.begin([ROW]), ["a"])
-    desk.close()
+    loop = RewardLoop(reads)
+    assert scored(loop, "a") == ["reads_raised_ProgrammingError"]
+    loop.close()
     here.close()
-    assert [reward.reason for reward in result.rewards] == ["reads_raised_ProgrammingError"]
-    [told] = [record.message for record in caplog.records]
-    assert "docs/REWARDS.md, 'Threads'" in told
+    [line] = [record.message for record in caplog.records]
+    assert "docs/REWARDS.md, 'Threads'" in line
 
 
 def test_a_batch_costs_as_many_looks_as_it_has_completions():

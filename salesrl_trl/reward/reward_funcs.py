@@ -1,0 +1,123 @@
+"""From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets.
+
+Owns who calls what: TRL runs reward models, as it does; the reward loop calls all functions. Owns no call itself.
+`trainer` makes it, `wiring.components` asks it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.mixed import combined
+from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.telemetry.logs import show_lines
+
+logger = logging.getLogger(__name__)
+
+RewardFunc: TypeAlias = str | torch.nn.Module | Callable[..., Any] | Scorer | RewardLoop
+"""As TRL has it: a function, a reward model, or its id; or a reward of this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFuncs:
+    """The rewards of a trainer."""
+
+    reward_loop: RewardLoop
+    """Scores completions by all functions."""
+    functions: list[Any]
+    """For TRL, in the order of `reward_funcs`: functions that the loop answers, and reward models."""
+    weights: list[float]
+    """TRL's weight of each."""
+    has_models: bool
+    """Whether a reward model is among them."""
+
+    @classmethod
+    def of(
+        cls,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None,
+        weights: Sequence[float] | None,
+        in_a_process: bool | None,
+        *,
+        has_more: bool = False,
+    ) -> "RewardFuncs":
+        """The rewards of a user's `reward_funcs` and `reward_weights`.
+
+        `in_a_process` is the setting `reward_process`: a process of their own for functions, if it is true. With
+        `has_more` an environment has a reward beside them.
+
+        Raises:
+            `ConfigError`: something is no reward function, or there are not as many weights as functions.
+        """
+        every: list[Any] = [] if reward_funcs is None else [reward_funcs]
+        if isinstance(reward_funcs, list | tuple):
+            every = [*reward_funcs]
+        alone = every[0] if len(every) == 1 else None
+        if isinstance(alone, Scorer) and not has_more:
+            alone = RewardLoop(combined([alone], [1.0], in_a_process))
+        count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(every)
+        if weights is not None and len(weights) != count:
+            raise ConfigError(
+                f"`reward_weights` has {len(weights)} numbers for {count} reward functions. Expected one each."
+            )
+        weights = [1.0] * count if weights is None else list(weights)
+        if isinstance(alone, RewardLoop):
+            return cls(alone, list(alone.functions), weights, has_models=False)
+        models = [isinstance(function, str | torch.nn.Module) for function in every]
+        called = [place for place, is_model in enumerate(models) if not is_model]
+        reward_loop = RewardLoop(
+            combined(
+                [reward_of(every[place]) for place in called],
+                [weights[place] for place in called],
+                in_a_process,
+                are_all=not (has_more or any(models)),
+            )
+        )
+        functions = dict(enumerate(every)) | dict(zip(called, reward_loop.functions, strict=True))
+        return cls(reward_loop, [*functions.values()], weights, any(models))
+
+    def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
+        """Check what functions need: of the dataset's columns, if they are known, and of the sizes.
+
+        A process generates `size` completions at a time, `group` of each prompt.
+
+        Raises:
+            `ConfigError`: a column is not there, or completions that are scored together lie on several processes.
+        """
+        names = self.reward_loop.reward.names
+        if columns is not None:
+            for needs in names.needs:
+                needs.check(columns)
+        if size % names.together.size(group, size):
+            raise ConfigError(
+                f"a reward function scores the {group} completions of a prompt together, and a process generates "
+                f"{size} at a time, so that some prompts lie on two processes. Expected a multiple of {group}. Change "
+                "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`."
+            )
+
+    def why_at_once(self, group: int, size: int, tools: str | None) -> str | None:
+        """The reason why the rewards of a batch come all at once, if they do. `tools`: as in `Hooks`."""
+        if tools is not None:
+            return f"TRL generates completions with {tools} anew when it goes over a batch again"
+        if self.has_models:
+            return "a reward model scores a whole batch"
+        if size > group and self.reward_loop.reward.names.together.size(group, size) == size:
+            return "a reward function scores a whole batch; `@per_completion` and `@per_group` need not wait for it"
+        return None
+
+
+def check_stock(reward_funcs: object, *further: object) -> None:
+    """Log once that a plain `GRPOConfig` leaves TRL's trainer as it is. Raises `ConfigError` for `further` arguments,
+    which TRL's trainer does not have."""
+    if isinstance(reward_funcs, RewardLoop) or any(argument is not None for argument in further):
+        raise ConfigError(
+            "`instruments`, `quick_eval`, `kl_law`, `sampler` and a `RewardLoop` go with a `SalesGRPOConfig`, and "
+            "`args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
+        )
+    show_lines()
+    logger.info("a plain GRPOConfig: this trainer is TRL's own. A SalesGRPOConfig turns on what the package adds")

@@ -1,0 +1,232 @@
+"""The interface of every reward: `Scorer`, six methods of which one has to be written.
+
+Owns the defaults of a reward that asks no service. `chain`, `functions`, `mixed`, `remote` and `replay` implement it;
+`reward_loop` and `worker` call it. A user writes functions (`functions`), stages (`stage`) or a judge, not this.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, BatchResult, Completion, Origin, RewardBatch, Sample
+from salesrl_trl.reward.faults import FaultLog
+from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.scoring import FORMAT
+from salesrl_trl.reward.service.budget import Budget
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.watched_loop import WatchedLoop
+from salesrl_trl.types import Example, Reward
+
+DEADLINE_S = 300.0
+"""Seconds that a completion may take by default."""
+TRL_ARGUMENTS = ("trainer_state",)
+"""What a reward function may ask for beside the columns of a row. `wiring.trl_access` has the values."""
+
+
+class Per(Enum):
+    """What a function scores at once."""
+
+    COMPLETION = "completion"
+    GROUP = "group"
+    BATCH = "batch"
+
+    def size(self, group: int, batch: int) -> int:
+        """Number of neighbours that are scored together."""
+        return max({Per.COMPLETION: 1, Per.GROUP: group, Per.BATCH: batch}[self], 1)
+
+
+_ALWAYS = ("completion_ids", "log_extra", "log_metric", *TRL_ARGUMENTS)
+ARGUMENTS = {
+    Per.COMPLETION: ("prompt", "completion", *_ALWAYS),
+    Per.GROUP: ("prompt", "completions", *_ALWAYS),
+    Per.BATCH: ("prompts", "completions", *_ALWAYS),
+}
+"""What a function may take beside columns of the dataset."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a function can't be called without."""
+
+    function: str
+    per: Per
+    columns: frozenset[str]
+    """Of the dataset."""
+    of_trl: frozenset[str]
+    """Of `TRL_ARGUMENTS`."""
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Raise `ConfigError` if a dataset of these columns lacks one."""
+        lacking = sorted(self.columns - {*columns})
+        if lacking:
+            raise ConfigError(
+                f"the reward function {self.function!r}, which scores a {self.per.value}, takes "
+                f"{', '.join(map(repr, lacking))}. Expected {', '.join(ARGUMENTS[self.per])}, or a column of the "
+                f"dataset: {', '.join(columns)}. Rename the argument, or give it a default."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardNames:
+    """What is known of a reward before its first use. It is the same in every process, and never changes."""
+
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """The numbers that TRL weighs and logs by themselves: a name of each, and the one that TRL logs it under."""
+    together: Per = Per.COMPLETION
+    """Which completions are scored together."""
+    columns: frozenset[str] | None = None
+    """The columns of a row that it reads; `None` for all."""
+    needs: tuple[Needs, ...] = ()
+    """What its functions need of the dataset."""
+    providers: tuple[str, ...] = ()
+    """Judge providers, in fallback order."""
+    components: tuple[str, ...] = ()
+    """The components that a reward may have."""
+    stages: tuple[str, ...] = ()
+    """The user's stages, in their order."""
+    services: tuple[str, ...] = ()
+    """The services with traffic of their own."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """The address of each service, with its model."""
+    required: tuple[tuple[str, ...], ...] = ()
+    """Services of which one of each tuple has to answer: without it nothing could be scored."""
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether completions are actions that may be invalid: in the packaged chain."""
+        return FORMAT in self.components
+
+    def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
+        """The errors of a `Scorer.warm_up` after which nothing could be scored."""
+        every: list[ServiceError] = []
+        for names in self.required:
+            results = [warm_up[name] for name in names if name in warm_up]
+            errors = [result for result in results if isinstance(result, ServiceError)]
+            every += errors if len(errors) == len(results) else []
+        return every
+
+
+class Scorer(ABC):
+    """A reward: scores one completion at a time.
+
+    A subclass has to write `score`. The object is picklable before its first use, and then belongs to one event loop.
+
+    Args:
+        deadline_s (`float`, *optional*, defaults to `300.0`):
+            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
+            `"deadline"`.
+    """
+
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        self.deadline_s = deadline_s
+        self.lines = SampleLines()
+        """Logs what happens to single completions."""
+        self.faults = FaultLog()
+        """Logs errors in the reward's code."""
+        self.budget: Budget | None = None
+        """Limits what its services may be asked. It belongs to the reward's event loop, but for its `path` and
+        `limits`."""
+
+    @abstractmethod
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        """The reward of one completion.
+
+        Args:
+            sample (`Sample`):
+                The completion, and its row of the dataset.
+            stages (`StageTimes`):
+                Times the calls that are awaited: `await stages.timed(call, "judge")`.
+
+        Returns:
+            `Reward`: without a value where a service or the judge failed. TRL keeps that completion out of its group's
+            baseline.
+        """
+
+    @property
+    def names(self) -> RewardNames:
+        """What is known of it before its first use."""
+        return RewardNames(functions={self.own_name: self.own_name})
+
+    async def prepare(self, rows: Iterable[Example]) -> None:  # noqa: B027  for those that have something to prepare
+        """Ask for what does not depend on the policy, before these rows' completions come."""
+
+    async def warm_up(self) -> dict[str, float | ServiceError]:
+        """Ask every service once. Returns by service the seconds of its answer, or its error, which names
+        the place."""
+        return {}
+
+    async def drain(self) -> BatchReport:
+        """Everything that services did since the last call. Without times."""
+        return NOTHING_SCORED
+
+    async def aclose(self) -> None:  # noqa: B027  for those that have something to close
+        """Close what belongs to the running event loop."""
+
+    @property
+    def own_name(self) -> str:
+        """TRL names metrics after it."""
+        name: str = getattr(self, "__name__", type(self).__name__)
+        return name
+
+    def batch(
+        self,
+        rows: Sequence[Example],
+        group: int = 1,
+        *,
+        number: int = 0,
+        lane: int = 0,
+        origin: Origin | None = None,
+        watched: WatchedLoop | None = None,
+    ) -> RewardBatch:
+        """A batch of completions to these rows, none of which is started yet. `watched`: where `score` runs."""
+        return RewardBatch(
+            rows,
+            self.score if watched is None else partial(watched.call, self.score),
+            deadline_s=self.deadline_s,
+            faults=self.faults,
+            lines=self.lines,
+            number=number,
+            lane=lane,
+            group=group,
+            unit=self.names.together.size(group, len(rows)),
+            origin=origin,
+            late=(lambda: "deadline") if watched is None else watched.late,
+        )
+
+    async def score_all(
+        self,
+        rows: Sequence[Example],
+        completions: Sequence[Completion],
+        token_ids: Sequence[Sequence[int]] = (),
+        group: int = 1,
+    ) -> BatchResult:
+        """The rewards of completions to these rows, on the running event loop."""
+        batch = self.batch(rows, group)
+        batch.start_all(completions, token_ids)
+        await batch.settled([range(len(batch))])
+        return batch.result(await self.drain())
+
+    async def __call__(
+        self,
+        *,
+        prompts: Sequence[object],
+        completions: Sequence[Completion],
+        completion_ids: Sequence[Sequence[int]] = (),
+        **columns: Any,
+    ) -> list[float | None]:
+        """Score a batch, as TRL's own `GRPOTrainer` asks for it. Neighbours with equal prompts are a group."""
+        log_extra, log_metric = columns.pop("log_extra", None), columns.pop("log_metric", None)
+        of_trl = {name: columns.pop(name) for name in TRL_ARGUMENTS if name in columns}
+        rows = [
+            {"prompt": prompt, **of_trl, **{name: values[place] for name, values in columns.items()}}
+            for place, prompt in enumerate(prompts)
+        ]
+        group = next((place for place, prompt in enumerate(prompts) if prompt != prompts[0]), len(prompts))
+        result = await self.score_all(rows, completions, completion_ids, group=max(group, 1))
+        if log_extra and log_metric:
+            result.log(log_extra, log_metric)
+        return result.values

@@ -1,0 +1,144 @@
+"""The reward loop: a reward on an event loop of its own, used from another thread. There is no trainer."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from support.loopback import ACTION, BAD, VERDICT, action, build_reward, examples, row
+from trl.trainer.utils import get_callable_name
+
+from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.timing import TimingContext
+from salesrl_trl.types import Outcome
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def loop(services):
+    loop = RewardLoop(build_reward(services.url, [row(), row("r2", tenant_id="t-02")]))
+    yield loop
+    loop.close()
+
+
+def begin(loop, *indices):
+    return loop.begin(examples(indices))
+
+
+def until(condition):
+    ends = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_batch_that_is_waited_for_returns_its_rewards_and_its_report(loop):
+    result = loop.result(begin(loop, 0, 1), [ACTION, [{"role": "assistant", "content": BAD}]])
+    assert [reward.outcome for reward in result.rewards] == [Outcome.OK, Outcome.INVALID_ACTION]
+    assert result.values == [VERDICT["candidate"], -0.25]
+    assert result.report.traffic["rag_8b"]["calls"] == 1
+    assert {span.name for span in result.report.spans} == {"parse", "rag_8b", "rag_32b", "judge"}
+    assert loop.unreported_spans() == []
+
+
+def test_a_completion_is_scored_from_its_start_and_trls_other_text_is_scored_anew(loop, services):
+    batch = begin(loop, 0, 0)
+    loop.start(batch, 0, ACTION)
+    loop.start(batch, 1, action("as it was streamed"))
+    loop.wait(batch, [[0, 1]])
+    assert services.calls["8b"] == 2
+    result = loop.result(batch, [ACTION, BAD])
+    assert services.calls["8b"] == 2
+    assert [reward.outcome for reward in result.rewards] == [Outcome.OK, Outcome.INVALID_ACTION]
+
+
+def test_trl_is_answered_with_the_result_at_hand(loop):
+    result = loop.result(begin(loop, 0), [BAD])
+    [function] = loop.functions
+    with loop.answering(result):
+        assert function(prompts=[None], completions=[BAD], row=[0]) == [-0.25]
+        assert loop.status() == "this rank's are scored, another's may be out"
+    with pytest.raises(AssertionError, match="inside `answering` alone"):
+        function(prompts=[None], completions=[BAD], row=[0])
+    assert get_callable_name(function) == "sales"
+
+
+def test_a_wait_that_is_interrupted_cancels_the_batch(loop, services, monkeypatch):
+    services.set("8b", "", delay_s=1.0)
+    batch = begin(loop, 0)
+    loop.start(batch, 0, ACTION)
+    until(lambda: services.calls["8b"])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("concurrent.futures.Future.result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.wait(batch, [[0]])
+    until(lambda: not batch.under_way())
+    assert batch.rewards == [None]
+
+
+def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, services):
+    services.set("8b", "", delay_s=0.5)
+    assert loop.status() == "none is being scored"
+    older, newer = begin(loop, 0, 0), begin(loop, 0)
+    loop.start(newer, 0, action("another"))
+    assert loop.status() == "none is being scored yet; 1 more batches in flight"
+    loop.start_all(older, [ACTION, BAD])
+    until(lambda: loop.status() == "of 2 completions 1 in rag_8b; 1 more batches in flight")
+    seen = {(span.track, span.name, span.failed) for span in loop.unreported_spans()}
+    assert {("reward 0", "rag_8b", True), ("reward 1", "parse", False), ("reward 0 ahead 1", "rag_8b", True)} <= seen
+    loop.wait(older, [[0, 1]])
+    assert loop.status() == "this rank's are scored, another's may be out; 1 more batches in flight"
+    loop.give_up()
+    assert loop.result(begin(loop, 0), [BAD]).values == [-0.25]  # the loop has come to it by now
+    assert loop.status() == "none is being scored"
+    assert loop.unreported_spans() == []
+    assert [*older.under_way(), *newer.under_way()] == []
+
+
+def test_after_a_cut_off_all_is_missing_with_its_reason_until_it_goes_on(loop, services):
+    early = begin(loop, 0)
+    loop.cut_off("stopped")
+    for batch in (early, begin(loop, 0)):
+        result = loop.result(batch, [ACTION])
+        assert [(reward.outcome, reward.reason) for reward in result.rewards] == [(Outcome.INFRA, "stopped")]
+    loop.prepare(examples([0]))
+    assert services.calls.total() == 0
+    loop.resume()
+    assert loop.result(begin(loop, 0), [ACTION]).values == [VERDICT["candidate"]]
+
+
+def test_references_are_fetched_before_their_completions_come(loop, services):
+    loop.prepare(examples([0, 1]))
+    until(lambda: services.calls["32b"] == 2)
+    assert loop.result(begin(loop, 0), [ACTION]).report.traffic["rag_32b"]["calls"] == 2
+    assert services.calls["32b"] == 2
+
+
+def test_a_closed_loop_leaves_no_thread_and_no_call_and_may_be_closed_again(services):
+    before = set(threading.enumerate())
+    services.set("32b", "", delay_s=PATIENCE_S)
+    loop = RewardLoop(build_reward(services.url, [row()]))
+    loop.prepare(examples([0]))
+    loop.start(begin(loop, 0), 0, ACTION)
+    until(lambda: services.calls["32b"])
+    loop.close()
+    loop.close()
+    assert {thread for thread in threading.enumerate() if thread.name in ("rewards", "reward calls")} <= before
+
+
+def test_a_warm_up_that_has_begun_is_not_made_again(loop, services):
+    spans = []
+    loop.begin_warm_up(TimingContext("warm_up", SimpleNamespace(add=spans.extend)))
+    until(lambda: services.calls["judge"])
+    assert {name: type(answer) for name, answer in loop.warm_up().items()} == {
+        "rag_8b": float, "rag_32b": float, "judge": float,
+    }  # fmt: skip
+    assert services.calls["judge"] == 1
+    assert [(span.name, span.track) for span in spans] == [("warm_up", "rewards")]
+    loop.warm_up()
+    assert services.calls["judge"] == 2
