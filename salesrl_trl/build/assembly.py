@@ -131,11 +131,7 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
 
     All ranks learn the addresses of their own node.
 
-    Args:
-        config (`RewardConfig`):
-            Settings of the services.
-        services (`EmbeddedServices`, *optional*):
-            From `launched_services`, which is called without them.
+    `services`: from `launched_services`, which is called without them.
     """
     if not (config.embeds_rag or config.embeds_judge):
         yield config.rag_base_url or NOWHERE, config.judge_base_url or NOWHERE
@@ -166,13 +162,8 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
 def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
     """Move the chain into a process of its own, or leave it in the trainer's.
 
-    Args:
-        chain (`SalesReward`):
-            The reward chain.
-        in_a_process (`bool`, *optional*):
-            The setting `reward_process`. `None` chooses a process of its own, except on a CPU.
-        on_cpu (`bool`):
-            Whether the run trains on a CPU.
+    `in_a_process`: the setting `reward_process`. `None` chooses a process of its own, except on a CPU. `on_cpu`:
+    whether the run trains on a CPU.
 
     Raises:
         `ConfigError`: a process of its own is required and can't be had.
@@ -209,15 +200,8 @@ def build_reward(
 ) -> SalesReward:
     """Build the reward chain.
 
-    Args:
-        rows (`Sequence[SalesRow]`):
-            Training rows and held-out rows.
-        output_dir (`Path`):
-            Folder of the run's own cache of answers.
-        process_index (`int`, *optional*):
-            Index of this process.
-        records (`bool`, *optional*):
-            As in `SalesReward`.
+    `rows`: Training rows and held-out rows. `output_dir`: Folder of the run's own cache of answers. `records`: as in
+    `SalesReward`.
 
     The other arguments are those of `build_services`.
     """
@@ -274,19 +258,10 @@ def build_services(
 ) -> Services:
     """Build the clients of the services, without a connection.
 
-    Args:
-        config (`RewardConfig`):
-            Settings.
-        parts (`RewardParts`):
-            From `prepare_reward`.
-        rag_base_url (`str`):
-            Address of the configured RAG service, or of the embedded one.
-        judge_base_url (`str`):
-            Address of the configured judge, or of the embedded one. Not used with `judge_providers`.
-        processes (`int`, *optional*, defaults to `1`):
-            Number of processes that share the limits.
-        budget (`Budget`, *optional*):
-            From `budget_of`. Nothing is limited or counted without it.
+    `parts`: from `prepare_reward`. `rag_base_url`: Address of the configured RAG service, or of the embedded one.
+    `judge_base_url`: Address of the configured judge, or of the embedded one. Not used with `judge_providers`.
+    `processes`: number of processes that share the limits. `budget`: from `budget_of`. Nothing is limited or counted
+    without it.
     """
 
     def transport(

@@ -48,16 +48,8 @@ def banner(
 ) -> list[str]:
     """The lines of the banner.
 
-    Args:
-        data (`DataConfig`), reward (`RewardConfig`), telemetry (`TelemetryConfig`), training (`SalesGRPOConfig`),
-        model (`ModelConfig`):
-            Settings.
-        policy_path (`str`):
-            Folder or hub name of the policy and its tokenizer.
-        rows (`tuple[int, int]`):
-            Number of training rows, and of held-out rows.
-        notes (`Sequence[str]`, *optional*, defaults to none):
-            Findings of the checks, a line each.
+    `policy_path`: Folder or hub name of the policy and its tokenizer. `rows`: number of training rows, and of held-out
+    rows. `notes`: Findings of the checks, a line each.
     """
     lines = [
         ("policy", _policy(policy_path, model, training)),
@@ -85,13 +77,8 @@ def banner(
 def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
     """The last lines of a run that did not fail.
 
-    Args:
-        output_dir (`str`):
-            The run's folder.
-        saves_policy (`bool`):
-            Whether the policy lies in it.
-        notes (`Sequence[str]`):
-            Findings of the checks. Those about scores that mean nothing are repeated.
+    `saves_policy`: whether the policy lies in it. `notes`: Findings of the checks. Those about scores that mean
+    nothing are repeated.
     """
     saved = f"the policy is in {output_dir}; " if saves_policy else ""
     lines = [f"{saved}its figures on a page: python -m salesrl_trl.report {output_dir}"]
@@ -124,7 +111,7 @@ def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str
     ids = None if generation is None else generation.eos_token_id
     listed = [ids] if isinstance(ids, int) else ids or []
     ends = dict.fromkeys([tokenizer.eos_token_id, *listed])
-    return ", ".join(f"{tokenizer.convert_ids_to_tokens(each)} ({each})" for each in ends if each is not None)
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends if end is not None)
 
 
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
@@ -186,7 +173,7 @@ def _rag(reward: RewardConfig) -> str:
 def _judge(reward: RewardConfig) -> str:
     providers = reward.parsed_judge_providers()
     if providers:
-        return ", ".join(f"{each.name}: {each.model} at {each.base_url}" for each in providers)
+        return ", ".join(f"{provider.name}: {provider.model} at {provider.base_url}" for provider in providers)
     if reward.judge is not None:
         return reward.judge
     if reward.judge_base_url is not None:

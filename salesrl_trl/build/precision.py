@@ -48,21 +48,11 @@ def choose_precision(
 ) -> Precision:
     """The number format of the weights, and whether the optimizer rounds stochastically.
 
-    Args:
-        dtype (`str`, *optional*):
-            The setting: `"float32"`, `"bfloat16"` or `"float16"`; `"auto"` or `None` for the checkpoint's format.
-        autocast (`bool`):
-            Whether the forward pass computes in 16 bits (`bf16` or `fp16`).
-        keeps_masters (`bool`):
-            Whether DeepSpeed trains. It keeps float32 copies of 16-bit weights if it computes in 16 bits.
-        adapters_only (`bool`):
-            Whether LoRA adapters are trained.
-        optim (`str`), optim_args (`str`, *optional*):
-            The settings.
-        weigh (`Callable[[str, str], Estimate]`, *optional*):
-            The memory for a number format and an optimizer; `None` if it does not matter or is not known.
-        has_torchao (`bool`):
-            Whether torchao is installed.
+    `dtype`: the setting: `"float32"`, `"bfloat16"` or `"float16"`; `"auto"` or `None` for the checkpoint's format.
+    `autocast`: whether the forward pass computes in 16 bits (`bf16` or `fp16`). `keeps_masters`: whether DeepSpeed
+    trains. It keeps float32 copies of 16-bit weights if it computes in 16 bits. `adapters_only`: whether LoRA adapters
+    are trained. `weigh`: the memory for a number format and an optimizer; `None` if it does not matter or is not
+    known.
 
     Raises:
         `ConfigError`: float32 does not fit, and no other way to train every weight is available.

@@ -137,13 +137,8 @@ def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
 def parse_part(argv: Sequence[str], kinds: Sequence[type], **options: str) -> tuple[Any, ...]:
     """Read the settings of a tool. It accepts every recipe and every setting of a run, and checks its own.
 
-    Args:
-        argv (`Sequence[str]`):
-            Command-line arguments, perhaps with `--config FILE.yaml`.
-        kinds (`Sequence[type]`):
-            Dataclasses of the tool's own settings.
-        options:
-            Further arguments of `argparse.ArgumentParser`, such as `description`.
+    `argv`: Command-line arguments, perhaps with `--config FILE.yaml`. `kinds`: Dataclasses of the tool's own settings.
+    `options`: further arguments of `argparse.ArgumentParser`, such as `description`.
 
     Returns:
         `tuple`: an object of each of the `kinds`, in their order, and a `Namespace` of all other settings.
@@ -172,16 +167,9 @@ class SettingsParser(TrlParser):
     - Unknown arguments and keys of the recipe are refused, with a guess at the intended name.
     - Presets, and the settings under `small_policy` when no model is named, replace those of the recipe.
 
-    Args:
-        kinds (`Sequence[type]`):
-            Dataclasses of settings.
-        unbuilt (`Sequence[type]`, *optional*, defaults to none):
-            Dataclasses whose settings are accepted and not checked: a tool may not be able to build them. Training
-            settings, for example, may need a GPU. `--help` leaves them out.
-        unread (`Collection[str]`, *optional*, defaults to none):
-            Names of settings that are accepted and not read.
-        options:
-            Further arguments of `argparse.ArgumentParser`, such as `description`.
+    `unbuilt`: Dataclasses whose settings are accepted and not checked: a tool may not be able to build them. Training
+    settings, for example, may need a GPU. `--help` leaves them out. `unread`: names of settings that are accepted and
+    not read. `options`: further arguments of `argparse.ArgumentParser`, such as `description`.
     """
 
     def __init__(
@@ -218,11 +206,8 @@ class SettingsParser(TrlParser):
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """Read the settings, once: the values of a recipe become defaults of this parser.
 
-        Args:
-            argv (`Sequence[str]`):
-                Command-line arguments, perhaps with `--config FILE.yaml`.
-            default_recipe (`Path`, *optional*):
-                Recipe for a command line without `--config`. Without both, there is no recipe.
+        `argv`: Command-line arguments, perhaps with `--config FILE.yaml`. `default_recipe`: Recipe for a command line
+        without `--config`. Without both, there is no recipe.
 
         Returns:
             `tuple`: an object of each of the `kinds`, in their order, and the `Namespace` of those `unbuilt`.

@@ -19,7 +19,7 @@ def settings_beside_the_trainers(config: RunConfig) -> dict[str, dict[str, objec
     """The settings that are not the trainer's, by owner, as the recipe gives them."""
     owners = {"data": config.data, "reward": config.reward, "telemetry": config.telemetry, "model": config.model}
     return {
-        owner: {each.name: config.recipe[each.name] for each in fields(part) if each.name in config.recipe}
+        owner: {field.name: config.recipe[field.name] for field in fields(part) if field.name in config.recipe}
         for owner, part in owners.items()
     }
 
@@ -28,10 +28,6 @@ class RunSettings(TrainerCallback):
     """Gives the trackers the settings that are not the trainer's, without keys, under names such as `reward.top_k`.
 
     transformers gives them the trainer's own.
-
-    Args:
-        settings (`Mapping[str, Mapping[str, object]]`):
-            Settings by owner and name.
     """
 
     def __init__(self, settings: Mapping[str, Settings]) -> None:

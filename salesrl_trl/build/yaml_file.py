@@ -45,5 +45,5 @@ def _characters(node: yaml.Node, known: dict[int, int]) -> int:
         if isinstance(node, yaml.ScalarNode):
             return 1 + len(node.value)
         parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_characters(each, known) for each in parts)
+        known[id(node)] = 1 + sum(_characters(part, known) for part in parts)
     return known[id(node)]

@@ -33,7 +33,7 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
         f"`beta` is {beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of them: "
         "leave out `beta`, or give `--branch_kl {}` for one coefficient.",
     )
-    known = {each.name for each in dataclasses.fields(KLTarget)}
+    known = {field.name for field in dataclasses.fields(KLTarget)}
     targets = {}
     for branch in branches:
         entry = given.get(branch, {"beta": beta})

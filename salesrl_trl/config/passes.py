@@ -53,7 +53,7 @@ def passes_of(
     return Passes(
         prompts,
         most_tokens=1 if args.is_sharded else args.pass_tokens,
-        weights=sum(each.numel() for each in model.parameters()),
+        weights=sum(parameter.numel() for parameter in model.parameters()),
         is_light=args.gradient_checkpointing and _is_half_on_gpu(args, model),
         correction=correction_at_step(args),
         ledger=ledger,

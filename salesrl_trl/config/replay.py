@@ -48,7 +48,7 @@ class ReplayConfig:
         if self.replay is None or record_files(self.replayed):
             return
         folders = {*Path("runs").glob("*"), *self.replayed.parent.glob("*")}
-        runs = sorted(str(each) for each in folders if each.is_dir() and record_files(each))
+        runs = sorted(str(folder) for folder in folders if folder.is_dir() and record_files(folder))
         raise ConfigError(
             f"`replay` is {self.replay!r}, which holds no record. Expected one of: {', '.join([CASSETTE, *runs])}; or "
             "the output folder of another run with `record: true`."

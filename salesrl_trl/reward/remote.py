@@ -272,9 +272,8 @@ class RemoteReward(Scorer):
     oldest batch come first, and those of another batch when these are settled. So a text that ends each child that
     reads it costs its own batch alone.
 
-    Args:
-        reward (`Scorer`):
-            The reward, before its first use. All its parts must be picklable. In this process only its names are used.
+    `reward`: the reward, before its first use. All its parts must be picklable. In this process only its names are
+    used.
 
     Raises:
         `ConfigError`: the reward holds something that can't be sent, or needs the trainer's state, which is not sent.

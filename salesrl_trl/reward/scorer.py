@@ -115,10 +115,8 @@ class Scorer(ABC):
 
     A subclass has to write `score`. The object is picklable before its first use, and then belongs to one event loop.
 
-    Args:
-        deadline_s (`float`, *optional*, defaults to `300.0`):
-            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
-            `"deadline"`.
+    `deadline_s`: seconds a completion may take from its start. What is not scored by then is cancelled and missing,
+    reason `"deadline"`.
     """
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
@@ -135,11 +133,8 @@ class Scorer(ABC):
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         """The reward of one completion.
 
-        Args:
-            sample (`Sample`):
-                The completion, and its row of the dataset.
-            stages (`StageTimes`):
-                Times the calls that are awaited: `await stages.timed(call, "judge")`.
+        `sample`: the completion, and its row of the dataset. `stages`: Times the calls that are awaited: `await
+        stages.timed(call, "judge")`.
 
         Returns:
             `Reward`: without a value where a service or the judge failed. TRL keeps that completion out of its group's

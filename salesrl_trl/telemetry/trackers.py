@@ -33,11 +33,7 @@ logger = logging.getLogger(__name__)
 def spared(what: str, errors: type[Exception] = Exception) -> Iterator[None]:
     """Inside the block an error ends the block alone, not the run. One line says so, the first time.
 
-    Args:
-        what (`str`):
-            What gets figures or tables here, such as `"TensorBoard"`.
-        errors (`type[Exception]`, *optional*, defaults to `Exception`):
-            The errors that are meant.
+    `what`: what gets figures or tables here, such as `"TensorBoard"`.
     """
     try:
         yield
@@ -95,11 +91,7 @@ class Trackers:
     its end transformers closes the run of MLflow, and these figures would begin another run. Without a run of trackio
     TRL fails.
 
-    Args:
-        names (`Iterable[str]`):
-            The trackers of `report_to`.
-        callbacks (`Iterable[TrainerCallback]`):
-            Callbacks of the trainer. Those of the trackers are among them.
+    `names`: the trackers of `report_to`. `callbacks`: Callbacks of the trainer. Those of the trackers are among them.
     """
 
     def __init__(self, names: Iterable[str], callbacks: Iterable[TrainerCallback]) -> None:
@@ -112,14 +104,14 @@ class Trackers:
             self._replaced.enter_context(patched(ProfilingContext, "_log_metrics", profiled))
         quiet = functools.partial(_without_writers, threading.excepthook)
         self._replaced.enter_context(patched(threading, "excepthook", quiet))
-        for each in callbacks:
-            if isinstance(each, (*INTEGRATION_TO_CALLBACK.values(),)):
-                _spare(each)
-            if isinstance(each, MLflowCallback | TrackioCallback):
-                each.on_train_end = functools.partial(self._end_later, each, each.on_train_end)
-            elif isinstance(each, SwanLabCallback):
-                each.setup = functools.partial(_set_up_swanlab, each._swanlab, each.setup)
-                each.on_log = functools.partial(_log_values, each.on_log)
+        for callback in callbacks:
+            if isinstance(callback, (*INTEGRATION_TO_CALLBACK.values(),)):
+                _spare(callback)
+            if isinstance(callback, MLflowCallback | TrackioCallback):
+                callback.on_train_end = functools.partial(self._end_later, callback, callback.on_train_end)
+            elif isinstance(callback, SwanLabCallback):
+                callback.setup = functools.partial(_set_up_swanlab, callback._swanlab, callback.setup)
+                callback.on_log = functools.partial(_log_values, callback.on_log)
 
     def _end_later(self, owner: TrainerCallback, end: Callable[..., None], *given: object, **named: object) -> None:
         self._ends[owner] = functools.partial(end, *given, **named)
@@ -127,15 +119,8 @@ class Trackers:
     def log_table(self, output_dir: Path, mode: str, step: int, unique_prompts: bool) -> None:
         """Hand on the table of completions that TRL wrote.
 
-        Args:
-            output_dir (`Path`):
-                The run's folder.
-            mode (`str`):
-                `"train"` or `"eval"`.
-            step (`int`):
-                Optimizer steps done.
-            unique_prompts (`bool`):
-                Whether to show one completion of each prompt.
+        `mode`: `"train"` or `"eval"`. `step`: Optimizer steps done. `unique_prompts`: whether to show one completion
+        of each prompt.
         """
         if not {"mlflow", "swanlab"}.intersection(self._names):
             return

@@ -61,14 +61,12 @@ def sales_settings(output_dir, **given):
 
 
 OF_THE_TRAINER = ("instruments", "quick_eval", "peft_config", "callbacks", "rollout_func", "kl_law", "sampler")
-"""Names of arguments of the trainer itself. All others that a test gives are settings."""
+"""Names of arguments of the trainer itself. All others that a test gives are settings, as are names of these."""
 
 
 def build_trainer(policy_path, reward, texts, rows, output_dir, kind=ScriptedTrainer, **given):
     """Our trainer with scripted completions, or one of another `kind`."""
-    own = {name: given.pop(name) for name in OF_THE_TRAINER if name in given}
-    if "engine" in given:  # `sampler` of the settings, which the trainer has too
-        given["sampler"] = given.pop("engine")
+    own = {name: given.pop(name) for name in OF_THE_TRAINER if not isinstance(given.get(name, ""), str)}
     trainer = kind(
         AutoModelForCausalLM.from_pretrained(policy_path),
         reward,

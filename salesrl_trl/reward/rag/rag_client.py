@@ -39,17 +39,8 @@ class RagBackend(Protocol):
     ) -> Answer:
         """Answer from the policy's action.
 
-        Args:
-            context (`str`):
-                The conversation, a line per turn.
-            action (`Action`):
-                What the policy wrote.
-            score_threshold (`float`):
-                Passages below this normalised score in [0, 1] are left out.
-            top_k (`int`):
-                Most passages to retrieve.
-            ids (`RequestIds`):
-                Whose conversation it is.
+        `context`: the conversation, a line per turn. `score_threshold`: Passages below this normalised score in [0, 1]
+        are left out.
 
         Raises:
             `ServiceError`: no answer.

@@ -396,7 +396,7 @@ def test_as_much_as_is_wanted_has_to_be_scored(services, capsys):
         (["--min_valid_reward_fraction", "2"], "`min_valid_reward_fraction` is 2.0. Expected 0 to 1."),
         (["--variants", "clean,rude"], "names ['rude']. Expected some of: clean,duplicate"),
         (["--variant", "clean"], "--variant (did you mean --variants?)"),
-        (["--rag_top_k", "0"], "`rag_top_k` is 0. Expected 1 to 50."),
+        (["--rag_top_k", "0"], "`rag_top_k` is 0. Expected a number, at least 1, and at most 50."),
         (["--config"], "`--config` names no file"),
         (["--config", "no.yaml"], "there is no recipe no.yaml"),
         (["--action_fields", "query"], "the simulation writes no other actions"),
