@@ -5,12 +5,12 @@ import logging
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from pytest_httpserver import HTTPServer
-from support import apart
+from support import apart, forked
 from support.loopback import Services
 from support.seconds import TookTooLong
 
@@ -23,6 +23,8 @@ LONG_FILES = (
     "test_flops.py", "test_sigterm.py", "test_two_ranks.py", "test_examples.py",
 )  # fmt: skip
 """They come first, so that no worker ends with one of them while the others have nothing left."""
+
+HAS_GPU = Path("/dev/nvidiactl").exists()
 
 apart.begin()
 
@@ -91,6 +93,8 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_thread():
     """Threads cost more than they bring on tensors this small."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -114,14 +118,20 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{taken:7.1f}  {name}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """The workers are forks of one process that has imported everything. A GPU's driver may not stand a fork."""
+    if not HAS_GPU:
+        for spec in specs:
+            spec.python = forked.worker_python(forked.server_folder())
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=[TookTooLong.__name__]))
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 

@@ -1,168 +1,288 @@
-"""Programs of tests that begin with everything imported: forks of one process that has imported torch, TRL and the
-package, without vLLM. An import takes 10 s of CPU, a fork 0.1 s.
+"""Programs of tests that begin with everything imported: forks of one process that has imported torch, TRL, vLLM and
+the package. An import takes 16 s of CPU, a fork 0.1 s.
 
-`support.ranks`, tests of signals and of processes that are killed start their programs with `Program`. What is about a
-start itself, such as recipes and commands, starts Python.
+One server of forks serves a session of pytest. The workers of pytest-xdist are forks of it themselves.
+- `Program` is `subprocess.Popen` for a Python program. Its process id is that of the fork.
+- `python()` is a command that stands for `python`. It starts a fork, hands signals on to it, and ends as it does. The
+  children that a fork starts by `sys.executable` are forks too: ranks of a launcher, the process of a reward.
+
+What is about a start itself, such as what a module imports, starts Python.
 """
 
 import atexit
+import contextlib
+import fcntl
+import gc
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_FOLDER = "FOLDER_OF_FORKS"
+"""Environment variable with the folder of the session's server: its socket, and the command that stands for Python."""
 _PATHS = (str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"))
-_STATUS = 4
-"""Bytes of an exit status, as `waitpid` gives it."""
+_NUMBER = 4
+"""Bytes of a process id, and of an exit status as `waitpid` gives it."""
+_HANDED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_HIGH = 500
+"""Above the numbers of the file descriptors of any program here."""
 
-_server: list[socket.socket | subprocess.Popen] = []
-"""The way to it and its process, once the first program has started."""
+_folder: list[str] = []
+"""That of the server, once this process knows it."""
 
 
 class Program(subprocess.Popen):
-    """`python PROGRAM ARGUMENTS`, with the program's path and its arguments, as a fork. All else as with `Popen`."""
+    """`python ARGUMENTS` as a fork, where the arguments come without `python`. All else as with `Popen`."""
 
     def _execute_child(self, args, *given):  # what Popen starts a process with, after it has made the pipes
         # executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, six pipes, ...
-        cwd, env = given[4:6]
+        pass_fds, cwd, env = given[3:6]
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = given[9:15]
-        start_new_session = given[20]
-        self._status, status = os.pipe()
-        environment = {name: str(value) for name, value in (os.environ if env is None else env).items()}
-        request = {"args": [str(arg) for arg in args], "cwd": str(cwd or os.getcwd()), "env": environment}
-        request["start_new_session"] = bool(start_new_session)
         standard = [number if own == -1 else own for number, own in enumerate((p2cread, c2pwrite, errwrite))]
-        self.pid = _ask(request, [*standard, status])
+        descriptors = {**dict(enumerate(standard)), **{number: number for number in pass_fds}}
+        self._connection, self.pid = _ask(server_folder(), args, descriptors, cwd, env)
         self._child_created = True
-        os.close(status)
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
     def _internal_poll(self, *_, **__):
-        if self.returncode is None and (found := self._try_wait(os.WNOHANG))[0]:
-            self._handle_exitstatus(found[1])
+        if self.returncode is None and (ended := self._try_wait(os.WNOHANG))[0]:
+            self._handle_exitstatus(ended[1])
         return self.returncode
 
     def _try_wait(self, wait_flags):
-        if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+        if wait_flags & os.WNOHANG and not select.select([self._connection], [], [], 0)[0]:
             return 0, 0
-        status = os.read(self._status, _STATUS)
-        os.close(self._status)
-        return self.pid, int.from_bytes(status, sys.byteorder) if status else signal.SIGKILL
+        return self.pid, _status(self._connection)
 
 
-def _ask(request, descriptors):
-    """Have the server fork. Returns the child's process id."""
-    if not _server:
-        control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        paths = os.pathsep.join((*_PATHS, os.environ.get("PYTHONPATH", "")))
-        process = subprocess.Popen(  # it ends when this process has ended
-            [sys.executable, __file__, str(other.fileno())],
-            pass_fds=[other.fileno()],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        other.close()
-        _server.extend((control, process))
-        atexit.register(_end)
-    control = _server[0]
-    words = json.dumps(request).encode()
-    socket.send_fds(control, [len(words).to_bytes(_STATUS, sys.byteorder)], descriptors)
-    control.sendall(words)
-    return int.from_bytes(control.recv(_STATUS), sys.byteorder)
+def python():
+    """The path of a command that stands for `python`."""
+    return str(Path(server_folder(), "python"))
 
 
-def _end():
-    control, process = _server
-    control.close()
-    process.wait()
+def server_folder():
+    """The folder of the session's server, which starts if need be. It ends when the process that started it ends."""
+    if not _folder and _FOLDER in os.environ:
+        _folder.append(os.environ[_FOLDER])
+    if not _folder:
+        folder = tempfile.mkdtemp(prefix="forks-")
+        command = Path(folder, "python")
+        command.write_text(f'#!/bin/sh\nexec {worker_python(folder, "python")} "$@"\n')
+        command.chmod(0o755)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/socket")
+            listener.listen(64)
+            server = subprocess.Popen(
+                [sys.executable, __file__, "serve", folder, str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                env={
+                    **os.environ,
+                    _FOLDER: folder,
+                    "PYTHONPATH": os.pathsep.join((*_PATHS, os.environ.get("PYTHONPATH", ""))),
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        atexit.register(_end, server, folder)
+        os.environ[_FOLDER] = folder
+        _folder.append(folder)
+    return _folder[0]
 
 
-def _serve(control):
-    """Fork for each request, and write to its descriptor how the child ended. Returns in the child: its request."""
+def worker_python(folder, kind="worker"):
+    """A command line that stands for `python`: a fork. The children of a `worker` start as ever."""
+    return f"'{sys.executable}' -I -S '{__file__}' {kind} '{folder}'"
+
+
+def _end(server, folder):
+    server.stdin.close()
+    server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ask(folder, words, descriptors, cwd=None, env=None, children_are_forks=True):
+    """Have the server fork, with these file descriptors under these numbers. Returns a connection, over which its exit
+    status comes, and the process id. The fork is killed when the connection is closed."""
+    environment = {name: str(value) for name, value in (os.environ if env is None else env).items()}
+    request = {
+        "words": [os.fspath(word) for word in words],
+        "cwd": str(cwd or os.getcwd()),
+        "environment": environment,
+    }
+    request |= {"numbers": [*descriptors], "children_are_forks": children_are_forks}
+    content = json.dumps(request).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"{folder}/socket")
+    socket.send_fds(connection, [len(content).to_bytes(_NUMBER, sys.byteorder)], [*descriptors.values()])
+    connection.sendall(content)
+    return connection, int.from_bytes(connection.recv(_NUMBER), sys.byteorder)
+
+
+def _status(connection):
+    with connection:
+        status = connection.recv(_NUMBER)
+    return int.from_bytes(status, sys.byteorder) if status else signal.SIGKILL
+
+
+def _stand_in(folder, children_are_forks, words):
+    """Be what a fork is for the process that started this one. Every file descriptor that it gave is the fork's."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
+    handed = {}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the folder itself
+            os.fstat(number)
+            handed[number] = number
+    connection, pid = _ask(folder, words, dict(sorted(handed.items())), children_are_forks=children_are_forks)
+    for number in handed:
+        os.close(number)
+    for number in _HANDED_ON:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
+    status = _status(connection)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _serve(listener):
+    """Fork for each connection, and send how the fork ended. Returns in the fork: its request, its descriptors."""
     ended, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    statuses = {}
+    forks = {}
     while True:
-        ready, _, _ = select.select([control, ended], [], [])
+        ready, _, _ = select.select([0, listener, ended, *forks.values()], [], [])
+        if 0 in ready:  # the session has ended
+            for pid in forks:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        for pid, connection in forks.items():
+            if connection in ready:  # closed: nobody waits for it any more
+                os.kill(pid, signal.SIGKILL)
         if ended in ready:
             os.read(ended, 4096)
-            while statuses and (found := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = found
-                os.write(statuses[pid], status.to_bytes(_STATUS, sys.byteorder))
-                os.close(statuses.pop(pid))
-        if control in ready:
-            head, descriptors, _, _ = socket.recv_fds(control, _STATUS, 4)
-            if not head:
-                os._exit(0)
-            words = b""
-            while len(words) < int.from_bytes(head, sys.byteorder):
-                words += control.recv(1 << 20)
+            while forks and (end := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = end
+                with forks.pop(pid) as connection, contextlib.suppress(OSError):
+                    connection.sendall(status.to_bytes(_NUMBER, sys.byteorder))
+        if listener in ready:
+            connection, _ = listener.accept()
+            head, descriptors, _, _ = socket.recv_fds(connection, _NUMBER, 250)
+            content = b""
+            while len(content) < int.from_bytes(head, sys.byteorder):
+                content += connection.recv(1 << 20)
             pid = os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for number in (control.fileno(), ended, wakes, *statuses.values()):
-                    os.close(number)
-                control.detach()
-                for number, descriptor in enumerate(descriptors[:3]):
-                    os.dup2(descriptor, number)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                return json.loads(words)
-            statuses[pid] = descriptors.pop()
-            for descriptor in descriptors:
-                os.close(descriptor)
-            control.sendall(pid.to_bytes(_STATUS, sys.byteorder))
+                for one_of_server in (listener, connection, *forks.values()):
+                    one_of_server.close()
+                os.close(ended)
+                os.close(wakes)
+                return json.loads(content), descriptors
+            for number in descriptors:
+                os.close(number)
+            forks[pid] = connection
+            connection.sendall(pid.to_bytes(_NUMBER, sys.byteorder))
 
 
-def _run(program):
-    """Run it as `__main__`, and end as Python does, but without taking apart what is imported: 2 s of CPU."""
+def _become(request, descriptors, folder, set_by_imports):
+    """The process that was asked for, before its program. Returns the program's words."""
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also when the tests run under `nohup`
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    high = [fcntl.fcntl(number, fcntl.F_DUPFD, _HIGH) for number in descriptors]
+    for number in descriptors:
+        os.close(number)
+    for number, wanted in zip(high, request["numbers"], strict=True):
+        os.dup2(number, wanted)
+        os.close(number)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update({**set_by_imports, **request["environment"]})
+    paths = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[1:] = [*dict.fromkeys((*paths, *sys.path[1:]))]
+    if request["children_are_forks"]:
+        from vllm.model_executor.models import registry
+
+        sys.executable = registry._SUBPROCESS_COMMAND[0] = f"{folder}/python"
+    return request["words"]
+
+
+def _run(words):
+    """Run `python WORDS`, and end as Python does, but without taking apart what is imported: 2 s of CPU."""
+    main = sys.modules["__main__"] = type(sys)("__main__")
     code = 0
     try:
-        runpy.run_path(program, run_name="__main__")
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        while words[0] in ("-u", "-P"):
+            if words.pop(0) == "-u":
+                sys.stdout.reconfigure(write_through=True)
+        if words[0] == "-m":
+            sys.path[0] = os.getcwd()
+            sys.argv = ["-m", *words[2:]]
+            runpy._run_module_as_main(words[1])
+        elif words[0] == "-c":
+            sys.path[0] = ""
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), main.__dict__)
+        else:
+            sys.path[0] = str(Path(words[0]).parent)
+            sys.argv, main.__file__ = words, words[0]
+            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 
-def _become(request):
-    """The program that was asked for, as `python PROGRAM ARGUMENTS` begins it."""
-    if request["start_new_session"]:
-        os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also when the tests run under `nohup`
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["env"])
-    sys.argv = request["args"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    return sys.argv[0]
+def _import_everything():
+    from salesrl_trl.ground import process
 
+    process.remember_packages()
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401, I001 - before TRL
-    import torch.distributed.fsdp  # noqa: F401
+    import accelerate.commands.launch
+    import deepspeed
+    import torch.distributed.fsdp
+    import torch.distributed.run
+    import vllm.entrypoints.openai.api_server
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
     from salesrl_trl import train, trainer  # noqa: F401
     from support import keyed, scripted  # noqa: F401
 
-    control = socket.socket(fileno=int(sys.argv[1]))
-    _run(_become(_serve(control)))
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    kind, folder, *rest = sys.argv[1:]
+    if kind == "serve":
+        before = dict(os.environ)
+        _import_everything()
+        set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        listener = socket.socket(fileno=int(rest[0]))
+        _run(_become(*_serve(listener), folder, set_by_imports))
+    _stand_in(folder, kind == "python", rest)

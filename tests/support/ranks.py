@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from accelerate.utils.other import get_free_port
@@ -29,10 +28,9 @@ def run_ranks(launchers, arguments, out, limit_s, **env):
     started = []
     for launcher, log in zip(launchers, logs, strict=True):
         own, words = (launcher, ()) if isinstance(launcher, dict) else ({}, ("-m", *launcher))
-        start, words = (Program, ()) if not words else (subprocess.Popen, (sys.executable, *words))
         with log.open("w") as stderr:
             started.append(
-                start(
+                Program(
                     [*words, *map(str, arguments)],
                     env={**os.environ, "PYTHONPATH": paths, **env, **{name: str(each) for name, each in own.items()}},
                     stdout=subprocess.DEVNULL,
