@@ -46,34 +46,35 @@ make_folder() {
   cp -- "$list" "$stamp"
 }
 
-# With the lowest versions: a training, and beside it one room of tests for each package and what upstream's hooks are.
-# Two processes, one of which imports TRL, take less CPU time than two workers of one, and as long.
+# With the lowest versions: a training, one room of tests for each package, and what upstream's hooks are.
 test_lowest() {
   wait "$lowest_made" || return
-  local training temporary status=0
-  temporary="$(mktemp -d)" # of each process its own: pytest removes old folders, and stumbles where another one does too
-  mkdir -- "$temporary/training" "$temporary/others"
-  local pytest=("$bin/python" -m pytest -q -m "not (alone or gpu or slow)" "${durations[@]}")
-  local -x PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
-  PYTEST_DEBUG_TEMPROOT="$temporary/training" "${pytest[@]}" tests/integration/test_readme.py &
-  training=$!
-  PYTEST_DEBUG_TEMPROOT="$temporary/others" "${pytest[@]}" tests/upstream tests/unit/test_packaging.py::test_versions_of_the_environment tests/unit/test_names.py \
+  PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" "$bin/python" -m pytest -q -m "not (alone or gpu or slow)" \
+    -n 2 --dist loadfile --no-loadscope-reorder "${durations[@]}" tests/integration/test_readme.py tests/upstream \
+    tests/unit/test_packaging.py::test_versions_of_the_environment tests/unit/test_names.py \
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
     tests/unit/demo/services/test_knowledge_index.py tests/unit/build/test_checks.py tests/unit/data/test_templates.py \
     tests/unit/telemetry/test_device.py tests/unit/telemetry/test_layout.py tests/unit/shared_prompts \
     tests/unit/view/test_run_folder.py tests/unit/view/test_report_page.py \
-    tests/unit/telemetry/test_flops.py::test_of_two_adapters_the_one_that_runs_is_counted ||
-    status=$?
-  wait "$training" || status=$?
-  rm -rf -- "$temporary"
-  return "$status"
+    tests/unit/telemetry/test_flops.py::test_of_two_adapters_the_one_that_runs_is_counted
 }
 
 # A run that reports to every tracker.
 test_trackers() {
   wait "$trackers_made" || return
-  PYTHONPATH="$trackers${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 \
+  PYTHONPATH="$trackers${PYTHONPATH:+:$PYTHONPATH}" \
     "$bin/python" -m pytest -q "${durations[@]}" tests/integration/test_trackers.py
+}
+
+# What needs other versions, or none, runs beside the tests, where these wait, and is shown after them.
+beside_the_tests() {
+  make_folder "$lowest" requirements/lowest.txt &
+  lowest_made=$!
+  make_folder "$trackers" requirements/trackers.txt &
+  trackers_made=$!
+  run "mypy" "$bin/mypy"
+  run "tests with trackers" test_trackers
+  run "tests with the lowest versions" test_lowest
 }
 
 # A fresh environment is not compiled. It is to be compiled once, not by each of a hundred processes.
@@ -92,25 +93,30 @@ run "ruff format" "$bin/ruff" format --check .
 if (($#)); then
   run "mypy" "$bin/mypy"
 else
-  # Beside the tests, which often wait: it prints a finding at once, and the script stops after the tests.
-  "$bin/mypy" &
-  types=$!
-  make_folder "$lowest" requirements/lowest.txt &
-  lowest_made=$!
-  make_folder "$trackers" requirements/trackers.txt &
-  trackers_made=$!
-  trap 'kill "$types" "$lowest_made" "$trackers_made" 2>/dev/null || true' EXIT
-  # One process more than cores, to four, each with a thread: tests wait now and then, and each process holds torch.
-  # A file is one worker's; tests/conftest.py begins with the long ones.
+  # Of each pytest its own: it removes old folders, and stumbles where another one does too.
+  beside="$(mktemp -d)"
+  export OMP_NUM_THREADS=1
+  set -m # a group of processes of its own, which ends as one
+  PYTEST_DEBUG_TEMPROOT="$beside" beside_the_tests >"$beside/log" 2>&1 &
+  others=$!
+  set +m
+  trap 'kill -- "-$others" 2>/dev/null || true; rm -rf -- "$beside"' EXIT
+  # One process more than cores, to four, each with a thread: tests wait now and then. A file is one worker's;
+  # tests/conftest.py begins with the long ones.
   cores="$(env -u OMP_NUM_THREADS nproc)" # which else says what that variable holds
-  OMP_NUM_THREADS=1 run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu or bench)" \
+  run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu or bench)" \
     -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
-  run "mypy, beside the tests" wait "$types"
-  run "tests with the lowest versions" test_lowest
-  run "tests with trackers" test_trackers
+  status=0
+  wait "$others" || status=$?
+  cat -- "$beside/log"
+  if ((status)); then exit "$status"; fi
+  unset OMP_NUM_THREADS
+  rm -rf -- "$beside"
   trap - EXIT
   # Only the files that name these marks: collecting all tests takes longer than these tests.
-  mapfile -t marked < <(grep -rlE 'mark\.(alone|gpu)\b' --include='test_*.py' tests)
+  marks="alone"
+  if [[ -e /dev/nvidiactl ]]; then marks="alone|gpu"; fi
+  mapfile -t marked < <(grep -rlE "mark\.($marks)\b" --include='test_*.py' tests)
   set -- -m "alone or gpu" "${durations[@]}" "${marked[@]}"
   if ((${#durations[@]})); then printf 'test: %s\n' "${steps[@]}"; fi
 fi

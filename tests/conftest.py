@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,8 +22,6 @@ LONG_FILES = (
     "test_flops.py", "test_sigterm.py", "test_two_ranks.py", "test_examples.py",
 )  # fmt: skip
 """They come first, so that no worker ends with one of them while the others have nothing left."""
-
-HAS_GPU = Path("/dev/nvidiactl").exists()
 
 apart.begin()
 
@@ -121,9 +118,9 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs):
     """The workers are forks of one process that has imported everything. A GPU's driver may not stand a fork."""
-    if not HAS_GPU:
+    if not forked.HAS_GPU:
         for spec in specs:
-            spec.python = forked.worker_python(forked.server_folder())
+            spec.python = forked.python()
 
 
 def pytest_collection_modifyitems(items):
@@ -131,7 +128,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=[TookTooLong.__name__]))
     for item in items:
-        if "gpu" in item.keywords and not HAS_GPU:
+        if "gpu" in item.keywords and not forked.HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 from pytest_httpserver import HTTPServer
 from support import virtual_time
+from support.forked import COLD_PYTHON
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverloaded, ServiceTimeout
@@ -90,7 +91,7 @@ asyncio.run(main())
 def test_a_body_of_256_mb_costs_little_memory(fault, chunked):
     small, huge = fault("body", body="{}"), fault("huge", bytes=256 * 1024 * 1024, chunked=chunked)
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY_PROBE, small.url, huge.url],
+        [COLD_PYTHON, "-c", MEMORY_PROBE, small.url, huge.url],
         capture_output=True,
         text=True,
         check=True,

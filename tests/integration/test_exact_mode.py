@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 from pytest_httpserver import HTTPServer
+from support.forked import python
 from support.keyed import keyed_rows, make_tiny_policy
 from support.loopback import BAD, VERDICT, Services, action, build_reward
 from support.scripted import Scripted, settings
@@ -508,7 +509,7 @@ def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_genera
     policy_path = make_tiny_policy(tmp_path / "policy", hidden_size=64)
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
-        [sys.executable, str(Path(__file__)), str(policy_path), str(tmp_path)],
+        [python(), str(Path(__file__)), str(policy_path), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from support.forked import COLD_PYTHON, python
 from support.runs import check_times, scalars, spans
 
 from salesrl_trl.names import (
@@ -30,8 +30,9 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def launch(recipe, *arguments, configured=True, succeeds=True, **environment):
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+def launch(recipe, *arguments, configured=True, succeeds=True, with_python=None, **environment):
+    """Launch it; its processes are forks of one that has imported everything, unless `with_python` is another."""
+    command = [with_python or python(), "-m", "accelerate.commands.launch"]
     command += ["--config_file", f"{ROOT}/accelerate_configs/{recipe}.yaml"] if configured else []
     command += [f"{ROOT}/recipes/{recipe}.py", *arguments]
     done = subprocess.run(
@@ -73,6 +74,7 @@ def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evalu
         *("--max_steps", "3", "--max_eval_rows", "8"),
         *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--held_out_examples", "1"),
+        with_python=COLD_PYTHON,
         HOME=str(tmp_path / "home"),
         XDG_CACHE_HOME=str(tmp_path / "home"),
         VLLM_CACHE_ROOT=os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")),  # of compiled kernels
@@ -88,7 +90,7 @@ def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evalu
     assert (tmp_path / "run/best/model.safetensors").is_file()
     names = {span["name"] for span in spans(tmp_path / "run")[0, "phases"]}
     assert {"policy", "engine", "warm_up", *Phase} - {"unaccounted"} <= names
-    report = [sys.executable, "-m", "salesrl_trl.report", str(tmp_path / "run")]
+    report = [python(), "-m", "salesrl_trl.report", str(tmp_path / "run")]
     text = subprocess.run(report, capture_output=True, text=True, check=True).stdout
     assert "Steps done                 3" in text
     assert "Best quick evaluation      step 2" in text

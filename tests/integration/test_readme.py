@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support.forked import python
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -16,7 +16,7 @@ def test_the_readmes_library_snippet_trains_as_it_stands(tmp_path):
     [snippet] = re.findall(
         r"^## As a library\n.*?^```python\n(.*?)^```", README.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
     )
-    done = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), "-c", snippet], cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "runs/library/model.safetensors").is_file()
@@ -32,7 +32,7 @@ def test_the_readmes_library_snippet_trains_as_it_stands(tmp_path):
 def test_the_command_trains_in_a_folder_without_a_recipe(tmp_path):
     few = ["--max_steps", "1", "--use_vllm", "false", "--rollout_lookahead", "0", "--held_out_eval", "false"]
     code = "from salesrl_trl.__main__ import main; main()"
-    command = [sys.executable, "-c", code, "train", *few, "--output_dir", "mine"]
+    command = [python(), "-c", code, "train", *few, "--output_dir", "mine"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr[-4000:]

@@ -3,16 +3,17 @@ the package. An import takes 16 s of CPU, a fork 0.1 s.
 
 One server of forks serves a session of pytest. The workers of pytest-xdist are forks of it themselves.
 - `Program` is `subprocess.Popen` for a Python program. Its process id is that of the fork.
-- `python()` is a command that stands for `python`. It starts a fork, hands signals on to it, and ends as it does. The
-  children that a fork starts by `sys.executable` are forks too: ranks of a launcher, the process of a reward.
+- `python()` is a command that stands for `python`. It starts a fork, hands signals on to it, and ends as it does. In a
+  fork `sys.executable` is this command: in a worker too what a test or the package starts is a fork.
 
-What is about a start itself, such as what a module imports, starts Python.
+What is about a start itself, such as what a module imports, starts `COLD_PYTHON`.
 """
 
 import atexit
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -27,6 +28,15 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+HAS_GPU = Path("/dev/nvidiactl").exists()
+"""Its driver can't be used in a fork of a process that has asked for it."""
+EVERYTHING = (
+    "accelerate.commands.launch", "deepspeed", "torch.distributed.fsdp", "torch.distributed.run",
+    "transformers.models.qwen2.modeling_qwen2", "vllm.entrypoints.openai.api_server",
+    "salesrl_trl.train", "salesrl_trl.trainer", "support.keyed", "support.scripted",
+)  # fmt: skip
+COLD_PYTHON = str(Path(sys.prefix, "bin/python3"))
+"""Python, which imports what it needs."""
 _FOLDER = "FOLDER_OF_FORKS"
 """Environment variable with the folder of the session's server: its socket, and the command that stands for Python."""
 _PATHS = (str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"))
@@ -65,8 +75,8 @@ class Program(subprocess.Popen):
 
 
 def python():
-    """The path of a command that stands for `python`."""
-    return str(Path(server_folder(), "python"))
+    """The path of a command that stands for `python`; with a GPU, which a recipe uses, Python's own."""
+    return sys.executable if HAS_GPU else str(Path(server_folder(), "python"))
 
 
 def server_folder():
@@ -76,13 +86,13 @@ def server_folder():
     if not _folder:
         folder = tempfile.mkdtemp(prefix="forks-")
         command = Path(folder, "python")
-        command.write_text(f'#!/bin/sh\nexec {worker_python(folder, "python")} "$@"\n')
+        command.write_text(f"#!/bin/sh\nexec '{COLD_PYTHON}' -I -S '{__file__}' ask '{folder}' \"$@\"\n")
         command.chmod(0o755)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/socket")
             listener.listen(64)
             server = subprocess.Popen(
-                [sys.executable, __file__, "serve", folder, str(listener.fileno())],
+                [COLD_PYTHON, __file__, "serve", folder, str(listener.fileno())],
                 pass_fds=[listener.fileno()],
                 env={
                     **os.environ,
@@ -99,18 +109,13 @@ def server_folder():
     return _folder[0]
 
 
-def worker_python(folder, kind="worker"):
-    """A command line that stands for `python`: a fork. The children of a `worker` start as ever."""
-    return f"'{sys.executable}' -I -S '{__file__}' {kind} '{folder}'"
-
-
 def _end(server, folder):
     server.stdin.close()
     server.wait()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _ask(folder, words, descriptors, cwd=None, env=None, children_are_forks=True):
+def _ask(folder, words, descriptors, cwd=None, env=None):
     """Have the server fork, with these file descriptors under these numbers. Returns a connection, over which its exit
     status comes, and the process id. The fork is killed when the connection is closed."""
     environment = {name: str(value) for name, value in (os.environ if env is None else env).items()}
@@ -119,7 +124,7 @@ def _ask(folder, words, descriptors, cwd=None, env=None, children_are_forks=True
         "cwd": str(cwd or os.getcwd()),
         "environment": environment,
     }
-    request |= {"numbers": [*descriptors], "children_are_forks": children_are_forks}
+    request["numbers"] = [*descriptors]
     content = json.dumps(request).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(f"{folder}/socket")
@@ -134,7 +139,7 @@ def _status(connection):
     return int.from_bytes(status, sys.byteorder) if status else signal.SIGKILL
 
 
-def _stand_in(folder, children_are_forks, words):
+def _stand_in(folder, words):
     """Be what a fork is for the process that started this one. Every file descriptor that it gave is the fork's."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
     handed = {}
@@ -142,7 +147,7 @@ def _stand_in(folder, children_are_forks, words):
         with contextlib.suppress(OSError):  # that of the folder itself
             os.fstat(number)
             handed[number] = number
-    connection, pid = _ask(folder, words, dict(sorted(handed.items())), children_are_forks=children_are_forks)
+    connection, pid = _ask(folder, words, dict(sorted(handed.items())))
     for number in handed:
         os.close(number)
     for number in _HANDED_ON:
@@ -216,10 +221,9 @@ def _become(request, descriptors, folder, set_by_imports):
     os.environ.update({**set_by_imports, **request["environment"]})
     paths = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[1:] = [*dict.fromkeys((*paths, *sys.path[1:]))]
-    if request["children_are_forks"]:
-        from vllm.model_executor.models import registry
+    from vllm.model_executor.models import registry
 
-        sys.executable = registry._SUBPROCESS_COMMAND[0] = f"{folder}/python"
+    sys.executable = registry._SUBPROCESS_COMMAND[0] = f"{folder}/python"
     return request["words"]
 
 
@@ -263,16 +267,8 @@ def _import_everything():
 
     process.remember_packages()
 
-    import accelerate.commands.launch
-    import deepspeed
-    import torch.distributed.fsdp
-    import torch.distributed.run
-    import vllm.entrypoints.openai.api_server
-    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
-
-    from salesrl_trl import train, trainer  # noqa: F401
-    from support import keyed, scripted  # noqa: F401
-
+    for module in EVERYTHING:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
 
@@ -285,4 +281,4 @@ if __name__ == "__main__":
         set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
         listener = socket.socket(fileno=int(rest[0]))
         _run(_become(*_serve(listener), folder, set_by_imports))
-    _stand_in(folder, kind == "python", rest)
+    _stand_in(folder, rest)

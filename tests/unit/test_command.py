@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forked import COLD_PYTHON
 
 import salesrl_trl
 from salesrl_trl.__main__ import COMMANDS
@@ -114,7 +115,8 @@ def test_the_version_is_the_packages() -> None:
     assert salesrl("--version") == (0, f"salesrl_trl {salesrl_trl.__version__}\n", "")
 
 
-def test_the_command_brings_nothing_but_the_standard_library() -> None:
+def test_the_command_brings_nothing_but_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", COLD_PYTHON)
     here = "print(*{name.split('.')[0] for name in sys.modules})"
     bare, ours = (set(ended("-c", f"import sys{more}; {here}")[1].split()) for more in ("", ", salesrl_trl.__main__"))
     assert ours - bare - sys.stdlib_module_names == {"salesrl_trl"}

@@ -6,10 +6,10 @@ private members.
 
 import ast
 import subprocess
-import sys
 
 import pytest
 from support import house
+from support.forked import COLD_PYTHON
 
 ORDER = (
     *("errors", "timing", "types", "ground", "names"),
@@ -85,7 +85,7 @@ def test_a_name_stands_for_one_class():
 )
 def test_a_module_does_not_drag_in_what_it_does_not_need(module, heavy):
     code = f"import sys, {module}; sys.exit({heavy!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([COLD_PYTHON, "-c", code], check=False).returncode == 0
 
 
 CIRCLES = """

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from support.forked import COLD_PYTHON
 
 import salesrl_trl
 
@@ -15,7 +16,7 @@ ALLOWED_S = 0.05
 
 
 def in_a_new_interpreter(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([COLD_PYTHON, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

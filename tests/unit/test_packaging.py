@@ -27,6 +27,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from support.forked import COLD_PYTHON
 
 from salesrl_trl.names import IDENTITY_FILE, LOG_FILE
 
@@ -180,7 +181,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     build = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True, timeout=QUICK_S)
+    subprocess.run([COLD_PYTHON, "-c", build], cwd=tree, check=True, capture_output=True, timeout=QUICK_S)
     [built] = tree.glob("*.whl")
     return zipfile.ZipFile(built)
 
@@ -330,7 +331,7 @@ class Bench:
         self.here = here
         self.venv = here / "venv"
         self.python = here / "python3"
-        real = sys.executable
+        real = COLD_PYTHON
         self.write(self.python, STAND_IN_PYTHON.format(here=here, real=real))
         self.write(here / "venv-python", STAND_IN_VENV_PYTHON.format(here=here, real=real))
         self.pip_does("")
@@ -415,7 +416,7 @@ def test_another_python_is_refused_with_what_was_found_and_what_to_do(bench: Ben
     old = bench.here / "python3.9"
     # The real interpreter, which takes itself for 3.9 before it runs the code that it is given.
     code = 'import sys; sys.version_info = (3, 9, 18, "final", 0); del sys.argv[0]; exec(sys.argv.pop(1))'
-    bench.write(old, f'#!/bin/sh\nexec "{sys.executable}" -c \'{code}\' "$@"\n')
+    bench.write(old, f'#!/bin/sh\nexec "{COLD_PYTHON}" -c \'{code}\' "$@"\n')
 
     done = bench.install(PYTHON=str(old))
 

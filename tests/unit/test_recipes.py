@@ -2,11 +2,11 @@
 
 import importlib.metadata
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support.forked import COLD_PYTHON
 from transformers import TrainerState
 
 from salesrl_trl.build.building import build_instruments
@@ -225,7 +225,7 @@ def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, m
 
 
 def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps(tmp_path):
-    command = [sys.executable, "-X", "importtime", f"{ROOT}/recipes/debug.py", "--dataset", "absent.jsonl"]
+    command = [COLD_PYTHON, "-X", "importtime", f"{ROOT}/recipes/debug.py", "--dataset", "absent.jsonl"]
     command += ["--output_dir", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2

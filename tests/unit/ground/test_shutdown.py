@@ -1,10 +1,10 @@
 """Ctrl-C in a command's imports, and an output that can't be written, end it with a line and no traceback."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.forked import COLD_PYTHON
 
 from salesrl_trl.ground.process import child_environment
 
@@ -18,7 +18,7 @@ def ended(*command, folder=None, **options):
     environment = child_environment()
     if folder is not None:
         environment["PYTHONPATH"] = f"{folder}:{environment['PYTHONPATH']}"
-    command = [sys.executable, *command]
+    command = [COLD_PYTHON, *command]
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, **options)
 

@@ -10,12 +10,12 @@ import logging
 import os
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.forked import COLD_PYTHON
 from support.seconds import check_seconds
 
 from salesrl_trl import train
@@ -282,7 +282,7 @@ def test_the_hint_names_the_setting_to_turn(traffic, setting):
 
 def test_the_script_loads_neither_a_trainer_nor_an_engine():
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    command = [sys.executable, SCRIPT, "--steps", "0"]
+    command = [COLD_PYTHON, SCRIPT, "--steps", "0"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     imported = {line.rsplit("|")[-1].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
     assert (result.returncode, result.stdout) == (2, "")

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from support import deadly
+from support.forked import COLD_PYTHON
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, examples, row
 
 from salesrl_trl.build import assembly
@@ -167,7 +168,6 @@ def remote_process(services):
     gc.freeze()
     yield build
     gc.collect()
-    gc.unfreeze()
     services.let_go.set()
     for it in built:
         it.loop.close()
@@ -605,7 +605,8 @@ def test_the_child_ends_when_its_parent_is_killed(services):
 # What is sent, and what is not
 
 
-def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(services, remote_process):
+def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(services, remote_process, monkeypatch):
+    monkeypatch.setattr(sys, "executable", COLD_PYTHON)
     reward = remote_process()
     reward.values(ACTION)
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
@@ -631,7 +632,8 @@ def test_nobody_else_can_speak_to_the_child(services, remote):
     assert not os.get_inheritable(ours.fileno())
 
 
-def test_the_child_does_without_torch(remote_process):
+def test_the_child_does_without_torch(remote_process, monkeypatch):
+    monkeypatch.setattr(sys, "executable", COLD_PYTHON)
     reward = remote_process()
     reward.values(ACTION)
     maps = Path(f"/proc/{reward.process.pid}/maps").read_text()

@@ -4,12 +4,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from support.forked import COLD_PYTHON
 
 from salesrl_trl.ground.shutdown import EXIT_RESUMABLE
 from salesrl_trl.run import signals
@@ -18,7 +18,7 @@ from salesrl_trl.run.launch import FOLDER, LAST_WORDS
 ROOT = Path(__file__).parents[3]
 LAUNCHER = """
 import subprocess, sys
-children = [subprocess.Popen([sys.executable, "-c", child]) for child in sys.argv[1:]]
+children = [subprocess.Popen([COLD_PYTHON, "-c", child]) for child in sys.argv[1:]]
 for child in children:
     child.wait()
 if children[0].returncode:
@@ -45,7 +45,7 @@ def launch(tmp_path):
 
     def launched(*children, **environment):
         return subprocess.run(
-            [sys.executable, str(tmp_path / "accelerate"), *children],
+            [COLD_PYTHON, str(tmp_path / "accelerate"), *children],
             env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), **environment},
             capture_output=True,
             text=True,
@@ -136,7 +136,7 @@ def begun(tmp_path):
     @contextlib.contextmanager
     def begun(*before, run=RUNS):
         process = subprocess.Popen(
-            [*before, sys.executable, str(tmp_path / "accelerate"), run],
+            [*before, COLD_PYTHON, str(tmp_path / "accelerate"), run],
             env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), FOLDER: str(tmp_path / "launch")},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

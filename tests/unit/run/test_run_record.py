@@ -4,11 +4,11 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support.forked import COLD_PYTHON
 
 from salesrl_trl import env
 from salesrl_trl.build import software
@@ -191,7 +191,7 @@ def test_the_code_is_asked_for_a_commit_and_whether_it_is_newer_than_a_process(t
     assert f"{second} is NOT in the code of {package}" in capsys.readouterr().out
     assert env.main(["--has", "no-such"]) == env.BAD_INPUT
 
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen([COLD_PYTHON, "-c", "input()"], stdin=subprocess.PIPE) as process:
         asked = ["--process", str(process.pid), "--json"]
         assert env.main(asked) == 0
         (package / "__init__.py").write_text("changed")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import COLD_PYTHON
 from support.seconds import check_seconds
 
 from salesrl_trl.demo.services.launcher import EmbeddedServices
@@ -41,7 +42,7 @@ def run(
     """A tool in an interpreter that sees the standard library alone (-I -S), with only these variables set."""
     trusted = {} if trusting is None else {"SSL_CERT_FILE": str(trusting)}
     return subprocess.run(
-        [sys.executable, "-I", "-S", str(script), *arguments],
+        [COLD_PYTHON, "-I", "-S", str(script), *arguments],
         env={"KEY_VARIABLE": KEY, **trusted, **variables},
         capture_output=True,
         text=True,

@@ -2,9 +2,9 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
+from support.forked import COLD_PYTHON
 
 
 @pytest.mark.parametrize(
@@ -20,5 +20,5 @@ def test_a_line_is_shown_once(before, line):
         f"import logging; from salesrl_trl.telemetry.logs import show_lines; {before} show_lines(); show_lines();"
         "logging.getLogger('salesrl_trl.trainer').info('step')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([COLD_PYTHON, "-c", script], capture_output=True, text=True, check=True)
     assert re.fullmatch(line, done.stderr)

@@ -3,8 +3,9 @@
 import json
 import logging
 import subprocess
-import sys
 import time
+
+from support.forked import COLD_PYTHON
 
 from salesrl_trl.names import START_UP_FILE, Phase, StartUp
 from salesrl_trl.telemetry.start_up import imports_so_far, write_start
@@ -42,6 +43,6 @@ def test_imports_count_from_the_beginning_of_the_process():
         "print(imports_so_far().seconds)"
     )
     began = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([COLD_PYTHON, "-c", code], capture_output=True, text=True, check=True)
     assert 0.3 <= float(result.stdout) <= time.monotonic() - began + 0.05
     assert imports_so_far().ended <= time.perf_counter()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.forked import COLD_PYTHON
 
 from salesrl_trl.demo.services import launcher
 from salesrl_trl.demo.services.demo_server import main
@@ -86,6 +87,7 @@ def test_services_start_once_stop_twice_start_again_and_leave_no_child(files: di
 
 def test_child_that_does_not_stop_is_killed(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "TERMINATE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sys, "executable", COLD_PYTHON)
     before = set(children().split())
     services = EmbeddedServices(**files)
     port = port_of(services.start())
@@ -132,6 +134,7 @@ def test_closed_stdin_ends_the_child(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_killed_parent_takes_the_services_along(files: dict[str, Path]) -> None:
+    # The processes of these two tests see whose child they are, which a fork of another process is not.
     script = (
         "import sys, pathlib\n"
         "from salesrl_trl.demo.services.launcher import EmbeddedServices\n"
@@ -141,7 +144,7 @@ def test_killed_parent_takes_the_services_along(files: dict[str, Path]) -> None:
         "sys.stdout.flush()\n"
         "sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", script, str(files["documents"]), str(files["protected_terms"])]
+    command = [COLD_PYTHON, "-c", script, str(files["documents"]), str(files["protected_terms"])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         port = int(parent.stdout.readline().decode().rpartition(":")[2])
@@ -155,7 +158,7 @@ def test_killed_parent_takes_the_services_along(files: dict[str, Path]) -> None:
 def test_killed_parent_takes_the_services_along_though_stdin_stays_open(options: list[str]) -> None:
     # Another process may have inherited the writing end of stdin. Here the test itself holds it.
     script = "import subprocess, sys; subprocess.run(sys.argv[1:])"
-    command = [sys.executable, "-c", script, *COMMAND, *options, "--exit-with-parent"]
+    command = [COLD_PYTHON, "-c", script, COLD_PYTHON, *COMMAND[1:], *options, "--exit-with-parent"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         port = port_of(read_addresses(parent))
@@ -216,12 +219,13 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(sys, "executable", COLD_PYTHON)
     if started == "by a run":
         with EmbeddedServices(arguments=options):
             environment = json.loads(seen.read_text())
     else:
         with subprocess.Popen(
-            [*COMMAND, *options, "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [COLD_PYTHON, *COMMAND[1:], *options, "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
             read_addresses(child)
             environment = json.loads(seen.read_text())
@@ -234,7 +238,7 @@ def test_services_start_without_the_heavy_libraries() -> None:
         "import sys, salesrl_trl.demo.services.demo_server\n"
         "sys.exit(bool({'torch', 'transformers', 'trl', 'openai'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert subprocess.run([COLD_PYTHON, "-c", script], check=False).returncode == 0
 
 
 def test_packaged_demo_starts() -> None:
