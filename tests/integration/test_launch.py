@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.forked import COLD_PYTHON, python
+from support.forked import COLD_PYTHON, HAS_GPU, python
 from support.runs import check_times, scalars, spans
 
 from salesrl_trl.names import (
@@ -27,6 +27,8 @@ from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.telemetry import perf
 
 ROOT = Path(__file__).parents[2]
+NOTHING_IS_COMPILED = {} if HAS_GPU else {"TORCHDYNAMO_DISABLE": "1"}
+"""On a CPU, compiling vLLM's sampling takes longer than a run."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -105,9 +107,10 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
         *("--model_name_or_path", str(policy_path), "--prompt_template", "compact", "--max_steps", "4"),
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_generations", "4"),
         *("--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path / "run")),
-        *("--vllm_engine_kwargs", '{"enforce_eager": true}'),  # on a CPU, compiling takes longer than the run
+        *("--vllm_engine_kwargs", '{"enforce_eager": true}'),
         *("--max_eval_rows", "8", "--per_device_eval_batch_size", "4", "--save_steps", "2"),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--trace_steps", "1:2"),
+        **NOTHING_IS_COMPILED,
     )
     check_run(tmp_path / "run", steps=4, lookahead=2)
     logged = scalars(tmp_path / "run")
@@ -153,6 +156,8 @@ def test_the_fast_load_recipe_without_an_accelerate_configuration_saves_and_stop
         *("--output_dir", str(tmp_path / "run")),
         configured=False,
         succeeds=False,
+        with_python=COLD_PYTHON,  # the run looks for the launcher above it
+        **NOTHING_IS_COMPILED,
     )
     # dummy weights in vLLM, until the trainer's are pushed
     assert told.count("[Weights] vLLM samples from the weights in training") == 1

@@ -221,8 +221,10 @@ def _become(request, descriptors, folder, set_by_imports):
     os.environ.update({**set_by_imports, **request["environment"]})
     paths = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[1:] = [*dict.fromkeys((*paths, *sys.path[1:]))]
+    import torch._dynamo
     from vllm.model_executor.models import registry
 
+    torch._dynamo.config.disable = request["environment"].get("TORCHDYNAMO_DISABLE") == "1"  # as its import has it
     sys.executable = registry._SUBPROCESS_COMMAND[0] = f"{folder}/python"
     return request["words"]
 
@@ -235,7 +237,8 @@ def _run(words):
         while words[0] in ("-u", "-P"):
             if words.pop(0) == "-u":
                 sys.stdout.reconfigure(write_through=True)
-        if words[0] == "-m":
+        if words[0].startswith("-m"):
+            words = ["-m", words[0][2:], *words[1:]] if words[0] != "-m" else words
             sys.path[0] = os.getcwd()
             sys.argv = ["-m", *words[2:]]
             runpy._run_module_as_main(words[1])
