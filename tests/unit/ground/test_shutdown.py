@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.forked import COLD_PYTHON
+from support.forked import COLD_PYTHON, python
 
 from salesrl_trl.ground.process import child_environment
 
@@ -14,11 +14,11 @@ SLOW = ("accelerate", "datasets", "numpy", "stamina", "torch", "transformers", "
 ADDRESS = ("--base-url", "http://127.0.0.1:9")
 
 
-def ended(*command, folder=None, **options):
+def ended(*command, folder=None, with_python=COLD_PYTHON, **options):
     environment = child_environment()
     if folder is not None:
         environment["PYTHONPATH"] = f"{folder}:{environment['PYTHONPATH']}"
-    command = [COLD_PYTHON, *command]
+    command = [with_python, *command]
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, **options)
 
@@ -70,7 +70,7 @@ def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, name
 )
 def test_an_output_without_room_is_one_line_and_2(command):
     with open("/dev/full", "w") as full:
-        end = ended(*command, stdout=full)
+        end = ended(*command, with_python=python(), stdout=full)
     assert end.returncode == 2
     assert end.stderr.strip().startswith("the output can't be written (No space left on device)")
     assert len(end.stderr.strip().splitlines()) == 1
