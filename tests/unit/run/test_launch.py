@@ -18,7 +18,7 @@ from salesrl_trl.run.launch import FOLDER, LAST_WORDS
 ROOT = Path(__file__).parents[3]
 LAUNCHER = """
 import subprocess, sys
-children = [subprocess.Popen([COLD_PYTHON, "-c", child]) for child in sys.argv[1:]]
+children = [subprocess.Popen([sys.executable, "-c", child]) for child in sys.argv[1:]]
 for child in children:
     child.wait()
 if children[0].returncode:
