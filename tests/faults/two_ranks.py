@@ -15,9 +15,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
-
 import torch
 from support.loopback import action, build_reward
 from support.scripted import ScriptedTrainer, build_trainer, default_rows, steps_of

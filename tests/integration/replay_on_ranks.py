@@ -10,9 +10,6 @@ import random
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
-
 import torch
 from support.scripted import build_trainer, default_rows
 

@@ -8,9 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
-
 import torch
 from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, shared, trls_own
 from torch import distributed

@@ -8,9 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
-
 import torch
 from peft import LoraConfig, get_peft_model
 from support.pushing import CPU, pushed

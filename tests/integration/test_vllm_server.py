@@ -19,9 +19,6 @@ import threading
 import time
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL; the server alone needs vLLM
-
 import pytest
 import torch
 from support.keyed import keyed_rows, make_tiny_policy

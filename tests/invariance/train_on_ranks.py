@@ -13,9 +13,6 @@ import shutil
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
-
 import torch
 from accelerate.state import AcceleratorState
 from support.keyed import StopAt, build_keyed, course_of

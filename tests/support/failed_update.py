@@ -13,9 +13,6 @@ import sys
 import warnings
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
-
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 

@@ -8,9 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
-
 import torch
 
 import salesrl_trl.trainer

@@ -4,9 +4,6 @@ import logging
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
-
 import torch
 
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings

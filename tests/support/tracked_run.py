@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
-    import support.without_vllm  # noqa: F401 - before TRL
+    from trl import import_utils
+
+    import_utils.is_vllm_available = lambda *_, **__: False  # an import of 4 s of CPU
 
 KEY = "sk-planted-0123456789"
 """Given to the run in every way that a setting may hold a key."""
