@@ -41,8 +41,8 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
-from salesrl_trl.rollout.prompt_order import OrderByEpoch
-from salesrl_trl.rollout.scoring import copied
+from salesrl_trl.rollout.reading_ahead import OrderByEpoch
+from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
 from salesrl_trl.telemetry.trackers import tell
@@ -157,7 +157,7 @@ class SalesGRPOTrainer(TRLAccess):
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
-        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.epoch)
+        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.updates.epoch)
 
     def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
         """Gives the pipeline the prompts that come when this epoch is over. After the last step nothing is done."""
@@ -165,7 +165,7 @@ class SalesGRPOTrainer(TRLAccess):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.components.pipeline.epoch_begins(train_dataloader)
+        self.components.pipeline.dataloader = train_dataloader
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):

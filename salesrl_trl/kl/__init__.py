@@ -4,7 +4,6 @@
 - `law`, `controller`: what moves the coefficients, and the windows over which the KL is measured.
 - `branched`: all of this in one object, which the trainer calls.
 - `reference`: the reference policy.
-- `kl_figures`: the figures in a log line.
 
 Refuses to compute a loss, and to add up over ranks: TRL and the trainer do.
 """

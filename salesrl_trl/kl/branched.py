@@ -7,7 +7,7 @@ Owns the order of an optimizer step's KL work:
 3. `drain_sums` gives the step's sums of this rank. The trainer adds them up over ranks.
 4. `end_step` takes those totals, moves the coefficients and logs each move.
 
-Owns no arithmetic (`penalty.py`, `controller.py`), no figures (`kl_figures.py`), no collective and no trainer.
+Owns no arithmetic (`penalty.py`, `controller.py`), no figures (`update.ledger`), no collective and no trainer.
 """
 
 import json

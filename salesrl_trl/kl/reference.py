@@ -1,69 +1,9 @@
-"""The reference policy, to which the KL is measured.
+"""Which model stands for the reference policy at the moment. The trainer and its parts (`wiring`) ask."""
 
-Owns its loading by TRL, and which model stands for it at the moment. Refuses to compute log-probs: TRL does. The
-trainer and its parts (`wiring`) call it.
-"""
-
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import trl.trainer.grpo_trainer as upstream_trainer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import PreTrainedModel
-from trl import GRPOConfig
-
-from salesrl_trl.ground.patched import patched
-
-
-class Loaded:
-    """The policy: given as a model, or loaded by TRL from its id. `take` is called with it, before TRL puts an adapter
-    on it.
-    """
-
-    def __init__(self, model: PreTrainedModel | str, take: Callable[[PreTrainedModel], None]) -> None:
-        self._model: PreTrainedModel | None = None
-        self._take = take
-        if not isinstance(model, str):
-            self.record(model)
-
-    @property
-    def is_there(self) -> bool:
-        return self._model is not None
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The policy. Asked for only after it was loaded."""
-        assert self._model is not None
-        return self._model
-
-    def record(self, model: PreTrainedModel) -> None:
-        """This is the policy."""
-        self._model = model
-        self._take(model)
-
-
-@contextlib.contextmanager
-def reference_wanted(args: GRPOConfig, wanted: bool, policy: Loaded) -> Iterator[None]:
-    """While active, a `GRPOTrainer` under construction loads a reference model, and takes its log-probs, if wanted.
-
-    TRL does so if `args.beta` is not 0. In a single process TRL would spread models over all visible GPUs
-    (`device_map="auto"`). Here they go to one device. The first one that is loaded is the policy, if it is not there.
-    """
-
-    def on_one_device(*args: object, **kwargs: object) -> PreTrainedModel:
-        model = load(*args, **{"device_map": None, **kwargs})
-        if not policy.is_there:
-            policy.record(model)
-        return model
-
-    load = upstream_trainer.create_model_from_path
-    with (
-        patched(args, "beta", 1.0 if wanted else 0.0),
-        patched(upstream_trainer, "create_model_from_path", on_one_device),
-    ):
-        yield
 
 
 class Reference:
@@ -77,11 +17,8 @@ class Reference:
         self._ref_model = ref_model
         tuners = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
         self._tuner: Any = next(tuners, None)  # peft publishes no types
-
-    @property
-    def has_adapter(self) -> bool:
+        self.has_adapter = self._tuner is not None
         """Whether an adapter is trained."""
-        return self._tuner is not None
 
     def is_active(self, model: torch.nn.Module) -> bool:
         """Whether `model` stands for the reference policy now."""

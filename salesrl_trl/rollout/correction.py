@@ -13,7 +13,6 @@ from accelerate.utils import gather, reduce
 
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.rollout.normaliser import FAILED
-from salesrl_trl.rollout.staleness import correction_sums
 
 RATIO = "importance_sampling_ratio"
 SAMPLED = "sampling_per_token_logps"
@@ -100,7 +99,7 @@ class CorrectionAtStep:
 
     def drain(self) -> tuple[dict[str, float], list[float]]:
         """The figures of the micro-batches since the last call: TRL's by name, and the sums of
-        `staleness.correction_sums` over all ranks; a collective."""
+        `correction_sums` over all ranks; a collective."""
         apart, known, ratio, counted, *effect = torch.stack(self._sums).sum(dim=0)
         furthest, negative_least, largest = torch.stack(self._highest).amax(dim=0)
         self.forget()
@@ -115,3 +114,22 @@ class CorrectionAtStep:
         figures = (mean.mean(), most.max(), least.min(), mean_ratio.mean(), most_ratio.max())
         totals = reduce(torch.stack(effect), "sum").tolist()
         return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True)), totals
+
+
+def correction_sums(
+    ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
+) -> torch.Tensor:
+    """Count what TRL's correction for the sampler's distribution left out or bounded.
+
+    `ratio` has the importance ratios as the loss has them: (B, T), or (B, 1) for those of whole completions. `mask` is
+    the completion mask, (B, T). `mode`, `low` and `high`: `vllm_importance_sampling_mode`, `_clip_min`, `_clip_max`.
+    Returns the number of tokens or completions left out, bounded, and in all: shape (3,), float64.
+    """
+    counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
+    left_out = (ratio == 0) if mode.endswith("_mask") else torch.zeros_like(counts)
+    bounded = torch.zeros_like(counts)
+    if mode.endswith("_truncate"):
+        for bound, beyond in ((low, torch.le), (high, torch.ge)):
+            if bound is not None:
+                bounded = bounded | beyond(ratio, bound)
+    return torch.stack([(which & counts).sum() for which in (left_out, bounded, counts)]).to(torch.float64)

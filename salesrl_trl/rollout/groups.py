@@ -1,7 +1,7 @@
 """A generation batch that is trained on part by part: groups whose rewards are in come first.
 
-Owns which parts are ready, and the queue of micro-batches. Refuses to wait and to compute advantages: `scoring` waits,
-TRL computes.
+Owns which parts are ready, and the queue of micro-batches. Refuses to wait (`rollout_scoring` does) and to compute
+advantages (TRL does).
 """
 
 import math

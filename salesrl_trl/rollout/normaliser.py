@@ -9,8 +9,8 @@ micro-batches (`UNITS`), over all ranks. Here the update becomes as large as tha
 - Where it is not, the gradient is multiplied by it once, before it is clipped: scored groups came first, or an update
   has several generation batches.
 
-Owns the factor. Refuses to decide which completions failed (`scoring`), and to compute a loss (TRL). The trainer's
-overrides of a micro-step call it.
+Owns the factor. Refuses to decide which completions failed (`rollout_scoring`), and to compute a loss (TRL). The
+trainer's overrides of a micro-step call it.
 """
 
 import math

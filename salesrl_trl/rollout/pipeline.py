@@ -5,22 +5,23 @@ completion's reward from the moment the completion is finished. Refuses to decid
 schedule does), and to use completions and rewards (TRL does).
 """
 
+import functools
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from trl.data_utils import is_conversational
+from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
+from salesrl_trl.generation.sampler import Handle, Ready, Sampled, Sampler
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.examples import keys_of, prompts_of
 from salesrl_trl.rollout.groups import ScoredGroups
-from salesrl_trl.rollout.schedule import MicroBatches, RolloutSchedule, Update, UpdatesAhead
+from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Update, UpdatesAhead
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
@@ -139,7 +140,8 @@ class Pipeline:
         self._reward_arguments = reward_arguments
         self._inside_trl = inside_trl
         self._window = window
-        self._dataloader: Iterable[object] = ()
+        self.dataloader: Iterable[object] = ()
+        """What training goes through once, and then perhaps once more."""
         self._kept: dict[int, KeptRollouts] = {}
         self._taken: dict[int, Rollout] = {}
         self.set_lookahead(lookahead)
@@ -148,12 +150,8 @@ class Pipeline:
         """Change the lookahead, between two runs."""
         self._lookahead = lookahead
         self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, self._window)
-        self._updates = UpdatesAhead(lookahead + self._references_ahead)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch whose prompts are pulled at the moment."""
-        return self._updates.epoch
+        self.updates = UpdatesAhead(lookahead + self._references_ahead)
+        """The micro-batches that are read ahead."""
 
     def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, KeptRollouts]) -> None:
         """A run begins at these micro-steps and optimizer steps done. `has_batch`: a generation batch is there to go
@@ -164,80 +162,56 @@ class Pipeline:
 
     def forget(self) -> None:
         """Give up everything in flight, with the batch of an interrupted step."""
-        self._updates.restart()
-        self._dataloader, self._kept, self._taken = (), {}, {}
+        self.updates.restart()
+        self.dataloader, self._kept, self._taken = (), {}, {}
         for rollout in self._schedule.restart(0, 0, False):
             if rollout.handle is not None:
                 rollout.handle.give_up()
         self._reward_loop.give_up()
 
-    def epoch_begins(self, dataloader: Iterable[object]) -> None:
-        """Training goes through `dataloader` once, and then perhaps once more."""
-        self._dataloader = dataloader
-
     def next_update(
         self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], steps_left: int
     ) -> Update:
-        """The micro-batches of the next optimizer step. Those of later steps are read too (`UpdatesAhead.next`), and
-        what they generate is scheduled as soon as it is known (`_record_update`)."""
-        return self._updates.next(
-            epoch, iterator, self._next_epoch, pull, steps_left, self._record_update, _draw_as_a_dataloader
-        )
+        """The micro-batches of the next optimizer step. Those of later steps are read too (`UpdatesAhead.next`). The
+        generation batches among them are scheduled, and their reference answers asked for, as soon as they are
+        known."""
 
-    def _next_epoch(self) -> Iterator[object]:
-        """The micro-batches of the epoch after the one in training.
+        def record(micro_batches: MicroBatches) -> None:
+            for window in self._schedule.add(micro_batches):
+                if self._references_ahead:
+                    self._reward_loop.prepare(self._rows(window.inputs))
 
-        Leaves torch's generator as it is. A dataloader draws from it when it begins; here that draw is made when the
-        epoch begins (`_draw_as_a_dataloader`). So all samples are the same as without a lookahead.
-        """
-        with torch.random.fork_rng(devices=[]):
-            iterator = iter(self._dataloader)
-            first = list(itertools.islice(iterator, 1))
-        return itertools.chain(first, iterator)
-
-    def _record_update(self, micro_batches: MicroBatches) -> None:
-        for window in self._schedule.add(micro_batches):
-            if self._references_ahead:
-                self._reward_loop.prepare(self._rows(window.inputs))
+        following = functools.partial(_next_epoch, self.dataloader)
+        return self.updates.next(epoch, iterator, following, pull, steps_left, record, _draw_as_a_dataloader)
 
     def launch_due(self, micro_step: int, update: int) -> None:
-        """Generate what may be generated by now, and start its rewards."""
+        """Generate what may be generated by now, and start its rewards. Completions of an earlier start of the run are
+        taken as they are; their rewards start anew, from answers in the cache."""
         if self._inside_trl:
             return
         for window in self._schedule.due(micro_step, update):
             kept = self._kept.pop(window.first, None)
-            if kept is not None and kept.rows == keys_of(window.inputs):
-                window.rollout = self._go_on(window.inputs, kept)
-            else:
+            if kept is None or kept.rows != keys_of(window.inputs):
                 window.rollout = self.launch(window.inputs, update)
+                continue
+            rollout = window.rollout = self._begun(window.inputs, kept.step, is_trained_on=True)
+            rollout.handle, rollout.behaviour_logps = Ready(kept.sampled), kept.behaviour_logps
+            self._record(rollout, kept.sampled)
 
     def in_flight(self, micro_step: int, update: int) -> dict[int, KeptRollouts]:
         """The rollouts with all their completions that were launched before the end of the step with these counts, and
         that nobody had trained on then: by the micro-step at which they are first trained on."""
-        there = {first: each for first, each in self._taken.items() if first >= micro_step} | self._schedule.launched()
+        taken = {first: rollout for first, rollout in self._taken.items() if first >= micro_step}
         return {
             first: KeptRollouts(
-                rows=keys_of(each.inputs), step=each.step, sampled=each.sampled, behaviour_logps=each.behaviour_logps
+                rows=keys_of(rollout.inputs),
+                step=rollout.step,
+                sampled=rollout.sampled,
+                behaviour_logps=rollout.behaviour_logps,
             )
-            for first, each in there.items()
-            if each.sampled is not None and each.step < update
+            for first, rollout in (taken | self._schedule.launched()).items()
+            if rollout.sampled is not None and rollout.step < update
         }
-
-    def _go_on(self, inputs: list[Example], kept: KeptRollouts) -> Rollout:
-        """A rollout with the completions of an earlier start. Their rewards start anew, from answers in the cache."""
-        group = self._group()
-        rewards = self._begin(inputs, group, "train", kept.step)
-        rollout = Rollout(
-            inputs=inputs,
-            rewards=rewards,
-            step=kept.step,
-            is_trained_on=True,
-            handle=Ready(kept.sampled),
-            group=group,
-        )
-        rollout.behaviour_logps = kept.behaviour_logps
-        self._record(rollout, kept.sampled)
-        return rollout
 
     def take(self, inputs: list[Example], micro_step: int, update: int) -> Rollout:
         """The rollout of these inputs, with all its completions. It is generated now, if it was not before."""
@@ -260,7 +234,8 @@ class Pipeline:
     def launch(self, inputs: list[Example], update: int) -> Rollout:
         """Generate for a step to train on, or begin to, and start the reward of each completion when it is finished.
         `update`: optimizer steps that the weights have taken."""
-        rollout = self._start(inputs, update, ahead=bool(self._lookahead), is_trained_on=True)
+        rollout = self._begun(inputs, update, is_trained_on=True)
+        self._generate(rollout, ahead=bool(self._lookahead))
         if rollout.sampled is not None and rollout.sampled.logprobs is None and self._lookahead:
             rollout.behaviour_logps = self._behaviour_logps(rollout.sampled)
         return rollout
@@ -270,22 +245,8 @@ class Pipeline:
         completions of a prompt, by default the trainer's number."""
         if self._references_ahead:
             self._reward_loop.prepare(self._rows(inputs))
-        return self._start(inputs, update, ahead=False, is_trained_on=False, group=group)
-
-    def _start(
-        self, inputs: list[Example], update: int, *, ahead: bool, is_trained_on: bool, group: int | None = None
-    ) -> Rollout:
-        group = group or self._group()
-        rewards = self._begin(inputs, group, "train" if is_trained_on else "eval", update)
-        rollout = Rollout(inputs=inputs, rewards=rewards, step=update, is_trained_on=is_trained_on, group=group)
-        if self._inside_trl:
-            return rollout
-        with self._timeline.phase(Phase.GENERATION):
-            handle = self._sampler.start(prompts_of(inputs), self._reporter(rewards, inputs), ahead=ahead)
-            rollout.handle = handle
-            sampled = handle.result() if handle.is_ready or not ahead else None
-        if sampled is not None:
-            self._record(rollout, sampled)
+        rollout = self._begun(inputs, update, is_trained_on=False, group=group)
+        self._generate(rollout, ahead=False)
         return rollout
 
     def generated(
@@ -293,26 +254,22 @@ class Pipeline:
     ) -> None:
         """Completions that TRL generated inside its own scoring, with the prompts as TRL used them, to which an
         environment adds, and the environment of each completion."""
-        given = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
+        rows = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
         if environments is not None:
-            given = [{**row, "environments": each} for row, each in zip(given, environments, strict=True)]
-        self._record(rollout, sampled, given)
+            rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]
+        self._record(rollout, sampled, rows)
 
-    def _record(self, rollout: Rollout, sampled: Sampled, given: Sequence[Example] = ()) -> None:
-        """Keep the completions. Rewards that have not started yet start now. `given`: rows with more in them."""
-        rollout.sampled = sampled
-        if sampled.span is not None:
-            self._record_span(sampled.span)
-        extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
-        if extra:
-            given = [
-                {**row, **{name: each[place] if isinstance(each, list) else each for name, each in extra.items()}}
-                for place, row in enumerate(given or rollout.inputs)
-            ]
-        rows = self._rows(given) if given else ()
-        self._reward_loop.start_all(rollout.rewards, sampled.completions, sampled.completion_ids, rows)
+    def _begun(self, inputs: list[Example], step: int, *, is_trained_on: bool, group: int | None = None) -> Rollout:
+        """A rollout whose rewards wait for completions."""
+        group = group or self._group()
+        origin = Origin(rows=inputs, mode="train" if is_trained_on else "eval", step=step)
+        rewards = self._reward_loop.begin(self._rows(inputs), group, origin)
+        return Rollout(inputs=inputs, rewards=rewards, step=step, is_trained_on=is_trained_on, group=group)
 
-    def _reporter(self, rewards: RewardBatch, inputs: Sequence[Example]) -> Finished:
+    def _generate(self, rollout: Rollout, *, ahead: bool) -> None:
+        if self._inside_trl:
+            return
+        inputs, rewards = rollout.inputs, rollout.rewards
         in_messages = is_conversational({"prompt": inputs[0]["prompt"]})
 
         def finished(place: int, token_ids: Sequence[int]) -> None:
@@ -320,10 +277,26 @@ class Pipeline:
             completion = [{"role": "assistant", "content": text}] if in_messages else text
             self._reward_loop.start(rewards, place, completion, token_ids)
 
-        return finished
+        with self._timeline.phase(Phase.GENERATION):
+            handle = rollout.handle = self._sampler.start(prompts_of(inputs), finished, ahead=ahead)
+            sampled = handle.result() if handle.is_ready or not ahead else None
+        if sampled is not None:
+            self._record(rollout, sampled)
 
-    def _begin(self, inputs: Sequence[Example], group: int, mode: str, step: int) -> RewardBatch:
-        return self._reward_loop.begin(self._rows(inputs), group, Origin(rows=inputs, mode=mode, step=step))
+    def _record(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
+        """Keep the completions. Rewards that have not started yet start now. `rows`: those of the batch, with more in
+        them."""
+        rollout.sampled = sampled
+        if sampled.span is not None:
+            self._record_span(sampled.span)
+        extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
+        if extra:
+            rows = [
+                {**row, **{name: value[place] if isinstance(value, list) else value for name, value in extra.items()}}
+                for place, row in enumerate(rows or rollout.inputs)
+            ]
+        made = self._rows(rows) if rows else ()
+        self._reward_loop.start_all(rollout.rewards, sampled.completions, sampled.completion_ids, made)
 
     def _rows(self, rows: Sequence[Example]) -> list[Example]:
         """The rows with their pictures in the prompts, and with what functions may ask for beside columns."""
@@ -331,6 +304,42 @@ class Pipeline:
         return [{**row, "prompt": prompt, **further} for row, prompt in zip(rows, prompts_of(rows), strict=True)]
 
 
+def _next_epoch(dataloader: Iterable[object]) -> Iterator[object]:
+    """The micro-batches of the epoch after the one in training.
+
+    Leaves torch's generator as it is. A dataloader draws from it when it begins; here that draw is made when the epoch
+    begins (`_draw_as_a_dataloader`). So all samples are the same as without a lookahead.
+    """
+    with torch.random.fork_rng(devices=[]):
+        iterator = iter(dataloader)
+        first = list(itertools.islice(iterator, 1))
+    return itertools.chain(first, iterator)
+
+
 def _draw_as_a_dataloader() -> None:
     """The draw from torch's generator with which `DataLoader` seeds its workers, whether it has any or not."""
     torch.empty((), dtype=torch.int64).random_()
+
+
+def keys_of(inputs: Sequence[Example]) -> list[int]:
+    """A number for each row by which it is known again."""
+    return [
+        example["row"] if isinstance(example.get("row"), int) else zlib.crc32(repr(example["prompt"]).encode())
+        for example in inputs
+    ]
+
+
+def prompts_of(inputs: Sequence[Example]) -> list[object]:
+    """The prompts, with their pictures where TRL puts them: before the first user message."""
+    pictures = [_pictures(example) for example in inputs]
+    prompts = [example.get("prompt") for example in inputs]  # an environment may have them
+    if not any(pictures):
+        return prompts
+    return [prepare_multimodal_messages(prompt, own) for prompt, own in zip(prompts, pictures, strict=True)]
+
+
+def _pictures(example: Example) -> list[Any] | None:
+    """The pictures of a row: TRL takes a column `images`, or one picture in a column `image`."""
+    if "images" in example:
+        return example["images"]  # type: ignore[no-any-return]
+    return None if example.get("image") is None else [example["image"]]

@@ -1,6 +1,6 @@
 """A scored rollout as plain values, for the record of a run.
 
-Owns which values these are. `rollout.scoring` calls it; the recorder writes them beside training.
+Owns which values these are. `rollout.rollout_scoring` calls it; the recorder writes them beside training.
 """
 
 from collections.abc import Sequence

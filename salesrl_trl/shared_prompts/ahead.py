@@ -3,7 +3,7 @@
 Owns how the pass is divided: each micro-batch has its own loss and its own call of `backward`, as in TRL. The backward
 passes of all but the last one end at the log-probs, where their gradients wait. The last one goes on through the model
 with all of them. The weights do not move inside an update, so the gradient is the sum that TRL accumulates. The
-trainer calls `Ahead` through `rollout.passes`.
+trainer calls `Ahead` through `rollout.model_passes`.
 """
 
 import contextlib

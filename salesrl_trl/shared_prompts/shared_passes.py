@@ -2,7 +2,7 @@
 
 Owns which batches go this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
 fused head gives log-probs and entropies of the row, at its temperature, in its chunks. The trainer calls it through
-`rollout.passes`.
+`rollout.model_passes`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Advantages with the frozen reference's reward as a part of the baseline, and sums of several rewards that compare.
 
-Pure functions of tensors, for `rollout.scoring` and `rejudge`. TRL computes the advantages of plain GRPO.
+Pure functions of tensors, for `rollout.rollout_scoring` and `rejudge`. TRL computes the advantages of plain GRPO.
 """
 
 import torch

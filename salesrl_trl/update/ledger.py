@@ -1,11 +1,12 @@
 """The figures of the next log line, for training and for evaluations.
 
 Owns their sums, the failures by reason, and how the figures of a mode are set aside and brought back. It takes figures
-that are already the same on all ranks. It owns no collective, and knows neither trainer nor model. `rollout.scoring`,
-`rollout.passes` and `wiring.components` record; the trainer's `log` flushes.
+that are already the same on all ranks. It owns no collective, and knows neither trainer nor model. `rollout` and
+`wiring.components` record; the trainer's `log` flushes.
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,17 +14,25 @@ import torch
 
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.kl.kl_figures import add_kl, kl_names
 from salesrl_trl.names import (
+    ALL_KL,
     BOUNDED,
     FAILURE_REASONS,
     LEFT_OUT,
+    beta_of,
+    kl_of,
+    line_names,
 )
 from salesrl_trl.reward.figures import VALUE, RewardFigures
 from salesrl_trl.reward.judge.bias import JudgeBias
 from salesrl_trl.telemetry.aggregates import StepAggregates
 
 MODES = ("train", "eval")
+
+
+def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
+    """The names of a KL's figures. `ALL_KL` replaces TRL's own figure, which one token far off makes infinite."""
+    return line_names({"kl"}, {"branch": branches})
 
 
 class _ModeFigures:
@@ -78,8 +87,30 @@ class Ledger:
         shares: Sequence[float],
         control: KLControl,
     ) -> None:
-        """Add one optimizer step's KL, as `kl.kl_figures.add_kl` takes it."""
-        add_kl(self._modes[mode].sums, totals, betas, shares, control)
+        """Add one optimizer step's KL.
+
+        `totals` are over all ranks, by branch id, then by `kl.penalty.SUMS`. `betas` are the coefficients in the loss
+        of this step, and `shares` say by how much the branches' rewards counted in it, both by branch id. `control`
+        has the bands, and the shares of steps in them.
+        """
+        add = self._modes[mode].sums.add
+        for branch, beta, share, (kl, k1, clamped, tokens, weight) in zip(
+            control.branches, betas, shares, totals, strict=True
+        ):
+            name, target = branch.branch, branch.target
+            add(beta_of(name), beta, 1)
+            add(kl_of(name, "_tokens"), tokens, 1)
+            add(kl_of(name, "_update_share"), share, 1)
+            add(ALL_KL, kl, weight)
+            for kind, total, count in (("", kl, weight), ("_k1", k1, weight), ("_clamped", clamped, tokens)):
+                add(kl_of(name, kind), total, count)
+            if target.has_band and weight and math.isfinite(kl):
+                # A step without a KL has no edges either: TensorBoard draws a band over steps that all lines share.
+                for kind, nats in (("_low", target.low), ("_high", target.high)):
+                    add(kl_of(name, kind), nats or 0.0, 1)
+                add(kl_of(name, "_in_band"), float(target.contains(kl / weight)), 1)
+            if not math.isnan(branch.share_in_band):
+                add(kl_of(name, "_share_in_band"), branch.share_in_band, 1)
 
     def record_written(self, mode: str, written: Iterable[EvaluatedCompletion]) -> None:
         """Keep what the policy wrote in an evaluation on this rank."""

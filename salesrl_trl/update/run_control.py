@@ -1,7 +1,7 @@
 """Whether a generation batch counts, and whether the run goes on.
 
 Owns which batches are skipped because too few rewards came, which figures are broken, and the error that ends a run.
-`rollout.scoring` reports batches, `update.stopping` requests, `update.callbacks` steps. They gather from other ranks.
+`rollout.rollout_scoring` reports batches, `update.stopping` requests and steps. They gather from other ranks.
 """
 
 import math
@@ -78,7 +78,7 @@ class RunControl:
         self.is_skipping = False
         """Whether the generation batch in training is left out of the loss."""
         self.is_spent = False
-        """Whether a completion is without a reward because a limit of the budget is reached."""
+        """Whether `is_refused` held on any rank, in training or in an evaluation."""
         self._moves = False
         self._skipped_in_a_row = 0
         self._skips_since = 0.0
@@ -118,10 +118,6 @@ class RunControl:
         """Whether the budget left completions of this rank without a reward, by their reason codes and by the account.
         The code alone says nothing: a function may return it, and a replayed record may hold it."""
         return BudgetSpent.default_code in reasons and self._is_reached()
-
-    def record_refusal(self, is_refused: bool) -> None:
-        """Record whether `is_refused` holds on any rank, of training or of an evaluation."""
-        self.is_spent = self.is_spent or is_refused
 
     def urgency(self) -> int:
         """This rank's reason to end the run, for the highest of all ranks: 2 if it was asked to stop, 1 if batches are
@@ -200,11 +196,11 @@ class RunControl:
             )
 
     def stop(self, step: int, *, is_new: bool) -> None:
-        """End the run after `step` optimizer steps, because a rank was asked to stop. `is_new`: it has done some."""
-        self.error = RunStopped(self.stopped_by(self.requested, step, is_new=is_new))
-
-    def stop_spending(self, step: int, *, is_new: bool) -> None:
-        """End the run after `step` optimizer steps, because its budget is spent. `is_new`: it has done some."""
+        """End the run after `step` optimizer steps, because a rank was asked to stop, or else because its budget is
+        spent. `is_new`: it has done some."""
+        if self.requested is not None:
+            self.error = RunStopped(self.stopped_by(self.requested, step, is_new=is_new))
+            return
         state = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
         again = self._resume(step) if step else "the same command"
         self.error = self._budget_spent(f"{state} on with a larger limit and {again}")

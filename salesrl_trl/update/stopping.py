@@ -1,17 +1,19 @@
 """The end of a run that was asked to stop, or that an error stops.
 
-Owns the way of a request, the step after which all ranks stop together, and the undoing of a step that was cut off.
-`run_control` owns the error with which the run ends. `stop_notice` carries the request to other processes.
+Owns the way of a request, the step after which all ranks stop together, the undoing of a step that was cut off, and
+the callback by which skipped batches and stops act on TRL's loop. `run_control` decides whether a batch counts, and
+owns the error with which the run ends. `stop_notice` carries the request to other processes.
 """
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -103,7 +105,6 @@ class Stopping:
         )
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
         self._moves = not self._can_undo
 
     def optimizer_moves(self) -> None:
@@ -114,15 +115,13 @@ class Stopping:
         """An optimizer step has ended. Stop if any rank was asked to, or if the budget is spent, and undo the step if
         that cut it off; a collective."""
         self._agree()
-        is_asked = self._run_control.requested is not None
-        ends = is_asked or self._run_control.is_spent  # the same on all ranks: they have gathered the reasons
+        # the same on all ranks: they have gathered the reasons
+        ends = self._run_control.requested is not None or self._run_control.is_spent
         if ends and not self._moves and self._snapshot is not None:
             self._restore(self._snapshot)
         step = self.settle()
-        if is_asked:
+        if ends:
             self._run_control.stop(step, is_new=step > self._first)
-        elif ends:
-            self._run_control.stop_spending(step, is_new=step > self._first)
 
     def settle(self) -> int:
         """What follows an optimizer step is done. Random draws belong to the next step from now on. Returns the
@@ -172,13 +171,13 @@ class Stopping:
         try:
             if snapshot is not None and is_new:
                 if self._moves:
-                    return self._lost(error, "the optimizer was moving the weights")
+                    return _lost(error, "the optimizer was moving the weights")
                 if not all_arrive(step):
-                    return self._lost(error, "other processes are not at the same place")
+                    return _lost(error, "other processes are not at the same place")
                 self._restore(snapshot)
                 save()
         except CheckpointError as failure:
-            return failure if is_asked else self._lost(error, str(failure))
+            return failure if is_asked else _lost(error, str(failure))
         if not (is_asked or is_new):
             return error  # of the start-up, or of the first step: it would come again
         if is_asked:
@@ -187,6 +186,60 @@ class Stopping:
         self.survived = error
         return error
 
-    def _lost(self, error: BaseException, why: str) -> BaseException:
-        logger.warning(f"no checkpoint was saved when the run ended, because {why}. Go on from the one before.")
-        return RunStopped(f"stopped by {error}. {why}") if isinstance(error, StopRequested) else error
+
+def _lost(error: BaseException, why: str) -> BaseException:
+    logger.warning(f"no checkpoint was saved when the run ended, because {why}. Go on from the one before.")
+    return RunStopped(f"stopped by {error}. {why}") if isinstance(error, StopRequested) else error
+
+
+class SkipAndStop(TrainerCallback):
+    """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored or that diverged.
+
+    Under DeepSpeed the optimizer steps inside `backward`, before this callback. There the gradient of a skipped batch
+    is zero, but momentum still moves the weights. `drop_gradients` sets all gradients to `None`.
+    """
+
+    def __init__(self, run_control: RunControl, drop_gradients: Callable[[], None], stopping: Stopping) -> None:
+        self._run_control = run_control
+        self._drop_gradients = drop_gradients
+        self._stopping = stopping
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._stopping.begin()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._stopping.begin_step()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if self._run_control.drain_moves():
+            self._stopping.optimizer_moves()
+        else:
+            self._drop_gradients()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, object],
+        **_: object,
+    ) -> None:
+        self._run_control.record_line(logs)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self._stopping.end_step()
+        self._run_control.end_step(state.global_step, is_last=state.global_step >= state.max_steps)
+        if self._run_control.error is not None:
+            control.should_save = state.global_step > 0
+            control.should_training_stop = True
+            control.should_evaluate = False  # nothing could be scored
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._run_control.error is not None:  # the epoch was left in its middle, and the step's end has saved
+            control.should_evaluate = control.should_save = False

@@ -1,7 +1,7 @@
-"""The components of a trainer, built and connected.
+"""The components of a trainer, built and connected, and what they use of TRL's trainer (`Hooks`).
 
-Owns the order in which they are built, and which one gets which. Owns no logic, and no trainer: TRL's part comes as
-values and bound callables (`Hooks`). The trainer, its only user, builds one of these:
+Owns the order in which they are built, and which one gets which. Owns no logic and no trainer. The trainer, its only
+user, builds one of these:
 
 1. `Components`, before TRL's trainer is built: what needs settings alone.
 2. `connect`, after it is built: what generates and scores by TRL's own methods.
@@ -10,14 +10,19 @@ values and bound callables (`Hooks`). The trainer, its only user, builds one of 
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
-from salesrl_trl.checkpoint.identity import Identity, identity_of_run
+from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.order import why_in_trls_order
@@ -35,7 +40,8 @@ from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.evaluation.subject import Processes
-from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
+from salesrl_trl.generation.sampler import Ask, Generate, Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.reference import Reference
@@ -43,8 +49,8 @@ from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
-from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.rollout.scoring import RolloutScoring, ScoringSettings
+from salesrl_trl.rollout.pipeline import Pipeline, Rollout
+from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.epoch_lines import EpochLine
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.layout import ScalarLayout
@@ -52,16 +58,80 @@ from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
 from salesrl_trl.telemetry.step_lines import StepLine
 from salesrl_trl.telemetry.trackers import Trackers
 from salesrl_trl.types import Example
-from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl, RunControlSettings
 from salesrl_trl.update.spending import Spending
-from salesrl_trl.update.stopping import Stopping
+from salesrl_trl.update.step_snapshot import StepSnapshot
+from salesrl_trl.update.stopping import SkipAndStop, Stopping
 from salesrl_trl.update.weights import LEAST_SHARE, WeightChange, raise_adapters
-from salesrl_trl.wiring.hooks import Hooks
 from salesrl_trl.wiring.policy import Policy
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hooks:
+    """Values and bound callables of TRL's trainer, which `trl_access` makes. No component gets the trainer itself."""
+
+    model: torch.nn.Module
+    """The policy, with its adapter if there is one."""
+    unwrapped: Callable[[], torch.nn.Module]
+    """The policy without the wrappers of distributed training."""
+    ref_model: torch.nn.Module | None
+    """TRL's own copy of the reference policy."""
+    step: Callable[[], int]
+    last_step: Callable[[], int]
+    """The optimizer step with which the run ends."""
+    accelerator: Accelerator
+    is_deepspeed: bool
+    """Whether DeepSpeed owns the optimizer."""
+    engine: SalesVLLMGeneration | GenerationConfig
+    """The engine, or the settings with which the policy itself generates."""
+    has_rollout_func: bool
+    tools: str | None
+    """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
+    tokenizer: PreTrainedTokenizerBase
+    pad_to_multiple_of: int | None
+    """TRL's setting: padded tensors have a multiple of this many columns."""
+    eos_token_ids: Sequence[int]
+    """Tokens that end a completion."""
+    reward_weights: Sequence[float]
+    """TRL's weight of each reward function."""
+    reward_answered: Sequence[bool]
+    """Of each reward function: whether the package calls it."""
+    group: Callable[[], int]
+    """Completions of a prompt at the moment: in training, or in an evaluation."""
+    reward_arguments: Callable[[], Mapping[str, object]]
+    """Returns what reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
+    has_entropy_bonus: bool
+    has_aux_loss: bool
+    """Whether the loss has the auxiliary loss of a mixture's router."""
+    num_generations_eval: int
+    """Completions of a held-out row."""
+    generate: Generate
+    """TRL's `_generate`."""
+    ask: Ask
+    """The same for a server, without waiting."""
+    logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+    """Log-probs of a batch's completions under the current policy, shape (B, T)."""
+    score: Callable[[Rollout], Output]
+    """TRL's `_generate_and_score_completions`."""
+    advantages: Callable[[], MutableSequence[float]]
+    """The column `advantages` of TRL's table of completions."""
+    set_aside: Callable[[], AbstractContextManager[None]]
+    """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
+    drop_gradients: Callable[[], None]
+    save: Callable[[Path], None]
+    log: Callable[[Mapping[str, float | None]], None]
+    """Adds an entry to the log, without the figures that TRL gathers for a step."""
+    callbacks: CallbackHandler
+    eval_dataset: object
+    position: Callable[[], tuple[int, bool]]
+    """Returns the micro-steps done, and whether a generation batch is there to go on with."""
+    capture: Callable[[], StepSnapshot]
+    """Returns the state at the end of an optimizer step."""
+    restore: Callable[[StepSnapshot], None]
+    """Sets the trainer back to it."""
 
 
 class Components:
@@ -108,14 +178,10 @@ class Components:
         self.keeper = Keeper(
             args,
             self.kl,
-            self._identity,
+            lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.in_flight(*counts),
         )
-
-    def _identity(self, dataset: object) -> Identity:
-        """The identity of a run on this dataset."""
-        return identity_of_run(self._args, dataset, self.branches, self.policy.first_weights, self.policy.shape)
 
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
@@ -143,9 +209,10 @@ class Components:
                 leave_out_no_pictures(model)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
-        self.sampler = self._sampler(trl, sampler or args.sampler_class())
+        is_served = bool(args.use_vllm) and args.vllm_mode == "server"
+        self.sampler = self._sampler(trl, sampler or args.sampler_class(), is_served)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
-        decoder = copy.deepcopy(trl.tokenizer) if self._is_served else trl.tokenizer
+        decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
         self.pipeline = Pipeline(
             self.sampler,
             self.reward_loop,
@@ -154,7 +221,7 @@ class Components:
             window=args.window,
             lookahead=args.rollout_lookahead,
             references_ahead=args.references_ahead,
-            behaviour_logps=self._behaviour_logps,
+            behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
             record_span=self.instruments.record_generation,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
@@ -168,11 +235,7 @@ class Components:
             self.instruments,
             self.run_control,
             settings_of(
-                ScoringSettings,
-                args,
-                branches=self.branches,
-                weights=trl.reward_weights,
-                answered=trl.reward_answered,
+                ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
             ),
             trl.accelerator.device,
             score=trl.score,
@@ -186,42 +249,35 @@ class Components:
         if args.scored_groups_first and reason is not None:
             logger.info(f"off: scored groups first, because {reason}")
         self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
-        self._wrap_phases(trl)
+        trl.accelerator.backward = self.timeline.phased(Phase.BACKWARD, trl.accelerator.backward)
+        if args.use_vllm:
+            for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
+                setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
+        else:
+            self.policy.weight_check.skip("transformers generates with the trainer's own model")
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
         return self._callbacks(trl)
 
-    @property
-    def _is_served(self) -> bool:
-        return bool(self._args.use_vllm) and self._args.vllm_mode == "server"
-
-    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
+    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
+        args = self._args
         if build is None:
             reason = why_not_streamed(
-                use_vllm=self._args.use_vllm,
+                use_vllm=args.use_vllm,
                 has_rollout_func=trl.has_rollout_func,
                 tools=trl.tools,
                 tokenizer=trl.tokenizer,
             )
-            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, reason=reason)
-        return build(
-            Upstream(
-                generate=trl.generate,
-                model=trl.unwrapped,
-                step=trl.step,
-                temperature=self._args.temperature,
-                max_completion_length=self._args.max_completion_length,
-                eos_token_ids=tuple(trl.eos_token_ids),
-            )
+            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=is_served, reason=reason)
+        upstream = Upstream(
+            generate=trl.generate,
+            model=trl.unwrapped,
+            step=trl.step,
+            temperature=args.temperature,
+            max_completion_length=args.max_completion_length,
+            eos_token_ids=tuple(trl.eos_token_ids),
         )
-
-    def _wrap_phases(self, trl: Hooks) -> None:
-        trl.accelerator.backward = self.timeline.phased(Phase.BACKWARD, trl.accelerator.backward)
-        if not self._args.use_vllm:
-            self.policy.weight_check.skip("transformers generates with the trainer's own model")
-            return
-        for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
-            setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
+        return build(upstream)
 
     def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
         args, names = self._args, self.reward.names
@@ -257,26 +313,17 @@ class Components:
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.instruments.record_model(trl.unwrapped())
 
-    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+    def _padded(self, sampled: Sampled) -> dict[str, Any]:
         trl = self._trl
-        device = trl.accelerator.device
-        return trl.logps_of(sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, device))
+        return sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raise `WeightSyncError` if the sampler has other weights than the ones
         in training; a collective."""
-        trl = self._trl
         sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
-        batch = sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
-        with trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self.policy.weight_check.check(batch, trl.logps_of)
+        with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
+            self.policy.weight_check.check(self._padded(sampled), self._trl.logps_of)
         return sampled
-
-    @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """While active, answers are greedy, and figures of other evaluations stay as they are."""
-        with self._trl.set_aside(), self.sampler.greedily(), self.ledger.aside("eval"):
-            yield
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
         """Move the coefficients of the next step by this step's KL over all ranks; a collective."""
@@ -327,9 +374,21 @@ class Components:
         if settings is None or not settings.steps:
             return None
         args, kl, ranks = self._args, self.kl, Processes()
+
+        @contextlib.contextmanager
+        def set_aside() -> Iterator[None]:
+            with trl.set_aside(), self.sampler.greedily(), self.ledger.aside("eval"):
+                yield
+
+        def score(rows: Sequence[Example]) -> ScoredBatch:
+            rollout, output = self.scoring.evaluate(list(rows), trl.step())
+            assert rollout.sampled is not None and rollout.result is not None
+            ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
+            return ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
+
         subject = GreedySubject(
-            set_aside=self._set_aside,
-            score=self._score_greedily,
+            set_aside=set_aside,
+            score=score,
             logps_of=trl.logps_of,
             decode=lambda ids: trl.tokenizer.batch_decode(ids, skip_special_tokens=True),
             branch_of=self.branches.of,
@@ -351,12 +410,6 @@ class Components:
             timeline=self.timeline,
             is_cut=lambda: self.run_control.is_spent,
         )
-
-    def _score_greedily(self, rows: Sequence[Example]) -> ScoredBatch:
-        rollout, output = self.scoring.evaluate(list(rows), self._trl.step())
-        assert rollout.sampled is not None and rollout.result is not None
-        ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
-        return ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
 
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""

@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, RunStopped
-from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.names import KL_STATE_FILE, beta_of, kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
+from salesrl_trl.update.ledger import kl_names
 
 COOLDOWN = 1
 SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_cooldown_steps": COOLDOWN}

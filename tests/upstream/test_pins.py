@@ -105,7 +105,7 @@ PINS = {
     # (the second: transformers before 5.17, which does not tell the batch sampler its epoch; OrderByEpoch has its own;
     # the third: 5.23, which holds back the reduction of gradients of a policy that was sharded while it was loaded)
     (Trainer, "_run_epoch"): ("de4852a9dfd7", "1831da9fe3f8", "28066199eba1"),
-    # Pipeline.next_update and epoch_begins: the next epoch's iterator is made while this one's is in use, and an
+    # Pipeline.next_update: the next epoch's iterator is made while this one's is in use, and an
     # epoch's order and draws are taken when its first batch is asked for
     (DataLoaderShard, "__iter__"): "f6a0dc946182",
     # SalesVLLMGeneration.streamed: one `LLM.generate` for all of a batch's prompts, in their order, under tensor

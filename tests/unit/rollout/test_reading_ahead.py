@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from salesrl_trl.rollout.groups import parts
-from salesrl_trl.rollout.schedule import RolloutSchedule, UpdatesAhead
+from salesrl_trl.rollout.reading_ahead import RolloutSchedule, UpdatesAhead
 
 
 def prompts(count, epoch=0):

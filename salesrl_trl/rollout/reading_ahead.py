@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torch.utils.data import Sampler
+from trl.trainer.utils import RepeatSampler
+
 from salesrl_trl.types import Example
 
 R = TypeVar("R")
@@ -149,3 +152,23 @@ class UpdatesAhead:
         if is_first:
             begins()
         return update
+
+
+class OrderByEpoch(Sampler[int]):
+    """TRL's sampler, shuffled anew from `seed + epoch` at the start of each epoch. The order of epoch 0 is TRL's.
+
+    TRL's sampler goes on with its generator from epoch to epoch. So a run that resumes in its second epoch would get
+    the order of the first one again.
+    """
+
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]) -> None:
+        self._sampler = sampler
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self._sampler.shuffle:
+            self._sampler.generator.manual_seed(self._sampler.seed + self._epoch())
+        yield from self._sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)

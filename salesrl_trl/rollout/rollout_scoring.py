@@ -30,12 +30,11 @@ from salesrl_trl.names import BASELINE_FALLBACK, SINGLE_SCORED, SKIPPED_UPDATE, 
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.correction import OLD, RATIO
+from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.record import batch_of
-from salesrl_trl.rollout.staleness import correction_sums
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
@@ -308,7 +307,7 @@ class RolloutScoring:
         is_refused = control.is_refused([reward.reason for reward in faulty if reward.value is None])
         failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
         reports = gather(self._figures.encode_report(result.report).to(self._device)).cpu()
-        control.record_refusal(any(is_refused for *_, is_refused, _ in failed))  # as each rank's account had it
+        control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as each rank's account had it
         ledger.record_rewards(mode, rollout.scored, reports, (reason for reason, *_ in failed))
         if rollout.is_trained_on:
             report, scored = result.report, ~rollout.failed
