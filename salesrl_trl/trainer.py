@@ -79,7 +79,6 @@ class SalesGRPOTrainer(TRLAccess):
     """
 
     is_extended = False
-    """Whether this package adds something."""
 
     def __init__(
         self,
@@ -266,8 +265,7 @@ class SalesGRPOTrainer(TRLAccess):
         return rewards
 
     def _compute_loss(self, model, inputs):
-        """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients. The
-        update is as large as without failed completions."""
+        """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients."""
         components, metrics, kl = self.components, self._metrics[self._mode], self.components.kl
         # 1. advantages, coefficients and the number of micro-batches make up for failed completions
         share, recorded = components.normaliser.share, {name: len(values) for name, values in metrics.items()}
@@ -296,8 +294,7 @@ class SalesGRPOTrainer(TRLAccess):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        """Sends a group's prompt through the model once. Hands the policy's log-probs to the penalty. Keeps old and
-        reference ones while TRL repeats a batch."""
+        """Sends a group's prompt through the model once. Keeps old and reference ones while TRL repeats a batch."""
         components, inputs = self.components, self._loss_inputs
         upstream = super()._get_per_token_logps_and_entropies
         passes = functools.partial(components.passes.log_probs, inputs, upstream, model, *args, **kwargs)

@@ -37,14 +37,9 @@ logger = get_logger(__name__)
 
 
 class Keeper:
-    """Saves the checkpoints of one run.
-
-    - `kl`: its state is part of a checkpoint.
-    - `identity`: gives the identity of the run from its training dataset.
-    - `is_skipping`: whether the generation batch under way is left out of the loss. Then it is no part of a
-      checkpoint.
-    - `in_flight`: `Pipeline.in_flight`.
-    """
+    """Saves the checkpoints of one run. `kl`: its state is part of one. `identity`: gives the run's identity from its
+    training dataset. `is_skipping`: the generation batch under way is left out of the loss, and so of a checkpoint.
+    `in_flight`: `Pipeline.in_flight`."""
 
     def __init__(
         self,
@@ -65,22 +60,17 @@ class Keeper:
         self._last: Path | None = None
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
-        """A run begins, or goes on from a checkpoint; a collective. Returns the checkpoint, if there is one.
-
-        `asked` is as in `whole.find`. Raises `ConfigError` if the run can't go on from the checkpoint.
-        """
+        """A run begins, or goes on from the checkpoint that is returned; a collective. `asked` is as in `whole.find`.
+        Raises `ConfigError` if the run can't go on from it."""
         self._identity = self._identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self._args, self._identity)
         self._clear()
         return None if self._last is None else str(self._last)
 
     def save(self, state: TrainerState, write: Callable[[], None]) -> None:
-        """Save a checkpoint; a collective. Nothing is written if this step has one already.
-
-        `state` names the step and the best checkpoint. `write` lets transformers write a checkpoint into the output
-        folder that the settings name, on all ranks. Raises `CheckpointError` on all ranks if any of them could not
-        write its part. Then the folder is not there, and the checkpoints before it are as they were.
-        """
+        """Save a checkpoint, unless this step has one; a collective. `write` lets transformers write it into the
+        output folder of the settings, on all ranks. Raises `CheckpointError` on all ranks if one could not write its
+        part. Then the folder is not there, and the checkpoints before it are as they were."""
         folder = self._output_dir / f"{CHECKPOINT_FOLDERS}{state.global_step}"
         if folder == self._last:
             return
@@ -97,12 +87,9 @@ class Keeper:
             self._rotate(state.best_model_checkpoint)
 
     def add_parts(self, folder: Path, update: int, micro_step: int, slices: Batches) -> None:
-        """Write the package's own files: the state of the KL, the run's identity, the generation batch under way, and
-        the rollouts in flight.
-
-        `update` and `micro_step` are the optimizer steps and micro-steps done. `slices` are those of the generation
-        batch under way, as TRL keeps them.
-        """
+        """Write the package's own files: the KL's state, the identity, the generation batch under way, and
+        rollouts in flight. `update` and `micro_step`: steps done. `slices`: of the generation batch under way, as
+        TRL keeps them."""
         is_inside = bool(micro_step % self._args.window)
         if self._args.should_save:
             write_identity(folder, self._identity, is_inside)
@@ -123,7 +110,7 @@ class Keeper:
         return load_under_way(*place) if micro_step % self._args.window else None
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
-        """The rollouts in flight of the checkpoint that `load_parts` has read. They are returned once."""
+        """The rollouts in flight that `load_parts` has read, once."""
         rollouts, self._kept = self._kept, {}
         return rollouts
 
@@ -191,11 +178,9 @@ T = TypeVar("T")
 def choose_on_all_ranks(
     asked: str | os.PathLike[str] | bool | None, args: SalesGRPOConfig, identity: Identity
 ) -> Path | None:
-    """`whole.find` on all ranks, then `check_identity`; a collective. Logs differences that are allowed.
-
-    The first process of each machine reads all files. The others compare sizes, and follow the first of all. Raises
-    `ConfigError` on all ranks, if any rank refuses the checkpoint.
-    """
+    """`whole.find` on all ranks, then `check_identity`; a collective. The first process of each machine reads all
+    files. The others compare sizes, and follow the first of all. Raises `ConfigError` on all ranks if any refuses the
+    checkpoint."""
     with_digests = args.local_process_index == 0
     allowed = args.allow_changed_resume
     chosen = _agreed(lambda: find(asked, args.output_dir, with_digests=with_digests, without_manifest=allowed))

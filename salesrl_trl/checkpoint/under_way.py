@@ -25,17 +25,14 @@ Batches = list[dict[str, object]]
 
 def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Batches) -> None:
     """Save the slices of one process's generation batch. Only slices of the same `arrangement`, the figures that
-    decide how a batch is divided, can be used again.
-    """
+    decide how a batch is divided, can be used again."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_FILE.format(rank=rank))
 
 
 def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
-    """The slices of `save_under_way` on all ranks. `None` on all of them if any rank has none of this arrangement.
-
-    A collective. Without a batch TRL generates one, which is a collective too, so all ranks must do the same.
-    """
+    """The slices of `save_under_way`. `None` on all ranks if any has none of this arrangement: without a batch TRL
+    generates one, which is a collective. A collective."""
     state = _read(folder / UNDER_WAY_FILE.format(rank=rank), arrangement, device)
     if not on_any_rank(state is None, device):
         assert state is not None
@@ -67,9 +64,7 @@ def save_rollouts(folder: Path, rank: int, arrangement: list[int], in_flight: Ma
 
 
 def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> dict[int, KeptRollouts]:
-    """The rollouts of `save_rollouts` on all ranks; a collective. No rank gets any if a rank has none of this
-    arrangement.
-    """
+    """The rollouts of `save_rollouts`; a collective. No rank gets any if a rank has none of this arrangement."""
     state = _read(folder / ROLLOUTS_FILE.format(rank=rank), arrangement, device)
     if on_any_rank(state is None, device):
         return {}

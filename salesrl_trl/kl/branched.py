@@ -46,7 +46,6 @@ class BranchedKL:
 
     @property
     def betas(self) -> list[float]:
-        """Coefficients by branch id."""
         return self.control.betas
 
     def penalty(self, inputs: MicroBatch, scale: float = 1.0) -> BranchPenalty:
@@ -60,8 +59,7 @@ class BranchedKL:
 
     def drain_sums(self) -> torch.Tensor:
         """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64. Raises `RuntimeError`
-        if nothing was added.
-        """
+        without any."""
         if self._sums is None:
             raise RuntimeError("the KL's sums were asked for before `add` was given a micro-batch")
         sums, self._sums = self._sums, None
@@ -73,10 +71,8 @@ class BranchedKL:
 
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
         """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
-
-        `totals` are sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is the optimizer step, for the
-        log. `is_logged` says whether this rank logs moves, and KLs that are not finite.
-        """
+        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is for the log; `is_logged`:
+        this rank logs."""
         before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
         if not is_logged:

@@ -33,15 +33,13 @@ class Decision:
     """A coefficient that moved."""
 
     branch: str
-    """Name of its branch."""
     kl: float
-    """KL of the window, in nats per token."""
+    """Of the window, in nats per token."""
     target: KLTarget
-    """The branch's target, with the band."""
     before: float
-    """Coefficient of the window, as asked for."""
+    """Of the window, as asked for."""
     after: float
-    """Coefficient that the law asks for from the next step on."""
+    """What the law asks for from the next step on."""
 
     def __str__(self) -> str:
         place = "in" if self.target.contains(self.kl) else "outside"
@@ -71,14 +69,12 @@ class BranchController:
 
     @property
     def beta(self) -> float:
-        """The coefficient."""
         return min(self.asked, self.target.bounds[1])
 
     @property
     def share(self) -> float:
-        """By how much the branch's rewards count in the update: 1, or less if the law asks for more than the largest
-        coefficient. The quotient of coefficient and share is what the law asks for.
-        """
+        """By how much the branch's rewards count: 1, or less if the law asks for more than the largest coefficient.
+        The quotient of coefficient and share is what the law asks for."""
         return self.beta / self.asked if self.asked > self.beta else 1.0
 
     @property
@@ -94,12 +90,9 @@ class BranchController:
         return str(self._law_state.get(NOTICE, ""))
 
     def observe(self, kl_sum: float, tokens: float) -> Decision | None:
-        """Take in one optimizer step's measurement over all ranks. Returns the move, which holds from the next step
-        on, or `None` if the coefficient stays.
-
-        `kl_sum` is the sum of the KL over the branch's `tokens`, in nats. A step without tokens, or with a sum that is
-        not finite, counts as no measurement. A window without tokens moves nothing.
-        """
+        """Take in one optimizer step's measurement over all ranks: the sum of the KL over the branch's `tokens`, in
+        nats. Returns the move, which holds from the next step on; `None` if the coefficient stays. A step without
+        tokens, or with a sum that is not finite, is no measurement. A window without tokens moves nothing."""
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:
             self._measured_steps += 1
@@ -156,9 +149,7 @@ class BranchController:
 
 
 class KLControl:
-    """The coefficients of all branches. `targets` are in the order of branch ids. Without a `law` the coefficients
-    stay.
-    """
+    """The coefficients of all branches. `targets` are in the order of branch ids. Without a `law` they stay."""
 
     def __init__(self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings) -> None:
         self.branches = [BranchController(branch, target, law, windows) for branch, target in targets.items()]
@@ -166,7 +157,6 @@ class KLControl:
 
     @property
     def betas(self) -> list[float]:
-        """Coefficients by branch id."""
         return [branch.beta for branch in self.branches]
 
     @property
@@ -175,9 +165,8 @@ class KLControl:
         return [branch.share for branch in self.branches]
 
     def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
-        """Take in one optimizer step's measurement over all ranks, and return the moves. By branch id, it is the sum
-        of the KL in nats and the number of tokens.
-        """
+        """Take in one optimizer step: by branch id, the sum of the KL in nats and the number of tokens, over all
+        ranks. Returns the moves."""
         decisions = [
             branch.observe(kl_sum, tokens) for branch, (kl_sum, tokens) in zip(self.branches, measured, strict=True)
         ]

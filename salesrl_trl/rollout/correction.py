@@ -56,8 +56,7 @@ def importance_ratio(
 
 
 class CorrectionAtStep:
-    """The correction of a generation batch, micro-batch by micro-batch. The arguments are those of
-    `importance_ratio`."""
+    """The correction of a generation batch by micro-batches. The arguments are those of `importance_ratio`."""
 
     def __init__(self, mode: str, low: float | None, high: float | None) -> None:
         self._bounds = (mode, low, high)
@@ -70,12 +69,11 @@ class CorrectionAtStep:
 
     @property
     def is_due(self) -> bool:
-        """Whether a micro-batch was corrected since `drain`."""
         return bool(self._sums)
 
     def apply(self, inputs: MutableMapping[str, Any], logps: torch.Tensor) -> None:
-        """Put the ratio of a micro-batch where TRL's loss reads it. One that has its ratio, or no log-probs of a
-        sampler, stays as it is. `logps`: of the policy, shape (B, C)."""
+        """Put the ratio of a micro-batch where TRL's loss reads it, unless it is there or the sampler gave no
+        log-probs. `logps`: of the policy, shape (B, C)."""
         sampled = inputs.get(SAMPLED)
         if sampled is None or inputs.get(RATIO) is not None:
             return
@@ -119,12 +117,9 @@ class CorrectionAtStep:
 def correction_sums(
     ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
 ) -> torch.Tensor:
-    """Count what TRL's correction for the sampler's distribution left out or bounded.
-
-    `ratio` has the importance ratios as the loss has them: (B, T), or (B, 1) for those of whole completions. `mask` is
-    the completion mask, (B, T). `mode`, `low` and `high`: `vllm_importance_sampling_mode`, `_clip_min`, `_clip_max`.
-    Returns the number of tokens or completions left out, bounded, and in all: shape (3,), float64.
-    """
+    """Count what TRL's correction for the sampler's distribution left out or bounded: tokens or completions left out,
+    bounded, and in all. Shape (3,), float64. `ratio` is as the loss has it, (B, T), or (B, 1) for whole completions;
+    `mask` is the completion mask, (B, T). The others are as in `importance_ratio`."""
     counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
     left_out = (ratio == 0) if mode.endswith("_mask") else torch.zeros_like(counts)
     bounded = torch.zeros_like(counts)

@@ -41,8 +41,8 @@ class ScoredGroups:
 
     def record(self, settled: torch.Tensor, rank: int, scored_fraction: float, wanted_fraction: float) -> None:
         """Record which rewards are in: `settled`, shape (world size, B), bool. Each rank has its own order, because no
-        group lies on two ranks. As long as the share of completions with a reward is below the one that is wanted, the
-        batch could be skipped, and no part is ready."""
+        group lies on two ranks. While fewer completions are scored than wanted, the batch could be skipped, and no
+        part is ready."""
         self.complete = bool(settled.all())
         pending_by_rank = [
             [part for part in self.remaining if not each[part.start : part.stop].all()] for each in settled
@@ -72,7 +72,6 @@ class ScoredGroups:
 
     @property
     def has_next(self) -> bool:
-        """Whether the queue has a micro-batch."""
         return bool(self._queue)
 
     @property
@@ -81,10 +80,9 @@ class ScoredGroups:
         return not self.remaining and not self._queue
 
     def next(self) -> MicroBatch:
-        """The next micro-batch of the queue."""
         return self._queue.popleft()
 
     @property
     def following(self) -> list[MicroBatch]:
-        """Those that are in the queue behind it."""
+        """The micro-batches behind the next one."""
         return list(self._queue)

@@ -55,36 +55,25 @@ PARTLY_SCORED = "partly_scored"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
-    """Settings for the scoring of a batch, under the names that `SalesGRPOConfig` has for them, and three others."""
+    """Settings for the scoring of a batch. `SalesGRPOConfig` describes those that it has under the same name."""
 
     branches: Branches
-    """Names of branches by id, and the branch of a row."""
     num_generations: int
-    """Completions of a prompt, in training."""
     per_device_train_batch_size: int
-    """Completions of a micro-batch."""
     hybrid_reference_weight: float
-    """The reference's share of the baseline."""
     weights: Sequence[float]
     """TRL's weight of each reward function."""
     answered: Sequence[bool]
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
-    """TRL's setting: by what advantages are divided."""
     held_out_examples: int
-    """Held-out conversations that are shown with what the policy wrote."""
     leaves_out_failed: bool
-    """Whether failed completions are out of the loss. Else they are in it with an advantage of 0, as in TRL."""
     sampler_correction: tuple[str, float | None, float | None]
-    """TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`."""
 
 
 class RolloutScoring:
-    """The way of a generation batch through TRL's scoring.
-
-    `device` is that of collectives. `score` is TRL's own method over a whole generation batch. `advantages` returns
-    this column of TRL's table of completions; its last rows are those of the batch.
-    """
+    """The way of a generation batch through TRL's scoring. `device`: of collectives. `score`: TRL's own method.
+    `advantages`: this column of TRL's table of completions, whose last rows are those of the batch."""
 
     def __init__(
         self,
@@ -118,7 +107,6 @@ class RolloutScoring:
 
     @property
     def current(self) -> Rollout:
-        """The rollout that TRL is at work on."""
         assert self.rollout is not None
         return self.rollout
 
@@ -129,11 +117,9 @@ class RolloutScoring:
     def train_on(
         self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
     ) -> Output:
-        """The batch of these B examples, after so many micro-steps and optimizer steps.
-
-        `in_groups`: it is trained on part by part, scored groups first. `in_order`: a group's completions stay
-        together when all are scored; else TRL shuffles them.
-        """
+        """The batch of these B examples, after so many micro-steps and optimizer steps. `in_groups`: scored groups
+        are trained on first. `in_order`: a group's completions stay together when all are scored; else TRL
+        shuffles them."""
         self._waiting = None
         rollout, settings = self._pipeline.take(inputs, micro_step, update), self._settings
         groups = ScoredGroups(len(inputs), settings.per_device_train_batch_size, settings.num_generations)
@@ -160,8 +146,8 @@ class RolloutScoring:
         return rollout, output
 
     def next_micro_batches(self, in_trls_order: list[Output], update: int) -> list[Output]:
-        """The micro-batch to train on, and those of the same batch that will come after it, as far as that is known.
-        Micro-batches of scored groups, or of whole groups, replace those in TRL's order."""
+        """The micro-batch to train on, and those of its batch that come after it, as far as they are known.
+        Micro-batches of scored or whole groups replace those in TRL's order."""
         rollout = self._waiting
         if rollout is None or rollout.groups is None:
             return in_trls_order
@@ -226,12 +212,10 @@ class RolloutScoring:
     def rewards(
         self, completions: Sequence[Completion], calculate: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, BatchResult | None]:
-        """The rewards of the rollout that TRL is at work on, shape (world size x B, functions), NaN in the whole row
-        of a completion that counts for nothing; and this rank's rewards. `None` in place of these while some are not
-        in: the rows of those are NaN, and nothing is recorded. A collective.
-
-        `calculate` is TRL's own method. It runs reward models, and gets the numbers of functions from the package.
-        """
+        """The rewards of the rollout that TRL is at work on, shape (world size x B, functions), NaN in the row of a
+        completion that counts for nothing; and this rank's. `None` in place of these while some are not in: their rows
+        are NaN, and nothing is recorded. A collective. `calculate`: TRL's own method, which gets the numbers of
+        functions from the package."""
         rollout = self.current
         # 1. a batch in parts: the rewards that are in
         so_far = None if rollout.groups is None else self._rewards_so_far(rollout, rollout.groups)
@@ -272,11 +256,8 @@ class RolloutScoring:
         return None if groups.complete else values
 
     def _compared(self, result: BatchResult, rewards: torch.Tensor, group: int) -> tuple[torch.Tensor, BatchResult]:
-        """TRL's table without completions that can't be compared with their group, and this rank's rewards, which say
-        the same: their values are what TRL's sum of the row is. A collective.
-
-        Where there is one function and the package calls it, nothing is changed.
-        """
+        """TRL's table without completions that can't be compared with their group, and this rank's rewards with the
+        same values; a collective. A single function that the package calls changes nothing."""
         if self._settings.answered == [True]:
             return rewards, result
         own = self._own(len(result.rewards))
@@ -327,11 +308,8 @@ class RolloutScoring:
         ledger.add(mode, SKIPPED_UPDATE, float(control.is_skipping and rollout.is_trained_on))
 
     def _leave_out_failed(self, rollout: Rollout, output: Output) -> None:
-        """Take failed completions out of TRL's output for a rollout: none of their tokens counts; a collective.
-
-        `normaliser` makes up for them. `FAILED` tells it which: of a batch in parts always, else if one failed on any
-        rank.
-        """
+        """Take failed completions out of TRL's output, so that none of their tokens counts; a collective. `FAILED`
+        tells the normaliser which: of a batch in parts always, else if one failed on any rank."""
         failed = rollout.failed  # (world size x B,)
         if not self._settings.leaves_out_failed or not (rollout.is_in_parts or failed.any()):
             return
@@ -359,7 +337,6 @@ class RolloutScoring:
         return advantages[self._own(len(rollout.inputs))].to(self._device)
 
     def _own(self, size: int) -> slice:
-        """This rank's rows of what was gathered, `size` of them."""
         first = PartialState().process_index * size
         return slice(first, first + size)
 

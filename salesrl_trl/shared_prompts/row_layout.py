@@ -37,24 +37,20 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row that stands for this group. 0 without a completion."""
+        """Tokens of its row. 0 without a completion."""
         return self.prompt - 1 + sum(self.completions) if self.rows else 0
 
     def only(self, which: Sequence[int]) -> "Group":
-        """The group with these of its completions."""
         return Group(self.prompt, *(tuple(values[i] for i in which) for values in (self.rows, self.completions)))
 
     def below(self, end: int) -> "Group":
-        """The group with its completions in rows before `end`."""
         return self.only([i for i, row in enumerate(self.rows) if row < end])
 
 
 def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[Group] | None:
-    """The groups of a padded batch, in the order of their first completion. Waits for the device.
-
-    `input_ids` and `attention_mask` have the shape (B, L): TRL's prompts, padded on the left, and completions of
-    `width` columns, padded on the right. `None` for a batch that is padded in another way, or has an empty prompt.
-    """
+    """The groups of a padded batch, in the order of their first completion. Waits for the device. `input_ids` and
+    `attention_mask` have shape (B, L): prompts padded on the left, completions of `width` columns padded on the right.
+    `None` for a batch that is padded in another way, or has an empty prompt."""
     ids, mask = torch.stack((input_ids, attention_mask.to(input_ids))).cpu().numpy()
     first = ids.shape[1] - width
     prompts, completions = mask[:, :first].sum(axis=1), mask[:, first:].sum(axis=1)
@@ -89,12 +85,10 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Tokens of the row."""
         return len(self.source)
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens of all prefixes."""
         return sum(self.prefixes)
 
     @property
@@ -121,7 +115,6 @@ class Layout:
 
     @cached_property
     def padded(self) -> "Padded":
-        """The same as padded batches."""
         return Padded.of(self)
 
     @cached_property
@@ -154,7 +147,6 @@ class Padded:
 
     @classmethod
     def of(cls, layout: Layout) -> "Padded":
-        """For a layout."""
         prefixes, total = np.array(layout.prefixes, dtype=np.int64), layout.prefix_tokens
         lengths = np.array([length for group in layout.segments for length in group], dtype=np.int64)
         owner = np.repeat(np.arange(len(layout.segments)), [len(group) for group in layout.segments])
@@ -191,11 +183,9 @@ def _padded(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
 def layout_of(
     groups: Sequence[Group], columns: int, width: int, device: torch.device, *, with_last: bool = False
 ) -> Layout:
-    """The row of some groups (of `groups_of`) of a padded batch with so many columns, `width` of them for completions.
-
-    `with_last` says whether the last token of a completion is part of the row, and a completion without a token too:
-    the router's loss counts every token. A row without any token to predict has one token, so that it is a row.
-    """
+    """The row of some groups of a padded batch with so many columns, `width` of them for completions. `with_last`: the
+    last token of a completion is in the row, and a completion without a token too, because the router's loss counts
+    every token. A row without any token to predict has one token, so that it is a row."""
     first = columns - width
     filled = []
     for group in groups:

@@ -72,10 +72,8 @@ class PassSettings:
 
 
 class SharedPrompts:
-    """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`.
-
-    The policy comes without the wrappers of distributed training. Its reference has the same architecture.
-    """
+    """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`. The policy comes unwrapped.
+    Its reference has the same architecture."""
 
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
         self._settings = settings
@@ -126,8 +124,7 @@ class SharedPrompts:
         **vision: Any,
     ) -> LogProbs:
         """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. A batch that can't go this way goes
-        TRL's.
-        """
+        TRL's."""
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         batch = Columns(input_ids, attention_mask, logits_to_keep)
         groups = self.groups(upstream, model, batch, vision)
@@ -144,8 +141,7 @@ class SharedPrompts:
         self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", vision: Mapping[str, Any]
     ) -> list[Group] | None:
         """The groups of a batch; `None` if it goes TRL's way. The first batch with a shared prompt is compared with
-        TRL's way, and one after each of the first updates.
-        """
+        TRL's way, and one after each of the first updates."""
         if not self.is_on or vision.get("pixel_values") is not None:
             return None
         groups = groups_of(*batch)
@@ -246,10 +242,8 @@ class SharedPrompts:
             logger.info(f"[Prompts] {line}; {_COMPARED.format(apart)}")
 
     def _tried(self, model: nn.Module, pair: "Columns") -> tuple[torch.Tensor | None, str | None]:
-        """The log-probs of a pass over two completions, and the reason against such passes.
-
-        An error is a reason: TRL's own passes may be possible. Too little memory is none: TRL's passes take no less.
-        """
+        """The log-probs of a pass over two completions, and the reason against such passes. An error is one: TRL's own
+        passes may be possible. Too little memory is none: TRL's passes take no less."""
         groups = groups_of(*pair) or ()
         try:
             ours = self.of(model, pair, groups)[0]
@@ -278,7 +272,6 @@ class Columns(NamedTuple):
     """A padded batch."""
 
     ids: torch.Tensor
-    """Shape (B, L)."""
     mask: torch.Tensor
     """Shape (B, L)."""
     width: int

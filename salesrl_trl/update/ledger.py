@@ -47,10 +47,8 @@ class _ModeFigures:
 
 
 class Ledger:
-    """Records figures between two log lines. All ranks record the same figures.
-
-    `with_kl`: the loss has a KL penalty. `with_baseline`: baselines include the reference's reward.
-    """
+    """Records figures between two log lines, the same on all ranks. `with_kl`: the loss has a KL penalty.
+    `with_baseline`: baselines include the reference's reward."""
 
     def __init__(self, rewards: RewardFigures, *, with_kl: bool = False, with_baseline: bool = False) -> None:
         self._rewards = rewards
@@ -65,8 +63,8 @@ class Ledger:
     def record_rewards(
         self, mode: str, table: torch.Tensor, reports: torch.Tensor, reasons: Iterable[str] = ()
     ) -> None:
-        """Add the rewards of a batch: the tables of `RewardFigures.encode` and `encode_report` of all ranks, and the
-        reason code of each completion that failed."""
+        """Add the rewards of a batch: the tables of `RewardFigures` of all ranks, and the reason of each completion
+        that failed."""
         figures = self._modes[mode]
         self._rewards.add_rewards(figures.sums, table)
         self._rewards.add_report(figures.sums, figures.bias, reports)
@@ -137,8 +135,8 @@ class Ledger:
         return self._modes[mode].failures
 
     def drain_failures(self, mode: str) -> dict[str, int]:
-        """Forget a mode's failures. Returns those of training by tag, with 0 for reasons that came only before; none
-        of an evaluation, whose own line shows them."""
+        """Forget a mode's failures. Returns those of training by tag, with 0 for reasons that came before; none of an
+        evaluation."""
         counts, self._modes[mode].failures = self._modes[mode].failures, Counter()
         if mode != "train":
             return {}

@@ -1,8 +1,7 @@
 """The end of the last optimizer step: what a checkpoint holds beside weights and optimizer, as it was then.
 
-A step that is cut off in its middle is undone so: counts, random generators, learning rate and KL coefficients go back
-to its beginning. Weights and the state of the optimizer have not moved since. Owns this state and its way back.
-`stopping` has it taken after each step, and restored.
+A step that is cut off in its middle is undone so. Weights and optimizer have not moved since. `stopping` has it taken
+after each step, and restored.
 """
 
 import copy

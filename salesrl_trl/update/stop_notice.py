@@ -1,8 +1,8 @@
 """Notice of a stop, from the process that was asked to stop to all others, without a collective.
 
 The others may be waiting, for example for rewards. A thread of each process looks at a key in the store by which
-torch's processes found each other. This module owns the key and the thread. The trainer owns the collective in which
-all processes agree on the last step.
+torch's processes found each other. Owns the key and the thread. `stopping`, its only user, owns the collective in
+which all processes agree on the last step.
 """
 
 import contextlib
@@ -26,12 +26,9 @@ _runs = itertools.count()  # all processes count alike, so that each run has its
 
 @contextlib.contextmanager
 def watched(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, notify the other processes of a stop, and be notified by them.
-
-    All processes must enter it equally often. With one process there is nothing to watch. `requested` returns the
-    signal or caller that asked this process to stop, `None` before that. `stop` is called at most once, from another
-    thread, with the signal or caller that asked another process first.
-    """
+    """Inside the block, notify the other processes of a stop, and be notified by them. All processes must enter it
+    equally often. `requested` returns who asked this process to stop, `None` before that. `stop` is called at most
+    once, from another thread, with who asked another process first."""
     number = next(_runs)
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield
@@ -51,10 +48,8 @@ def watched(requested: Callable[[], str | None], stop: Callable[[str], None]) ->
 
 
 def all_arrive(step: int) -> bool:
-    """Whether all processes come here within `PATIENCE`, after the same number of optimizer steps.
-
-    No collective: the others may wait in one, after an error on this process alone.
-    """
+    """Whether all processes come here within `PATIENCE`, after the same number of optimizer steps. No collective: the
+    others may wait in one, after an error on this process alone."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return True
     number, world = next(_runs), torch.distributed.get_world_size()

@@ -29,11 +29,9 @@ STOPPED = "stopped"
 
 
 class Stopping:
-    """Stops a run early, with a checkpoint.
-
-    `capture` returns the state at the end of an optimizer step, and `restore` sets the trainer back to it. `can_undo`:
-    a skipped step leaves weights and optimizer as they were; with DeepSpeed it does not.
-    """
+    """Stops a run early, with a checkpoint. `capture` returns the state at the end of an optimizer step, `restore`
+    sets the trainer back to it. `can_undo`: a skipped step leaves weights and optimizer alone; with DeepSpeed it does
+    not."""
 
     def __init__(
         self,
@@ -69,12 +67,12 @@ class Stopping:
         self._first = self._snapshot.step
 
     def request(self, reason: str) -> None:
-        """End training on all ranks, with a checkpoint. From a signal handler too.
+        """End training on all ranks, with a checkpoint. From a signal handler too. `reason`: what asked, such as
+        `"SIGTERM"`.
 
-        Nothing is waited for: completions that are not scored by now are missing. One process ends where it is. Of
-        several, all end after the optimizer step under way, which is undone if it was skipped. The request reaches the
-        other ranks at once, and they wait for no reward either. Raises `StopRequested` in the main thread of a single
-        process, between two moves of the optimizer. `reason`: what asked for it, such as `"SIGTERM"`.
+        Nothing is waited for: completions that are not scored by now are missing. One process ends where it is, by a
+        `StopRequested` in its main thread, between two moves of the optimizer. Of several, all end after the optimizer
+        step under way, which is undone if it was skipped.
         """
         self._run_control.requested = reason
         self._reward_loop.cut_off(STOPPED)
@@ -124,8 +122,8 @@ class Stopping:
             self._run_control.stop(step, is_new=step > self._first)
 
     def settle(self) -> int:
-        """What follows an optimizer step is done. Random draws belong to the next step from now on. Returns the
-        optimizer steps done."""
+        """What follows an optimizer step is done; random draws belong to the next one. Returns the optimizer steps
+        done."""
         self._snapshot, self._moves = self._capture(), False
         return self._snapshot.step
 
@@ -134,8 +132,7 @@ class Stopping:
         self._run_control.record_urgency(highest(self._run_control.urgency(), self._device))
 
     def raise_if_asked(self) -> None:
-        """Raise `StopRequested` on all ranks if any rank was asked to stop, or `RunStopped` if an evaluation lacks
-        answers because the budget is spent; a collective."""
+        """Raise `StopRequested` if any rank was asked to stop, `RunStopped` if the budget is spent; a collective."""
         self._agree()
         if self._run_control.requested is not None:
             raise StopRequested(self._run_control.requested)
@@ -144,8 +141,8 @@ class Stopping:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """While active, training is over, and a request or a spent budget ends the run as it ends training: with a
-        checkpoint, which a run without `save_strategy` does not have of its last step. Raises `RunStopped` then."""
+        """While active, training is over, and a request or a spent budget ends the run with a checkpoint and
+        `RunStopped`."""
         try:
             yield
         except RunStopped:
@@ -159,9 +156,9 @@ class Stopping:
             ) from None
 
     def rescued(self, error: BaseException, save: Callable[[], None]) -> BaseException:
-        """Save a checkpoint of the last whole step, if the error that ends training may be followed by one; a
-        collective. Returns the error with which training ends: `RunStopped` after a request, else the same error. It
-        has a note then that says where the run can go on."""
+        """Save a checkpoint of the last whole step, if the error that ends training allows it; a collective. Returns
+        the error with which training ends: `RunStopped` after a request, else the same one, with a note of where to go
+        on."""
         is_asked = isinstance(error, StopRequested)
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
@@ -194,10 +191,8 @@ def _lost(error: BaseException, why: str) -> BaseException:
 
 class SkipAndStop(TrainerCallback):
     """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored or that diverged.
-
-    Under DeepSpeed the optimizer steps inside `backward`, before this callback. There the gradient of a skipped batch
-    is zero, but momentum still moves the weights. `drop_gradients` sets all gradients to `None`.
-    """
+    Under DeepSpeed the optimizer steps inside `backward`, before this: momentum still moves the weights there.
+    `drop_gradients` sets all gradients to `None`."""
 
     def __init__(self, run_control: RunControl, drop_gradients: Callable[[], None], stopping: Stopping) -> None:
         self._run_control = run_control

@@ -84,7 +84,6 @@ class Hooks:
     """The optimizer step with which the run ends."""
     accelerator: Accelerator
     is_deepspeed: bool
-    """Whether DeepSpeed owns the optimizer."""
     engine: SalesVLLMGeneration | GenerationConfig
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
@@ -96,7 +95,6 @@ class Hooks:
     eos_token_ids: Sequence[int]
     """Tokens that end a completion."""
     reward_weights: Sequence[float]
-    """TRL's weight of each reward function."""
     reward_answered: Sequence[bool]
     """Of each reward function: whether the package calls it."""
     group: Callable[[], int]
@@ -105,11 +103,8 @@ class Hooks:
     """Returns what reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
     has_entropy_bonus: bool
     has_aux_loss: bool
-    """Whether the loss has the auxiliary loss of a mixture's router."""
     num_generations_eval: int
-    """Completions of a held-out row."""
     generate: Generate
-    """TRL's `_generate`."""
     ask: Ask
     """The same for a server, without waiting."""
     logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -131,16 +126,11 @@ class Hooks:
     capture: Callable[[], StepSnapshot]
     """Returns the state at the end of an optimizer step."""
     restore: Callable[[StepSnapshot], None]
-    """Sets the trainer back to it."""
 
 
 class Components:
-    """The components of one trainer.
-
-    Without `instruments`: phases, heartbeats, and a trace of the first 50 steps. `kl_law` moves the KL coefficients in
-    place of the law that `args` sets. `train_dataset`: rows in whatever form TRL takes them. `gets_adapter`: TRL will
-    put an adapter on the model.
-    """
+    """The components of one trainer. Without `instruments`: phases, heartbeats, and a trace of the first 50 steps.
+    `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
     def __init__(
         self,
@@ -186,8 +176,8 @@ class Components:
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
     ) -> list[TrainerCallback]:
-        """Build the components that use TRL's own methods. Returns the callbacks of a run, in their order. `sampler`
-        makes another generation engine than TRL's."""
+        """Build what uses TRL's own methods. Returns the callbacks of a run, in their order. `sampler` makes another
+        engine."""
         self._trl, args = trl, self._args
         check_rewards(args, trl.tools, trl.reward_answered)
         size = args.per_device_train_batch_size * args.steps_per_generation
@@ -318,8 +308,8 @@ class Components:
         return sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
-        """Sample a completion for each prompt. Raise `WeightSyncError` if the sampler has other weights than the ones
-        in training; a collective."""
+        """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
+        collective."""
         sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
         with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
             self.policy.weight_check.check(self._padded(sampled), self._trl.logps_of)
@@ -335,7 +325,6 @@ class Components:
         self.ledger.record_kl(mode, totals, betas, shares, kl.control)
 
     def evaluate_quickly(self) -> None:
-        """Make a quick evaluation if one is due."""
         if self.quick_eval is not None:
             self.quick_eval.evaluate_if_due(self._trl.step())
 
@@ -349,8 +338,8 @@ class Components:
 
     @contextlib.contextmanager
     def running(self, save: Callable[[], None]) -> Iterator[None]:
-        """Inside the block a run goes on. If it fails, the measurements of the failed step are kept, and `save` saves
-        a checkpoint. Raises the `SalesRLError` for which training stopped."""
+        """Inside the block a run goes on. If it fails, measurements are kept, and `save` saves a checkpoint. Raises
+        the reason of a stop."""
         self.instruments.start(self._trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:
