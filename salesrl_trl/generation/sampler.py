@@ -292,11 +292,6 @@ VISION_FIELDS = (
 """What TRL hands to a model beside tokens, if a batch has pictures."""
 
 
-def vision_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The `VISION_FIELDS` that a batch has."""
-    return {name: batch[name] for name in VISION_FIELDS if name in batch}
-
-
 def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
     """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded, perhaps
     with some of `VISION_FIELDS`. `batch_size`: completions of a forward pass."""
@@ -304,7 +299,8 @@ def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]
         torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for kind in ("ids", "mask")
     )  # each (B, P + T)
     sizes = {"logits_to_keep": batch["completion_ids"].size(1), "batch_size": batch_size}
-    return {"input_ids": ids, "attention_mask": mask, **sizes, **vision_fields(batch)}
+    vision = {name: batch[name] for name in VISION_FIELDS if name in batch}
+    return {"input_ids": ids, "attention_mask": mask, **sizes, **vision}
 
 
 def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tools: str | None, tokenizer: object) -> str | None:

@@ -38,30 +38,6 @@ from salesrl_trl.ground.process import allow_files
 
 logger = logging.getLogger(__name__)
 
-
-def engine_kwargs(
-    *,
-    enforce_eager: bool,
-    load_format: str,
-    dtype: str,
-    seed: int,
-    extra: Mapping[str, object] | None = None,
-) -> dict[str, object]:
-    """The engine options that TRL 1.16 does not pass through, for `vllm.LLM`.
-
-    `load_format`: `"dummy"` leaves weights random until the first push, which TRL always makes before the first
-    generation; see `pushes_all_weights`. `seed`: TRL takes the rank alone, so that runs with different seeds would
-    sample alike. `extra`: further arguments of `vllm.LLM`, which replace all others.
-    """
-    return {
-        "enforce_eager": enforce_eager,
-        "load_format": load_format,
-        "dtype": dtype,
-        "seed": seed,
-        **(extra or {}),
-    }
-
-
 _ALONE = SimpleNamespace(is_main_process=True, process_index=0)
 """The only process: the members of `Accelerator` that TRL's `generate` reads before it asks a server."""
 _Single = Callable[[int], Completions]
@@ -71,8 +47,8 @@ _Single = Callable[[int], Completions]
 class SalesVLLMGeneration(VLLMGeneration):
     """TRL's vLLM generation, with engine options, single requests to a server, and a weight push on a CPU.
 
-    - `_init_vllm` builds the engine with `engine_options` beside TRL's own arguments. Every process gets a client of
-      the server, with as many connections as it has requests in flight.
+    - `_init_vllm` builds the engine with `engine_options` (from `config.engine`) beside TRL's own arguments. Every
+      process gets a client of the server, with as many connections as it has requests in flight.
     - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
       and for an engine that quantises, it reloads all weights through the worker: parameters are repacked after
@@ -319,18 +295,6 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
     ):
         return False
     return is_whole and not (on_cpu and has_tied_head(model))
-
-
-def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dtype | None) -> str:
-    """The number format in which vLLM samples: `requested`, or for `"auto"` that of the training's autocast, or
-    without autocast that of the training weights."""
-    if requested != "auto":
-        return requested
-    if bf16:
-        return "bfloat16"
-    if fp16:
-        return "float16"
-    return "auto" if model_dtype is None else str(model_dtype).removeprefix("torch.")
 
 
 def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:

@@ -2,17 +2,24 @@
 
 Owns the way of a request, the step after which all ranks stop together, the undoing of a step that was cut off, and
 the callback by which skipped batches and stops act on TRL's loop. `run_control` decides whether a batch counts, and
-owns the error with which the run ends. `stop_notice` carries the request to other processes.
+owns the error with which the run ends.
+
+The other processes may be waiting, for example for rewards. So a request reaches them without a collective: a thread
+of each process (`watched`) looks at a key in the store by which torch's processes found each other.
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 
 import torch
+import torch.distributed
 from accelerate import PartialState
+from torch.distributed import distributed_c10d
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
@@ -20,7 +27,6 @@ from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.update.step_snapshot import StepSnapshot
-from salesrl_trl.update.stop_notice import all_arrive, watched
 
 logger = logging.getLogger(__name__)
 
@@ -199,32 +205,19 @@ class SkipAndStop(TrainerCallback):
         self._drop_gradients = drop_gradients
         self._stopping = stopping
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         self._stopping.begin()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self._stopping.begin_step()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         if self._run_control.drain_moves():
             self._stopping.optimizer_moves()
         else:
             self._drop_gradients()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, object],
-        **_: object,
-    ) -> None:
+    def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
         self._run_control.record_line(logs)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -238,3 +231,71 @@ class SkipAndStop(TrainerCallback):
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._run_control.error is not None:  # the epoch was left in its middle, and the step's end has saved
             control.should_evaluate = control.should_save = False
+
+
+POLL_S = 0.25
+"""Seconds between two looks. A look is one small message to the first process."""
+PATIENCE = timedelta(seconds=10)
+"""Longest wait for an answer of the store."""
+_runs = itertools.count()  # all processes count alike, so that each run has its own key
+
+
+@contextlib.contextmanager
+def watched(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, notify the other processes of a stop, and be notified by them. All processes must enter it
+    equally often. `requested` returns who asked this process to stop, `None` before that. `stop` is called at most
+    once, from another thread, with who asked another process first."""
+    number = next(_runs)
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        yield
+        return
+    # A separate connection: others may wait on the existing one.
+    store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(PATIENCE)
+    over = threading.Event()
+    arguments = (store, f"salesrl_trl/stop/{number}", requested, stop, over)
+    thread = threading.Thread(target=_watch, args=arguments, name="stop notice", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def all_arrive(step: int) -> bool:
+    """Whether all processes come here within `PATIENCE`, after the same number of optimizer steps. No collective: the
+    others may wait in one, after an error on this process alone."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return True
+    number, world = next(_runs), torch.distributed.get_world_size()
+    keys = [f"salesrl_trl/arrived/{number}/{rank}" for rank in range(world)]
+    try:
+        store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store.set(keys[torch.distributed.get_rank()], str(step))
+        store.wait(keys, PATIENCE)
+        return {store.get(key) for key in keys} == {str(step).encode()}
+    except RuntimeError:  # in vain, or the process with the store is gone
+        return False
+
+
+def _watch(
+    store: distributed_c10d.Store,
+    key: str,
+    requested: Callable[[], str | None],
+    stop: Callable[[str], None],
+    over: threading.Event,
+) -> None:
+    try:
+        while not over.wait(POLL_S):
+            reason = requested()
+            if reason is not None:
+                store.set(key, reason)
+                return
+            if store.check([key]):
+                stop(store.get(key).decode())
+                return
+    except RuntimeError as error:  # the first process is gone, so that collectives fail too
+        logger.warning(
+            f"other processes can't be notified of a stop ({type(error).__name__}). They stop at the end of a step."
+        )

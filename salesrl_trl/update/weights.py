@@ -72,14 +72,7 @@ class WeightChange(TrainerCallback):
         self._optimizer: torch.optim.Optimizer | None = None
         self._hook: RemovableHandle | None = None
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: object = None,
-        **_: object,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: object, optimizer: object = None, **__: object) -> None:
         self._forget()  # a run before may have ended by an error
         innermost = self._optimizer = _innermost(optimizer)
         self._steps = 0
@@ -129,7 +122,7 @@ class WeightChange(TrainerCallback):
         if self._steps == LAST_MEASURED:
             self._forget()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         self._forget()
 
     def _forget(self) -> None:
@@ -142,19 +135,16 @@ class WeightChange(TrainerCallback):
         when = f"in step {step}" if self._steps == 1 else f"in the first {self._steps} steps that moved the policy"
         line = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
         line += f"learning rate of {self._rate:.3g}"
+        level = logging.INFO
         if _rounds_stochastically(self._optimizer):
-            _log_on_main(
-                logging.INFO,
-                f"{line}; it rounds stochastically, so that weights move by the right amount on average",
+            line += "; it rounds stochastically, so that weights move by the right amount on average"
+        elif share < self._least_share:
+            level = logging.WARNING
+            line += (
+                f": fewer than {100 * self._least_share:g} % of them. Updates are lost to the weights' number format, "
+                "or are far too small. Train float32 weights, or raise the learning rate."
             )
-        elif share >= self._least_share:
-            _log_on_main(logging.INFO, line)
-        else:
-            _log_on_main(
-                logging.WARNING,
-                f"{line}: fewer than {100 * self._least_share:g} % of them. Updates are lost to the "
-                "weights' number format, or are far too small. Train float32 weights, or raise the learning rate.",
-            )
+        _log_on_main(level, line)
 
 
 def _log_on_main(level: int, line: str) -> None:

@@ -44,7 +44,6 @@ from salesrl_trl.generation.sampler import Ask, Generate, Sampled, Sampler, Upst
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.kl.reference import Reference
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
@@ -64,7 +63,7 @@ from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import SkipAndStop, Stopping
 from salesrl_trl.update.weights import LEAST_SHARE, WeightChange, raise_adapters
-from salesrl_trl.wiring.policy import Policy
+from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
 

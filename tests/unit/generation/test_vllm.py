@@ -1,5 +1,4 @@
-"""Engine options, the number format, and reports of single completions. The engine itself is in
-tests/integration."""
+"""Engine options, and reports of single completions. The engine itself is in tests/integration."""
 
 import os
 import queue
@@ -15,45 +14,7 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import ProcessorMixin, Qwen2Config, Qwen2ForCausalLM
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.vllm import (
-    SalesVLLMGeneration,
-    engine_kwargs,
-    has_tied_head,
-    vllm_dtype,
-    vllm_engine_options,
-)
-
-
-def test_extra_engine_arguments_win():
-    options = engine_kwargs(
-        enforce_eager=True,
-        load_format="dummy",
-        dtype="float32",
-        seed=7,
-        extra={"seed": 8, "max_num_batched_tokens": 1},
-    )
-    assert options == {
-        "enforce_eager": True,
-        "load_format": "dummy",
-        "dtype": "float32",
-        "seed": 8,
-        "max_num_batched_tokens": 1,
-    }
-
-
-@pytest.mark.parametrize(
-    ("requested", "bf16", "fp16", "model", "expected"),
-    [
-        ("float16", True, False, torch.float32, "float16"),
-        ("auto", True, False, torch.float32, "bfloat16"),
-        ("auto", False, True, torch.float32, "float16"),
-        ("auto", False, False, torch.float32, "float32"),
-        ("auto", False, False, torch.bfloat16, "bfloat16"),
-        ("auto", False, False, None, "auto"),
-    ],
-)
-def test_vllm_samples_in_the_format_that_training_runs_in(requested, bf16, fp16, model, expected):
-    assert vllm_dtype(requested, bf16=bf16, fp16=fp16, model_dtype=model) == expected
+from salesrl_trl.generation.vllm import SalesVLLMGeneration, has_tied_head, vllm_engine_options
 
 
 def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():

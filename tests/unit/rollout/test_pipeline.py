@@ -5,7 +5,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 
-from salesrl_trl.checkpoint.under_way import load_rollouts, save_rollouts
+from salesrl_trl.checkpoint.keeper import load_rollouts, save_rollouts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
