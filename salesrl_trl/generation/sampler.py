@@ -317,12 +317,7 @@ def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tools: str | Non
 
 
 def trl_sampler(
-    generate: Generate,
-    ask: Ask,
-    owner: SalesVLLMGeneration | GenerationConfig,
-    *,
-    is_served: bool,
-    reason: str | None,
+    generate: Generate, ask: Ask, owner: SalesVLLMGeneration | GenerationConfig, *, is_served: bool, reason: str | None
 ) -> Sampler:
     """TRL's own generation, over its engine or its settings of sampling. `reason` comes from `why_not_streamed`."""
     if reason is not None:

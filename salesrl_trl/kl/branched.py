@@ -32,11 +32,7 @@ class BranchedKL:
     """The KL of all branches. `targets` are in the order of branch ids. Without a `law` the coefficients stay."""
 
     def __init__(
-        self,
-        targets: Mapping[str, KLTarget],
-        law: KLLaw | None,
-        windows: WindowSettings,
-        settings: PenaltySettings,
+        self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings, settings: PenaltySettings
     ) -> None:
         self.control = KLControl(targets, law, windows)
         """Coefficients, bands and shares of steps in the band."""

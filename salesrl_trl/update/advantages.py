@@ -21,11 +21,7 @@ def partly_scored(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
 
 
 def hybrid_advantages(
-    rewards: torch.Tensor,
-    references: torch.Tensor,
-    num_generations: int,
-    weight: float,
-    scale_rewards: str,
+    rewards: torch.Tensor, references: torch.Tensor, num_generations: int, weight: float, scale_rewards: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages with the baseline (1 - w) * mean of the group + w * reward of its row's reference answer.
 

@@ -27,13 +27,7 @@ from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.order import why_in_trls_order
 from salesrl_trl.config.passes import passes_of
-from salesrl_trl.config.rollouts import (
-    check_rewards,
-    normaliser_of,
-    sampling_warnings,
-    settings_of,
-    why_not_divisible,
-)
+from salesrl_trl.config.rollouts import check_rewards, normaliser_of, sampling_warnings, settings_of, why_not_divisible
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.evaluation.held_out import HeldOut
@@ -252,10 +246,7 @@ class Components:
         args = self._args
         if build is None:
             reason = why_not_streamed(
-                use_vllm=args.use_vllm,
-                has_rollout_func=trl.has_rollout_func,
-                tools=trl.tools,
-                tokenizer=trl.tokenizer,
+                use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tools=trl.tools, tokenizer=trl.tokenizer
             )
             return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=is_served, reason=reason)
         upstream = Upstream(

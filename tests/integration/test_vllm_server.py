@@ -389,17 +389,5 @@ def test_a_seed_gives_the_same_completions_one_by_one_as_all_at_once(build):
     assert len(told) == BATCH  # nothing is told of once it is no longer asked for
 
 
-def test_a_request_that_fails_ends_the_generation_with_its_error(build, monkeypatch):
-    trainer = build(generation_kwargs={"presence_penalty": 9.0})
-    prompts = [trainer._tokenizer("hello")["input_ids"]] * GROUP
-    told = []
-    with (
-        trainer.vllm_generation.streamed(lambda place, _: told.append(place), GROUP),
-        pytest.raises(Exception, match="presence_penalty"),
-    ):
-        trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=GROUP)
-    assert not told
-
-
 if __name__ == "__main__":
     main(*sys.argv[1:])
