@@ -115,7 +115,6 @@ class Keeper:
         return rollouts
 
     def _clear(self) -> None:
-        """Delete what is half-written, or half-deleted."""
         if self._leads_node:
             shutil.rmtree(self._output_dir / SAVING_FOLDER, ignore_errors=True)
 
@@ -149,7 +148,7 @@ class Keeper:
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
-        """Delete the oldest whole checkpoints above the limit, but neither the best nor the last one."""
+        """Delete the oldest whole checkpoints, but neither the best nor the last one."""
         limit = self._args.save_total_limit or 0
         if limit <= 0:
             return

@@ -39,12 +39,9 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint was when it was saved."""
-
     number: int
     """Orders the checkpoints of all runs of a folder, whatever the clock showed. 0 in a manifest without one."""
     processes: int
-    """Number of processes that saved it."""
     files: Mapping[str, tuple[int, str]]
     """Bytes and digest of each file, by its name."""
     has_optimizer: bool
@@ -114,7 +111,6 @@ def step_of(checkpoint: Path) -> int:
 
 
 def folders(output_dir: Path) -> list[Path]:
-    """All folders of a run that are named as checkpoints, whole or not, by their steps."""
     return sorted((path for path in output_dir.glob(f"{CHECKPOINT_FOLDERS}*") if path.is_dir()), key=step_of)
 
 

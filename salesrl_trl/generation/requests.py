@@ -67,11 +67,9 @@ class Requests:
 
     @property
     def in_flight(self) -> bool:
-        """Whether `join` would wait."""
         return any(thread.is_alive() for thread in self._threads)
 
     def join(self) -> None:
-        """Wait until no request is in flight, with or without success."""
         for thread in self._threads:
             thread.join()
 

@@ -137,8 +137,6 @@ class Generate(Protocol):
 
 
 class Ask(Protocol):
-    """Asks a vLLM server for completions, and does not wait for them."""
-
     def __call__(self, prompts: Sequence[object], finished: Finished) -> Requests: ...
 
 
@@ -154,9 +152,7 @@ class Upstream:
     """Returns the number of optimizer steps done. The weights change with it."""
     temperature: float
     max_completion_length: int
-    """Largest number of tokens in a completion."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a completion."""
 
 
 @runtime_checkable
@@ -265,8 +261,6 @@ class Background(Streamed):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A `Handle` of requests to a server."""
-
     requests: Requests
     prompts: Sequence[object]
     collect: Callable[[Requests, Sequence[object]], Sampled]

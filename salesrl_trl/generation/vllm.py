@@ -162,7 +162,7 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def answered(self, requests: Requests) -> Iterator[None]:
-        """While active, `generate` waits for these requests and returns their completions."""
+        """While active, `generate` returns the completions of these requests."""
         with patched(self, "_collect", lambda single, count: requests.result()):
             yield
 

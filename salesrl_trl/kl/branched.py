@@ -35,7 +35,6 @@ class BranchedKL:
         self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings, settings: PenaltySettings
     ) -> None:
         self.control = KLControl(targets, law, windows)
-        """Coefficients, bands and shares of steps in the band."""
         self.settings = settings
         self._told: set[str] = set()  # branches whose share was said to shrink
         self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
@@ -62,7 +61,6 @@ class BranchedKL:
         return sums
 
     def forget_sums(self) -> None:
-        """Forget the micro-batches of a step that was interrupted."""
         self._sums = None
 
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
@@ -94,7 +92,6 @@ class BranchedKL:
                 )
 
     def save(self, checkpoint: Path) -> None:
-        """Write everything that later decisions depend on into a checkpoint's folder."""
         text = json.dumps(self.control.state_dict(), indent=2)
         (checkpoint / KL_STATE_FILE).write_text(text + "\n", encoding="utf-8")
 

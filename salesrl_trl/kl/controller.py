@@ -17,7 +17,6 @@ class WindowSettings:
     """The optimizer steps of a window. Raises `ConfigError` for numbers that can't work."""
 
     update_steps: int = 5
-    """Optimizer steps in a window, at least 1."""
     cooldown_steps: int = 0
     """Optimizer steps after a move that belong to no window, for a policy that reacts late."""
 
@@ -30,8 +29,6 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A coefficient that moved."""
-
     branch: str
     kl: float
     """Of the window, in nats per token."""
@@ -128,7 +125,6 @@ class BranchController:
     _STATE = ("_kl_sum", "_tokens", "_steps", "_cooldown", "_measured_steps", "_steps_in_band")
 
     def state_dict(self) -> State:
-        """Everything that later decisions depend on, as JSON values."""
         window = {name.removeprefix("_"): getattr(self, name) for name in self._STATE}
         law = None if self._law is None else name_of(self._law)
         return {"beta": self.asked, **window, "law": law, "law_state": self._law_state}
@@ -153,7 +149,6 @@ class KLControl:
 
     def __init__(self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings) -> None:
         self.branches = [BranchController(branch, target, law, windows) for branch, target in targets.items()]
-        """Controllers by branch id."""
 
     @property
     def betas(self) -> list[float]:
@@ -161,7 +156,6 @@ class KLControl:
 
     @property
     def shares(self) -> list[float]:
-        """By how much each branch's rewards count in the update, by branch id."""
         return [branch.share for branch in self.branches]
 
     def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
@@ -173,7 +167,6 @@ class KLControl:
         return [decision for decision in decisions if decision is not None]
 
     def state_dict(self) -> dict[str, State]:
-        """The state of every branch, by its name."""
         return {branch.branch: branch.state_dict() for branch in self.branches}
 
     def load_state_dict(self, state: Mapping[str, State]) -> None:

@@ -34,7 +34,6 @@ to 0.9."""
 FALLS = 2
 """The first rise of a KL has ended when so many windows in a row lie below its highest value."""
 FIRST_STEP = 10.0
-"""Largest factor of the first move."""
 STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05
 """A KL stalls if it came no nearer to its band by the logarithm `NEARER` in `STALL_WINDOWS`, while its coefficient
 moved by the logarithm `STALL_STEP`."""
@@ -57,7 +56,6 @@ State = dict[str, Any]
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number. `True` is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -126,12 +124,10 @@ class KLTarget:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and largest coefficient."""
         least = (self.beta / DEFAULT_RANGE if self.beta_min is None else self.beta_min) or min(LEAST_BETA, self.beta)
         return least, self.beta * DEFAULT_RANGE if self.beta_max is None else self.beta_max
 
     def contains(self, kl: float) -> bool:
-        """Whether a KL lies in the band."""
         if self.low is None or self.high is None:
             return False
         return kl <= self.high and (kl >= self.low or self.low == 0)

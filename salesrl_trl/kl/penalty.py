@@ -24,10 +24,7 @@ _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PenaltySettings:
-    """How the KL of a token is estimated and weighted."""
-
     estimator: str = "k3"
-    """One of `estimators.ESTIMATORS`."""
     clamp: float = 10.0
     """Largest log-ratio in nats before the exponential; 0 for no clamp."""
     bias_correction: bool = True

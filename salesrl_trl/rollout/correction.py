@@ -63,7 +63,6 @@ class CorrectionAtStep:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the micro-batches of an update that was interrupted."""
         self._sums: list[torch.Tensor] = []
         self._highest: list[torch.Tensor] = []
 

@@ -43,17 +43,14 @@ class GreedySubject:
     """Texts without special tokens."""
     branch_of: Callable[[Example], str]
     ends: frozenset[int]
-    """Tokens that end an answer."""
     batch_size: int
     kl: PenaltySettings
     betas: Callable[[], Mapping[str, float]]
-    """The current KL coefficients by branch."""
     save: Callable[[Path], None]
     log: Callable[[Mapping[str, float | None]], None]
     """Logs figures, without those that TRL gathers for a step."""
 
     def answer(self, rows: Sequence[Example]) -> list[Answered]:
-        """Answer the rows greedily, batch by batch."""
         batches = [rows[first : first + self.batch_size] for first in range(0, len(rows), self.batch_size)]
         with self.set_aside():
             return [answered for batch in batches for answered in self._answer(batch)]

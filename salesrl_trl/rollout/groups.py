@@ -76,7 +76,6 @@ class ScoredGroups:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every micro-batch was taken."""
         return not self.remaining and not self._queue
 
     def next(self) -> MicroBatch:

@@ -42,7 +42,6 @@ class Passes:
         self._ledger = ledger
 
     def forget(self) -> None:
-        """Forget the passes of an update that was interrupted."""
         self._ahead.forget()
         if self._correction is not None:
             self._correction.forget()
@@ -69,7 +68,6 @@ class Passes:
 
     @property
     def has_prompt(self) -> list[bool] | None:
-        """As in `Ahead`."""
         return self._ahead.has_prompt
 
     def leave_out_old(self, rollout: Rollout | None, is_reference: bool, are_weights_checked: bool) -> bool:

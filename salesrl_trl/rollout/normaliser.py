@@ -48,7 +48,6 @@ class Share(NamedTuple):
     each."""
 
     def of(self, inputs: MicroBatch) -> MicroBatch:
-        """The micro-batch with scaled advantages."""
         return inputs if self.policy == 1 else {**inputs, "advantages": inputs["advantages"] * self.policy}
 
 
@@ -64,7 +63,6 @@ class Normaliser:
         self.forget()
 
     def forget(self) -> None:
-        """Forget an update that was interrupted."""
         self.share = Share()
         """Of the micro-batch under way."""
         self.is_empty = False

@@ -32,17 +32,14 @@ class Rollout:
     """Completions of one generation batch, from the moment they are asked for until they have been trained on."""
 
     inputs: list[Example]
-    """Rows of this rank's generation batch, B of them."""
+    """B rows."""
     rewards: RewardBatch
-    """Their rewards, which may still be pending."""
     step: int
     """Optimizer steps that the weights had taken which sampled them."""
     is_trained_on: bool
-    """Whether it is for training. Else it is for an evaluation."""
     handle: Handle | None = None
     """The generation. `None` where TRL generates inside its own scoring."""
     sampled: Sampled | None = None
-    """The completions, once they are there."""
     behaviour_logps: torch.Tensor | None = None
     """Log-probs of the policy that sampled, shape (B, C), where the sampler gives none and they are needed."""
     logps: dict[bool, torch.Tensor] = field(default_factory=dict)
@@ -67,7 +64,6 @@ class Rollout:
 
     @property
     def mode(self) -> str:
-        """TRL's name of its purpose: `"train"` or `"eval"`."""
         return "train" if self.is_trained_on else "eval"
 
     @property
@@ -92,7 +88,6 @@ class KeptRollouts:
     step: int
     sampled: Sampled
     behaviour_logps: torch.Tensor | None
-    """As in `Rollout`."""
 
 
 class Pipeline:
@@ -144,7 +139,6 @@ class Pipeline:
         self.set_lookahead(lookahead)
 
     def set_lookahead(self, lookahead: int) -> None:
-        """Change the lookahead, between two runs."""
         self._lookahead = lookahead
         self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, self._window)
         self.updates = UpdatesAhead(lookahead + self._references_ahead)
@@ -253,7 +247,6 @@ class Pipeline:
         self._record(rollout, sampled, rows)
 
     def _begun(self, inputs: list[Example], step: int, *, is_trained_on: bool, group: int | None = None) -> Rollout:
-        """A rollout whose rewards wait for completions."""
         group = group or self._group()
         origin = Origin(rows=inputs, mode="train" if is_trained_on else "eval", step=step)
         rewards = self._reward_loop.begin(self._rows(inputs), group, origin)

@@ -15,7 +15,6 @@ from trl.trainer.utils import RepeatSampler
 from salesrl_trl.types import Example
 
 R = TypeVar("R")
-"""A rollout."""
 MicroBatches = list[list[Example]]
 Update = tuple[MicroBatches, object]
 """Micro-batches of one optimizer step, and the number of items in them, as transformers counts it."""
@@ -77,7 +76,7 @@ class RolloutSchedule(Generic[R]):
         return [window for window in waiting if window.update - update <= self._lookahead]
 
     def launched(self) -> dict[int, R]:
-        """The rollouts that nobody has taken yet, by the micro-step at which they are first trained on."""
+        """The rollouts that nobody has taken yet, by their first micro-step."""
         return {window.first: window.rollout for window in self._windows if window.rollout is not None}
 
     def take(self, micro_step: int, inputs: object) -> R | None:

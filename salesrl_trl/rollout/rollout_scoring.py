@@ -62,7 +62,6 @@ class ScoringSettings:
     per_device_train_batch_size: int
     hybrid_reference_weight: float
     weights: Sequence[float]
-    """TRL's weight of each reward function."""
     answered: Sequence[bool]
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
@@ -320,7 +319,6 @@ class RolloutScoring:
             output["num_items_in_batch"] = gather(loss_mask(output).sum()).sum()
 
     def _hybrid_advantages(self, rollout: Rollout) -> torch.Tensor:
-        """This rank's advantages against the hybrid baseline, shape (B,)."""
         assert rollout.scored is not None
         settings = self._settings
         values, references = (

@@ -51,8 +51,6 @@ class _Joined(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A micro-batch whose pass was made."""
-
     batch: MicroBatch
     logps: torch.Tensor
     entropies: torch.Tensor
@@ -77,7 +75,6 @@ class Ahead:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the passes of an update that was interrupted."""
         self._held.clear()
         self._batches: list[MicroBatch] = []
         self._left = 0
@@ -158,7 +155,6 @@ def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tu
 
 
 def _first_of(groups: Sequence[Group], size: int) -> list[bool]:
-    """By row, whether it is the first of its group."""
     firsts = {group.rows[0] for group in groups}
     return [row in firsts for row in range(size)]
 

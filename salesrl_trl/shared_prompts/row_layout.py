@@ -26,10 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Completions of one prompt."""
-
     prompt: int
-    """Tokens of the prompt."""
     rows: tuple[int, ...]
     """Rows of the padded batch."""
     completions: tuple[int, ...]
@@ -93,7 +90,6 @@ class Layout:
 
     @property
     def crossing_tokens(self) -> int:
-        """Tokens of the segments that have a prefix."""
         return sum(sum(segment) for segment in self.segments[: len(self.prefixes)])
 
     def bounds(self, lengths: Sequence[int]) -> torch.Tensor:
@@ -119,7 +115,6 @@ class Layout:
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """`source` on the device."""
         return torch.from_numpy(self.source).to(self.device, non_blocking=True)
 
     @cached_property
@@ -132,18 +127,13 @@ class Layout:
 class Padded:
     """Places in the row, as batches padded on the right. A place that pads is 0."""
 
-    prefixes: torch.Tensor
-    """Shape (groups with a prefix, longest prefix)."""
-    segments: torch.Tensor
-    """Shape (segments, longest segment)."""
-    keys: torch.Tensor
-    """Shape (segments, longest prefix + longest segment): the prefix of each segment, then itself."""
+    prefixes: torch.Tensor  # (groups with a prefix, longest prefix)
+    segments: torch.Tensor  # (segments, longest segment)
+    keys: torch.Tensor  # (segments, longest prefix + longest segment): the prefix of each segment, then itself
     mask: torch.Tensor
     """Shape (segments, 1, longest segment, longest prefix + longest segment), bool: the keys that a query sees."""
-    prefix_places: torch.Tensor
-    """Shape (tokens of prefixes,): places in `prefixes`, flattened."""
-    segment_places: torch.Tensor
-    """Shape (tokens of segments,): places in `segments`, flattened."""
+    prefix_places: torch.Tensor  # (tokens of prefixes,): places in `prefixes`, flattened
+    segment_places: torch.Tensor  # (tokens of segments,): places in `segments`, flattened
 
     @classmethod
     def of(cls, layout: Layout) -> "Padded":
@@ -229,14 +219,10 @@ def layout_of(
 class Row:
     """The tensors of a row, made on the device from those of the padded batch."""
 
-    input_ids: torch.Tensor
-    """Shape (1, S)."""
-    position_ids: torch.Tensor
-    """Shape (1, S): columns of the padded batch."""
-    labels: torch.Tensor
-    """Shape (1, S): the next token, or `IGNORED`."""
-    places: torch.Tensor
-    """Shape (S,): where the prediction of a token belongs in the flattened (B, C)."""
+    input_ids: torch.Tensor  # (1, S)
+    position_ids: torch.Tensor  # (1, S): columns of the padded batch
+    labels: torch.Tensor  # (1, S): the next token, or `IGNORED`
+    places: torch.Tensor  # (S,): where the prediction of a token belongs in the flattened (B, C)
 
     @classmethod
     def of(cls, layout: Layout, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> "Row":

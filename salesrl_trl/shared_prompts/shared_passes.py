@@ -55,16 +55,12 @@ _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSettings:
-    """What is known before the first pass."""
-
     is_on: bool
     """`shared_prompts: auto`."""
     reason: str | None = None
-    """Why the settings do not allow it."""
     autocast: Callable[[], AbstractContextManager[Any]]
-    """The trainer's."""
     most_tokens: int | None = None
-    """Tokens of a pass without gradients, at most. `MOST_TOKENS` when not given."""
+    """Of a pass without gradients. `MOST_TOKENS` when not given."""
     highest: Callable[[int], int]
     """The highest number of the ranks that make their passes together; a collective if there are several."""
     highest_of_all: Callable[[int], int] = int
@@ -82,14 +78,12 @@ class SharedPrompts:
         self._attention = ""
         self._has_dropout = has_dropout(model)
         self.is_checked = False
-        """Whether a batch was compared with TRL's way."""
         self._is_due = True
         """Whether the next batch with a shared prompt is compared."""
         self._updates = 0
         self._told: set[str] = set()
         reason = settings.reason or why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
-        """Whether batches go this way."""
         self._is_agreed = not self.is_on
         if reason is not None:
             self._tell(reason)
@@ -269,13 +263,11 @@ class SharedPrompts:
 
 
 class Columns(NamedTuple):
-    """A padded batch."""
+    """A padded batch, whose last `width` columns are completions."""
 
-    ids: torch.Tensor
-    mask: torch.Tensor
-    """Shape (B, L)."""
+    ids: torch.Tensor  # (B, L)
+    mask: torch.Tensor  # (B, L)
     width: int
-    """Columns of the completions."""
 
     @classmethod
     def of(cls, batches: Sequence[Mapping[str, Any]]) -> "Columns":
@@ -288,7 +280,6 @@ class Columns(NamedTuple):
 
 
 def longest(groups: Sequence[Group]) -> int:
-    """Tokens of the longest sequence, prompt and completion."""
     return max(group.prompt + max(group.completions) for group in groups)
 
 
@@ -325,13 +316,11 @@ def _split_off(packs: list[list[Group]]) -> list[Group]:
 
 
 def _sum(parts: Sequence[torch.Tensor | None]) -> Any:
-    """The sum of parts that are 0 where another one is not."""
     present = [part for part in parts if part is not None]
     return functools.reduce(torch.add, present) if present else None
 
 
 def _format(model: nn.Module) -> torch.dtype:
-    """The number format in which the model computes."""
     weight = next(model.parameters())
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

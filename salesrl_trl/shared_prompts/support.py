@@ -27,12 +27,10 @@ def why_not_shared(model: nn.Module) -> str | None:
 
 
 def attention_of(model: nn.Module) -> str:
-    """The name of the model's attention in transformers' interface."""
     return str(_base(model).config._attn_implementation)
 
 
 def window_of(model: nn.Module) -> int | None:
-    """The narrowest sliding window of the model in tokens, if it has one."""
     config = _base(model).config
     kinds = getattr(config, "layer_types", None)
     has_window = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
@@ -50,7 +48,6 @@ def rope_limit_of(model: nn.Module) -> int | None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether training draws dropout: in a layer, in an adapter or in attention."""
     layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     return layers or bool(getattr(_base(model).config, "attention_dropout", 0.0))
 

@@ -28,8 +28,6 @@ def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
 
 
 class _ModeFigures:
-    """What was recorded of one mode since its last line."""
-
     def __init__(self, names: Sequence[str]) -> None:
         self.sums = StepAggregates(names)
         self.bias = JudgeBias()
@@ -65,7 +63,6 @@ class Ledger:
             figures.rewards += self._rewards.column(table, VALUE).tolist()
 
     def record_correction(self, mode: str, left_out: float, bounded: float, count: float) -> None:
-        """Count the items that the correction for the sampler's distribution left out and bounded."""
         self.add(mode, LEFT_OUT, left_out, count)
         self.add(mode, BOUNDED, bounded, count)
 
@@ -103,7 +100,6 @@ class Ledger:
                 add(kl_of(name, "_share_in_band"), branch.share_in_band, 1)
 
     def record_written(self, mode: str, written: Iterable[EvaluatedCompletion]) -> None:
-        """Keep what the policy wrote in an evaluation on this rank."""
         self._modes[mode].written += written
 
     def drain_written(self) -> list[EvaluatedCompletion]:

@@ -28,7 +28,6 @@ class StepSnapshot:
         position: tuple[int, list[Any] | None],
     ) -> None:
         self.step: int = state.global_step
-        """Optimizer steps done."""
         self._owners = (state, optimizer, scheduler, kl)
         self._position = position
         self._kl = None if kl is None else copy.deepcopy(kl.control.state_dict())

@@ -60,7 +60,6 @@ class Stopping:
         self._moves = False
         self._held = 0
         self.survived: BaseException | None = None
-        """The error after which a checkpoint was saved."""
         self._save: Callable[[], None] = lambda: None
 
     def forget(self) -> None:

@@ -67,14 +67,10 @@ class Hooks:
     """Values and bound callables of TRL's trainer, which `trl_access` makes. No component gets the trainer itself."""
 
     model: torch.nn.Module
-    """The policy, with its adapter if there is one."""
     unwrapped: Callable[[], torch.nn.Module]
-    """The policy without the wrappers of distributed training."""
     ref_model: torch.nn.Module | None
-    """TRL's own copy of the reference policy."""
     step: Callable[[], int]
     last_step: Callable[[], int]
-    """The optimizer step with which the run ends."""
     accelerator: Accelerator
     is_deepspeed: bool
     engine: SalesVLLMGeneration | GenerationConfig
@@ -86,10 +82,8 @@ class Hooks:
     pad_to_multiple_of: int | None
     """TRL's setting: padded tensors have a multiple of this many columns."""
     eos_token_ids: Sequence[int]
-    """Tokens that end a completion."""
     reward_weights: Sequence[float]
     reward_answered: Sequence[bool]
-    """Of each reward function: whether the package calls it."""
     group: Callable[[], int]
     """Completions of a prompt at the moment: in training, or in an evaluation."""
     reward_arguments: Callable[[], Mapping[str, object]]
@@ -103,9 +97,7 @@ class Hooks:
     logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
     """Log-probs of a batch's completions under the current policy, shape (B, T)."""
     score: Callable[[Rollout], Output]
-    """TRL's `_generate_and_score_completions`."""
     advantages: Callable[[], MutableSequence[float]]
-    """The column `advantages` of TRL's table of completions."""
     set_aside: Callable[[], AbstractContextManager[None]]
     """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
     drop_gradients: Callable[[], None]
@@ -117,7 +109,6 @@ class Hooks:
     position: Callable[[], tuple[int, bool]]
     """Returns the micro-steps done, and whether a generation batch is there to go on with."""
     capture: Callable[[], StepSnapshot]
-    """Returns the state at the end of an optimizer step."""
     restore: Callable[[StepSnapshot], None]
 
 
@@ -283,7 +274,6 @@ class Components:
         ]
 
     def _begin(self) -> None:
-        """Prepare for the first step of a run."""
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
@@ -319,7 +309,6 @@ class Components:
             self.quick_eval.evaluate_if_due(self._trl.step())
 
     def figures(self, mode: str) -> dict[str, float]:
-        """The figures of a log line. Starts over."""
         figures = self.ledger.flush(mode)
         if mode == "train":
             figures |= self.spending.figures(self._trl.step(), self._trl.last_step())
@@ -404,7 +393,6 @@ class Components:
         self.reward_loop.resume()
 
     def close(self) -> None:
-        """Close the reward's connections and the instruments. Nothing can be scored after this."""
         self.pipeline.forget()
         self.reward_loop.close()
         self.instruments.close()
