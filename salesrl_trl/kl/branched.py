@@ -36,7 +36,7 @@ class BranchedKL:
     ) -> None:
         self.control = KLControl(targets, law, windows)
         self.settings = settings
-        self._told: set[str] = set()  # branches whose share was said to shrink
+        self._reported: set[str] = set()  # branches whose share was said to shrink
         self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
 
     @property
@@ -74,8 +74,8 @@ class BranchedKL:
         for decision in decisions:
             _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
         for branch in self.control.branches:
-            if branch.share < 1 and branch.branch not in self._told:
-                self._told.add(branch.branch)
+            if branch.share < 1 and branch.branch not in self._reported:
+                self._reported.add(branch.branch)
                 _PLAIN_LOGGER.warning(
                     f"[BranchedKL@{step}] {branch.branch}: the coefficient is at its bound of {branch.beta:g}. "
                     f"Its rewards count less in the update from here on, by {branch.target.least_share:g} at least; "

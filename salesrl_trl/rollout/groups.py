@@ -45,7 +45,7 @@ class ScoredGroups:
         part is ready."""
         self.complete = bool(settled.all())
         pending_by_rank = [
-            [part for part in self.remaining if not each[part.start : part.stop].all()] for each in settled
+            [part for part in self.remaining if not of_rank[part.start : part.stop].all()] for of_rank in settled
         ]
         own = pending_by_rank[rank]
         enough = scored_fraction >= wanted_fraction

@@ -56,10 +56,10 @@ class Passes:
         """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is computed, if one is."""
         if inputs is None or not torch.is_grad_enabled():
             return self._prompts.log_probs(upstream, *args, **kwargs)
-        found = self._ahead.log_probs(upstream, *args, **kwargs)
+        passed = self._ahead.log_probs(upstream, *args, **kwargs)
         if self._correction is not None:
-            self._correction.apply(inputs, found[0])
-        return found
+            self._correction.apply(inputs, passed[0])
+        return passed
 
     @property
     def shares_prompts(self) -> bool:

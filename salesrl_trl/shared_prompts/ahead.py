@@ -126,8 +126,8 @@ class Ahead:
         with _syncing(model) if ends_update else contextlib.nullcontext():
             logps, entropies, _ = self._prompts.of(model, batch, groups, compute_entropy=True)
         assert entropies is not None
-        (first_logps, first_entropies), *others_found = _divided(logps, entropies, size)
-        for place, (own_logps, own_entropies) in enumerate(others_found, start=1):
+        (first_logps, first_entropies), *rest = _divided(logps, entropies, size)
+        for place, (own_logps, own_entropies) in enumerate(rest, start=1):
             own_prompts = has_prompt[place * size : (place + 1) * size]
             self._held.append(_Held(self._batches[place], own_logps, own_entropies, own_prompts))
         return first_logps, first_entropies, None

@@ -81,7 +81,7 @@ class SharedPrompts:
         self._is_due = True
         """Whether the next batch with a shared prompt is compared."""
         self._updates = 0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         reason = settings.reason or why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
         self._is_agreed = not self.is_on
@@ -255,8 +255,8 @@ class SharedPrompts:
 
     def _tell(self, reason: str, *, everywhere: bool = False) -> None:
         """Log a reason once: on this rank if `everywhere`, else on the main one."""
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._reported:
+            self._reported.add(reason)
             what = "for such a batch" if self.is_on else "from here on"
             line = f"off: one pass for a group's prompt, because {reason}. TRL's own passes are made {what}"
             logger.info(line, main_process_only=not everywhere)

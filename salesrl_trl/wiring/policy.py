@@ -55,9 +55,9 @@ class Policy:
         if not isinstance(model, str):
             self._look(model)
 
-        def on_one_device(*given: object, **kwargs: object) -> PreTrainedModel:
+        def on_one_device(*positional: object, **kwargs: object) -> PreTrainedModel:
             nonlocal is_loaded
-            loaded = load(*given, **{"device_map": None, **kwargs})
+            loaded = load(*positional, **{"device_map": None, **kwargs})
             if not is_loaded:  # the first one is the policy, the next one its reference
                 self._look(loaded)
                 is_loaded = True

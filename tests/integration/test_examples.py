@@ -30,7 +30,6 @@ from salesrl_trl.trainer import SalesGRPOTrainer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

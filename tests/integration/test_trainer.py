@@ -181,19 +181,6 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
     assert trainer.state.global_step == 0
 
 
-def test_after_too_many_skipped_batches_the_run_saves_and_stops_with_the_reason(scripted_trainer, services):
-    trainer = scripted_trainer(max_steps=10, max_skipped_generations=2, min_valid_reward_fraction=0.9)
-    _break(services)
-    for _ in range(2):  # a second run counts anew
-        with pytest.raises(TooFewRewardsError, match=r"^2 generation batches in a row had fewer than 90%") as raised:
-            trainer.train()
-        assert "Failures in the last one: rag_8b_http_500 2. " in str(
-            raised.value
-        )  # and no `not_json`, which is scored
-        assert trainer.state.global_step == 2
-    assert (Path(trainer.args.output_dir) / "checkpoint-2" / "model.safetensors").is_file()
-
-
 def test_what_a_customer_said_does_not_reach_the_log_by_way_of_trls_warning(scripted_trainer, services, caplog):
     upstream = logging.getLogger("trl.trainer.grpo_trainer")
     trainer = scripted_trainer(texts=(ACTION,), max_steps=1)

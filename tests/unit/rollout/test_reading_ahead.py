@@ -37,22 +37,6 @@ def take(size):
 # Schedule
 
 
-def test_without_lookahead_a_batch_is_due_at_the_micro_step_that_trains_on_it():
-    schedule = RolloutSchedule(0, window=2)
-    add(schedule, updates=2, size=4)
-    assert firsts(schedule.due(0, 0)) == [0]
-    assert schedule.due(1, 0) == []
-    assert firsts(schedule.due(2, 0)) == [2]
-    assert firsts(schedule.due(4, 1)) == [4]
-
-
-def test_with_lookahead_all_batches_of_the_steps_it_reaches_are_due_the_earliest_first():
-    schedule = RolloutSchedule(1, window=2)
-    add(schedule, updates=3, size=4)
-    assert firsts(schedule.due(0, 0)) == [0, 2, 4, 6]
-    assert firsts(schedule.due(4, 1)) == [0, 2, 4, 6, 8, 10]
-
-
 def test_a_window_over_several_steps_is_one_batch():
     """num_iterations 2, steps_per_generation 4, gradient accumulation 2: 8 micro-steps, 4 optimizer steps."""
     schedule = RolloutSchedule(1, window=8)
@@ -141,13 +125,6 @@ def play(lengths, size, depth, max_updates=10**6):
             ahead.append(len(seen) - len(trained))
             epochs.append(updates.epoch)
     return trained, seen, ahead, epochs
-
-
-def test_steps_are_pulled_so_far_ahead_over_an_epochs_end_and_none_beyond_the_last():
-    trained, seen, ahead, epochs = play([4, 4, 4], size=2, depth=2)
-    assert seen == trained
-    assert ahead == [2, 2, 2, 2, 1, 0]
-    assert epochs == [1, 1, 2, 2, 2, 2]  # that is pulled from
 
 
 def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
