@@ -90,58 +90,44 @@ class KeptRollouts:
     behaviour_logps: torch.Tensor | None
 
 
+@dataclass(eq=False, kw_only=True)
 class Pipeline:
-    """Launches rollouts and starts their rewards.
+    """Launches rollouts and starts their rewards. Counts of steps come with each call: micro-steps as TRL counts them,
+    and optimizer steps done."""
 
-    Counts of steps come with each call: micro-steps as TRL counts them, and optimizer steps done.
+    sampler: Sampler
+    reward_loop: RewardLoop
+    timeline: Timeline
+    decode: Callable[[Sequence[int]], str]
+    """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
+    window: int
+    """Micro-steps between two generation batches."""
+    lookahead: int
+    """Optimizer steps that rollouts may be ahead."""
+    references_ahead: bool
+    """Whether the reference answers are asked for one step earlier than the completions' rewards."""
+    behaviour_logps: Callable[[Sampled], torch.Tensor]
+    """Log-probs of completions under the current policy, where the sampler gives none."""
+    record_span: Callable[[Span], None]
+    """Gets the time of a generation that went on beside training."""
+    group: Callable[[], int] = lambda: 1
+    """Completions of a prompt at the moment, in training or in an evaluation."""
+    reward_arguments: Callable[[], Mapping[str, object]] = dict
+    """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
+    inside_trl: bool = False
+    """Whether TRL generates inside its own scoring: completions with tools, and prompts from an environment."""
+    dataloader: Iterable[object] = ()
+    """What training goes through once, and then perhaps once more."""
+    _kept: dict[int, KeptRollouts] = field(default_factory=dict)
+    _taken: dict[int, Rollout] = field(default_factory=dict)
 
-    - `decode`: from a completion's token ids to its text. Called from the thread in which the sampler reports.
-    - `window`: micro-steps between two generation batches. `lookahead`: optimizer steps that rollouts may be ahead.
-    - `references_ahead`: the reference answers are asked for one step earlier than the completions' rewards.
-    - `behaviour_logps`: log-probs of completions under the current policy, where the sampler gives none.
-    - `record_span` gets the time of a generation that went on beside training.
-    - `group`: completions of a prompt at the moment, in training or in an evaluation.
-    - `reward_arguments`: what reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`).
-    - `inside_trl`: TRL generates inside its own scoring: completions with tools, and prompts from an environment.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        reward_loop: RewardLoop,
-        timeline: Timeline,
-        *,
-        decode: Callable[[Sequence[int]], str],
-        window: int,
-        lookahead: int,
-        references_ahead: bool,
-        behaviour_logps: Callable[[Sampled], torch.Tensor],
-        record_span: Callable[[Span], None],
-        group: Callable[[], int] = lambda: 1,
-        reward_arguments: Callable[[], Mapping[str, object]] = dict,
-        inside_trl: bool = False,
-    ) -> None:
-        self._sampler = sampler
-        self._reward_loop = reward_loop
-        self._timeline = timeline
-        self._decode = decode
-        self._references_ahead = references_ahead
-        self._behaviour_logps = behaviour_logps
-        self._record_span = record_span
-        self._group = group
-        self._reward_arguments = reward_arguments
-        self._inside_trl = inside_trl
-        self._window = window
-        self.dataloader: Iterable[object] = ()
-        """What training goes through once, and then perhaps once more."""
-        self._kept: dict[int, KeptRollouts] = {}
-        self._taken: dict[int, Rollout] = {}
-        self.set_lookahead(lookahead)
+    def __post_init__(self) -> None:
+        self.set_lookahead(self.lookahead)
 
     def set_lookahead(self, lookahead: int) -> None:
-        self._lookahead = lookahead
-        self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, self._window)
-        self.updates = UpdatesAhead(lookahead + self._references_ahead)
+        self.lookahead = lookahead
+        self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, self.window)
+        self.updates = UpdatesAhead(lookahead + self.references_ahead)
 
     def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, KeptRollouts]) -> None:
         """A run begins after these micro-steps and optimizer steps. `has_batch`: a generation batch is there to go on
@@ -157,7 +143,7 @@ class Pipeline:
         for rollout in self._schedule.restart(0, 0, False):
             if rollout.handle is not None:
                 rollout.handle.give_up()
-        self._reward_loop.give_up()
+        self.reward_loop.give_up()
 
     def next_update(
         self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], steps_left: int
@@ -167,8 +153,8 @@ class Pipeline:
 
         def record(micro_batches: MicroBatches) -> None:
             for window in self._schedule.add(micro_batches):
-                if self._references_ahead:
-                    self._reward_loop.prepare(self._rows(window.inputs))
+                if self.references_ahead:
+                    self.reward_loop.prepare(self._rows(window.inputs))
 
         following = functools.partial(_next_epoch, self.dataloader)
         return self.updates.next(epoch, iterator, following, pull, steps_left, record, _draw_as_a_dataloader)
@@ -176,7 +162,7 @@ class Pipeline:
     def launch_due(self, micro_step: int, update: int) -> None:
         """Generate what may be generated by now, and start its rewards. Completions of an earlier start of the run are
         kept; their rewards start anew, from the cache."""
-        if self._inside_trl:
+        if self.inside_trl:
             return
         for window in self._schedule.due(micro_step, update):
             kept = self._kept.pop(window.first, None)
@@ -210,7 +196,7 @@ class Pipeline:
         self._taken = {micro_step: rollout}
         if rollout.sampled is not None or rollout.handle is None:
             return rollout
-        with self._timeline.phase(Phase.GENERATION):
+        with self.timeline.phase(Phase.GENERATION):
             sampled = rollout.handle.result()
         self._record(rollout, sampled)
         if sampled.logprobs is None:
@@ -223,15 +209,15 @@ class Pipeline:
     def launch(self, inputs: list[Example], update: int) -> Rollout:
         """Generate for a step to train on, or begin to. `update`: optimizer steps that the weights have taken."""
         rollout = self._begun(inputs, update, is_trained_on=True)
-        self._generate(rollout, ahead=bool(self._lookahead))
-        if rollout.sampled is not None and rollout.sampled.logprobs is None and self._lookahead:
-            rollout.behaviour_logps = self._behaviour_logps(rollout.sampled)
+        self._generate(rollout, ahead=bool(self.lookahead))
+        if rollout.sampled is not None and rollout.sampled.logprobs is None and self.lookahead:
+            rollout.behaviour_logps = self.behaviour_logps(rollout.sampled)
         return rollout
 
     def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> Rollout:
         """Generate for an evaluation. `group`: completions of a prompt, by default the trainer's number."""
-        if self._references_ahead:
-            self._reward_loop.prepare(self._rows(inputs))
+        if self.references_ahead:
+            self.reward_loop.prepare(self._rows(inputs))
         rollout = self._begun(inputs, update, is_trained_on=False, group=group)
         self._generate(rollout, ahead=False)
         return rollout
@@ -247,24 +233,24 @@ class Pipeline:
         self._record(rollout, sampled, rows)
 
     def _begun(self, inputs: list[Example], step: int, *, is_trained_on: bool, group: int | None = None) -> Rollout:
-        group = group or self._group()
+        group = group or self.group()
         origin = Origin(rows=inputs, mode="train" if is_trained_on else "eval", step=step)
-        rewards = self._reward_loop.begin(self._rows(inputs), group, origin)
+        rewards = self.reward_loop.begin(self._rows(inputs), group, origin)
         return Rollout(inputs=inputs, rewards=rewards, step=step, is_trained_on=is_trained_on, group=group)
 
     def _generate(self, rollout: Rollout, *, ahead: bool) -> None:
-        if self._inside_trl:
+        if self.inside_trl:
             return
         inputs, rewards = rollout.inputs, rollout.rewards
         in_messages = is_conversational({"prompt": inputs[0]["prompt"]})
 
         def finished(place: int, token_ids: Sequence[int]) -> None:
-            text = self._decode(token_ids)
+            text = self.decode(token_ids)
             completion = [{"role": "assistant", "content": text}] if in_messages else text
-            self._reward_loop.start(rewards, place, completion, token_ids)
+            self.reward_loop.start(rewards, place, completion, token_ids)
 
-        with self._timeline.phase(Phase.GENERATION):
-            handle = rollout.handle = self._sampler.start(prompts_of(inputs), finished, ahead=ahead)
+        with self.timeline.phase(Phase.GENERATION):
+            handle = rollout.handle = self.sampler.start(prompts_of(inputs), finished, ahead=ahead)
             sampled = handle.result() if handle.is_ready or not ahead else None
         if sampled is not None:
             self._record(rollout, sampled)
@@ -274,7 +260,7 @@ class Pipeline:
         them."""
         rollout.sampled = sampled
         if sampled.span is not None:
-            self._record_span(sampled.span)
+            self.record_span(sampled.span)
         extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
             rows = [
@@ -282,11 +268,11 @@ class Pipeline:
                 for place, row in enumerate(rows or rollout.inputs)
             ]
         made = self._rows(rows) if rows else ()
-        self._reward_loop.start_all(rollout.rewards, sampled.completions, sampled.completion_ids, made)
+        self.reward_loop.start_all(rollout.rewards, sampled.completions, sampled.completion_ids, made)
 
     def _rows(self, rows: Sequence[Example]) -> list[Example]:
         """The rows with their pictures in the prompts, and with what functions may ask for beside columns."""
-        further = self._reward_arguments()
+        further = self.reward_arguments()
         return [{**row, "prompt": prompt, **further} for row, prompt in zip(rows, prompts_of(rows), strict=True)]
 
 

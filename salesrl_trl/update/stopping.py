@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -34,33 +35,26 @@ STOPPED = "stopped"
 """Reason code of completions that were given up because the run was asked to stop."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Stopping:
-    """Stops a run early, with a checkpoint. `capture` returns the state at the end of an optimizer step, `restore`
-    sets the trainer back to it. `can_undo`: a skipped step leaves weights and optimizer alone; with DeepSpeed it does
-    not."""
+    """Stops a run early, with a checkpoint."""
 
-    def __init__(
-        self,
-        run_control: RunControl,
-        reward_loop: RewardLoop,
-        device: torch.device,
-        *,
-        capture: Callable[[], StepSnapshot],
-        restore: Callable[[StepSnapshot], None],
-        can_undo: bool,
-    ) -> None:
-        self._run_control = run_control
-        self._reward_loop = reward_loop
-        self._device = device
-        self._capture = capture
-        self._restore = restore
-        self._can_undo = can_undo
-        self._snapshot: StepSnapshot | None = None
-        self._first = 0
-        self._moves = False
-        self._held = 0
-        self.survived: BaseException | None = None
-        self._save: Callable[[], None] = lambda: None
+    run_control: RunControl
+    reward_loop: RewardLoop
+    device: torch.device
+    capture: Callable[[], StepSnapshot]
+    """Returns the state at the end of an optimizer step."""
+    restore: Callable[[StepSnapshot], None]
+    """Sets the trainer back to it."""
+    can_undo: bool
+    """Whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not."""
+    survived: BaseException | None = None
+    """The error after which a checkpoint was saved."""
+    _snapshot: StepSnapshot | None = None
+    _first: int = 0
+    _moves: bool = False
+    _held: int = 0
+    _save: Callable[[], None] = lambda: None
 
     def forget(self) -> None:
         """Forget an earlier run."""
@@ -68,7 +62,7 @@ class Stopping:
 
     def begin(self) -> None:
         """The first step of a run begins."""
-        self._snapshot = self._capture()
+        self._snapshot = self.capture()
         self._first = self._snapshot.step
 
     def request(self, reason: str) -> None:
@@ -79,15 +73,15 @@ class Stopping:
         `StopRequested` in its main thread, between two moves of the optimizer. Of several, all end after the optimizer
         step under way, which is undone if it was skipped.
         """
-        self._run_control.requested = reason
-        self._reward_loop.cut_off(STOPPED)
+        self.run_control.requested = reason
+        self.reward_loop.cut_off(STOPPED)
         self._interrupt()
 
     def _interrupt(self) -> None:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and not self._held and not self._moves and PartialState().num_processes == 1:
             self._held += 1  # once
-            raise StopRequested(self._run_control.requested)
+            raise StopRequested(self.run_control.requested)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -97,18 +91,16 @@ class Stopping:
             yield
         finally:
             self._held -= 1
-        if self._run_control.requested is not None:
+        if self.run_control.requested is not None:
             self._interrupt()
 
     def watched(self, save: Callable[[], None]) -> AbstractContextManager[None]:
         """While active, a request on one process reaches all others. `save` is that of `rescued`, for the end."""
         self._save = save
-        return watched(
-            lambda: self._run_control.requested, lambda reason: self.request(f"{reason} of another process")
-        )
+        return watched(lambda: self.run_control.requested, lambda reason: self.request(f"{reason} of another process"))
 
     def begin_step(self) -> None:
-        self._moves = not self._can_undo
+        self._moves = not self.can_undo
 
     def optimizer_moves(self) -> None:
         """The optimizer is about to move the weights."""
@@ -119,30 +111,30 @@ class Stopping:
         that cut it off; a collective."""
         self._agree()
         # the same on all ranks: they have gathered the reasons
-        ends = self._run_control.requested is not None or self._run_control.is_spent
+        ends = self.run_control.requested is not None or self.run_control.is_spent
         if ends and not self._moves and self._snapshot is not None:
-            self._restore(self._snapshot)
+            self.restore(self._snapshot)
         step = self.settle()
         if ends:
-            self._run_control.stop(step, is_new=step > self._first)
+            self.run_control.stop(step, is_new=step > self._first)
 
     def settle(self) -> int:
         """What follows an optimizer step is done; random draws belong to the next one. Returns the optimizer steps
         done."""
-        self._snapshot, self._moves = self._capture(), False
+        self._snapshot, self._moves = self.capture(), False
         return self._snapshot.step
 
     def _agree(self) -> None:
         """Let all ranks know of a request to one of them, and of an outage that lasts too long; a collective."""
-        self._run_control.record_urgency(highest(self._run_control.urgency(), self._device))
+        self.run_control.record_urgency(highest(self.run_control.urgency(), self.device))
 
     def raise_if_asked(self) -> None:
         """Raise `StopRequested` if any rank was asked to stop, `RunStopped` if the budget is spent; a collective."""
         self._agree()
-        if self._run_control.requested is not None:
-            raise StopRequested(self._run_control.requested)
-        if self._run_control.is_spent:
-            raise self._run_control.spent_at_end()
+        if self.run_control.requested is not None:
+            raise StopRequested(self.run_control.requested)
+        if self.run_control.is_spent:
+            raise self.run_control.spent_at_end()
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -168,7 +160,7 @@ class Stopping:
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
         snapshot, self._held = self._snapshot, self._held + 1
-        self._reward_loop.cut_off(STOPPED)
+        self.reward_loop.cut_off(STOPPED)
         step, is_new = (0, False) if snapshot is None else (snapshot.step, snapshot.step > self._first)
         try:
             if snapshot is not None and is_new:
@@ -176,15 +168,15 @@ class Stopping:
                     return _lost(error, "the optimizer was moving the weights")
                 if not all_arrive(step):
                     return _lost(error, "other processes are not at the same place")
-                self._restore(snapshot)
+                self.restore(snapshot)
                 save()
         except CheckpointError as failure:
             return failure if is_asked else _lost(error, str(failure))
         if not (is_asked or is_new):
             return error  # of the start-up, or of the first step: it would come again
         if is_asked:
-            return RunStopped(self._run_control.stopped_by(str(error), step, is_new=is_new))
-        error.add_note(self._run_control.stopped_by(type(error).__name__, step, is_new=is_new))
+            return RunStopped(self.run_control.stopped_by(str(error), step, is_new=is_new))
+        error.add_note(self.run_control.stopped_by(type(error).__name__, step, is_new=is_new))
         self.survived = error
         return error
 

@@ -168,9 +168,9 @@ class Components:
         has_own_columns = trl.has_rollout_func or trl.tools is not None
         self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)
         self.stopping = Stopping(
-            self.run_control,
-            self.reward_loop,
-            trl.accelerator.device,
+            run_control=self.run_control,
+            reward_loop=self.reward_loop,
+            device=trl.accelerator.device,
             capture=trl.capture,
             restore=trl.restore,
             can_undo=not trl.is_deepspeed,
@@ -188,9 +188,9 @@ class Components:
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
         self.pipeline = Pipeline(
-            self.sampler,
-            self.reward_loop,
-            self.timeline,
+            sampler=self.sampler,
+            reward_loop=self.reward_loop,
+            timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
             window=args.window,
             lookahead=args.rollout_lookahead,
@@ -202,16 +202,16 @@ class Components:
             inside_trl=trl.tools is not None,
         )
         self.scoring = RolloutScoring(
-            self.pipeline,
-            self.reward_loop,
-            self.figures_of_rewards,
-            self.ledger,
-            self.instruments,
-            self.run_control,
-            settings_of(
+            pipeline=self.pipeline,
+            reward_loop=self.reward_loop,
+            figures=self.figures_of_rewards,
+            ledger=self.ledger,
+            instruments=self.instruments,
+            run_control=self.run_control,
+            settings=settings_of(
                 ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
             ),
-            trl.accelerator.device,
+            device=trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
         )
