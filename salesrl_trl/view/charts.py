@@ -18,6 +18,8 @@ WIDTH, HEIGHT = 860, 290
 """Of a picture, in its own units. The page scales it to its width."""
 LEFT, RIGHT, TOP, BOTTOM = 56, 56, 26, 36
 """Room around the axes for ticks and labels."""
+FRAME = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "floor": HEIGHT - BOTTOM}
+"""For the template: the picture's size, and the places of its axes."""
 MOST_BARS = 200
 """Most bars side by side. With more, a bar would be thinner than three dots."""
 MOST_POINTS = 600
@@ -48,11 +50,11 @@ Tick = tuple[float, str]
 
 
 class Line(NamedTuple):
-    """A figure over the steps, as `line_chart` takes it."""
+    """A figure over the steps, as `line_chart` takes it. In a legend its figures don't count."""
 
     name: str
-    series: Series
     colour: str
+    series: Series
     is_dashed: bool = False
 
 
@@ -66,14 +68,6 @@ class Path(NamedTuple):
     fill: str = "none"
     opacity: float = 1.0
     dash: str = "none"
-
-
-class Key(NamedTuple):
-    """An entry of a legend."""
-
-    name: str
-    colour: str
-    is_dashed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,11 +84,8 @@ class Chart:
     paths: Sequence[Path]
     notes: Sequence[Tick] = ()
     """Words above the axes."""
-    keys: Sequence[Key] = ()
-    size: tuple[int, int] = (WIDTH, HEIGHT)
-    left: int = LEFT
-    right: int = WIDTH - RIGHT
-    floor: int = HEIGHT - BOTTOM
+    keys: Sequence[Line] = ()
+    """The legend's lines and colours."""
 
 
 class _Scale:
@@ -119,11 +110,6 @@ class _Scale:
         numbers = [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
         values = [10.0**n for n in numbers] if self._is_log else numbers
         return [(self(value), f"{value:,.6g}") for value in values]
-
-
-def _across(steps: Sequence[float]) -> _Scale:
-    margin = 0.02 * (steps[-1] - steps[0])
-    return _Scale(steps[0] - margin, steps[-1] + margin, LEFT, WIDTH - RIGHT)
 
 
 def _upward(values: Iterable[float], *, from_zero: bool) -> _Scale:
@@ -153,24 +139,29 @@ def line_chart(
     """Figures over the steps, each with a running mean in a long run, over the range `band`. `right` has its own axis,
     and holds between steps."""
     lines = [line for line in lines if line.series]
-    edges = band or ()
-    x = _across(sorted({step for line in [*lines, *([right] if right else [])] for step in line.series}))
-    y = _upward([*edges, *itertools.chain(*(line.series.values() for line in lines))], from_zero=from_zero)
+    steps = sorted({step for line in [*lines, *([right] if right else [])] for step in line.series})
+    margin = 0.02 * (steps[-1] - steps[0])
+    x = _Scale(steps[0] - margin, steps[-1] + margin, LEFT, WIDTH - RIGHT)
+    y = _upward([*(band or ()), *itertools.chain(*(line.series.values() for line in lines))], from_zero=from_zero)
     points = max(len(line.series) for line in lines)
     window = round(SMOOTHED_SHARE * points) if points > FEW_POINTS else 1
     paths, keys = [], []
     if band:
         top, bottom = y(band[1]), y(band[0])
         paths.append(Path(f"M{LEFT} {top}H{WIDTH - RIGHT}V{bottom}H{LEFT}Z", fill=BAND_COLOUR))
-        keys.append(Key(f"band {band[0]:g} to {band[1]:g}", BAND_COLOUR))
+        keys.append(Line(f"band {band[0]:g} to {band[1]:g}", BAND_COLOUR, {}))
     for line in lines:
         if window > 1 and not line.is_dashed:
             paths.append(Path(_polyline(x, y, _thinned(line.series)), line.colour, width=0.8, opacity=0.35))
-        means = _running_means(line.series, window)
+        values = list(line.series.values())
+        means = {
+            step: statistics.fmean(values[max(0, number - window + 1) : number + 1])
+            for number, step in enumerate(line.series)
+        }
         dash, width = ("5 4", 1.2) if line.is_dashed else ("none", 1.8)
         paths.append(Path(_polyline(x, y, _thinned(means)), line.colour, width=width, dash=dash))
         paths += _marks(x, y, means, line.colour)
-        keys.append(Key(shown(line.name), line.colour, line.is_dashed))
+        keys.append(Line(shown(line.name), line.colour, {}, line.is_dashed))
     right_ticks: Sequence[Tick] = ()
     if right:
         scale = _upward(right.series.values(), from_zero=True)
@@ -178,7 +169,7 @@ def line_chart(
         corners = " ".join(f"H{x(step)}V{scale(value)}" for step, value in _thinned(right.series).items())
         paths.append(Path(f"M{corners[1:].replace('V', ' ', 1)}", right.colour, width=1.4))
         paths += _marks(x, scale, right.series, right.colour)
-        keys.append(Key(f"{shown(right.name)} (right)", right.colour))
+        keys.append(Line(f"{shown(right.name)} (right)", right.colour, {}))
     return Chart(
         description=description,
         y_label=f"{y_label} (strong: mean of {window})" if window > 1 else y_label,
@@ -200,12 +191,6 @@ def _marks(x: _Scale, y: _Scale, series: Series, colour: str) -> list[Path]:
     if len(series) > FEW_POINTS:
         return []
     return [Path("".join(f"M{x(step)} {y(value)}h0" for step, value in series.items()), colour, width=4.6)]
-
-
-def _running_means(series: Series, window: int) -> Series:
-    """Mean of each figure and up to `window` - 1 before it."""
-    values = list(series.values())
-    return {step: statistics.fmean(values[max(0, n - window + 1) : n + 1]) for n, step in enumerate(series)}
 
 
 def _thinned(series: Series) -> Series:
@@ -241,7 +226,11 @@ def stacked_chart(
         for name, parts in stack.items()
     }
     totals = [sum(column) for column in zip(*heights.values(), strict=True)]
-    top, tall = _cut_off(totals)
+    # A few bars that would hide the others, such as a first step with an evaluation, are cut off at the top
+    usual = sorted(totals)[math.ceil(0.95 * len(totals)) - 1]
+    tall = [number for number, total in enumerate(totals) if total > TALL * usual > 0]
+    tall = tall if len(totals) >= FEWEST_TO_CUT else []
+    top = 1.3 * usual if tall else 1.05 * max(totals)
     x = _Scale(edges[0][0], edges[-1][1], LEFT, WIDTH - RIGHT)
     y = _Scale(0.0, top or 1.0, HEIGHT - BOTTOM, TOP)
     spare = 0.04 if len(groups) <= FEW_POINTS else 0.0
@@ -263,17 +252,5 @@ def stacked_chart(
         y_ticks=y.ticks(whole=summed),
         paths=paths,
         notes=[(x(sum(edges[number]) / 2), f"{totals[number]:.3g} ↑") for number in tall],
-        keys=[Key(shown(name), colour) for name, colour in zip(heights, colours, strict=False)],
+        keys=[Line(shown(name), colour, {}) for name, colour in zip(heights, colours, strict=False)],
     )
-
-
-def _cut_off(totals: Sequence[float]) -> tuple[float, list[int]]:
-    """The top of the axis, and the places of the few bars that are cut off there because they would hide the others.
-
-    A first step with an evaluation is such a bar.
-    """
-    usual = sorted(totals)[math.ceil(0.95 * len(totals)) - 1]
-    tall = [number for number, total in enumerate(totals) if total > TALL * usual > 0]
-    if not tall or len(totals) < FEWEST_TO_CUT:
-        return 1.05 * max(totals), []
-    return 1.3 * usual, tall

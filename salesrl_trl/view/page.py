@@ -17,7 +17,7 @@ from pathlib import Path
 from salesrl_trl.view import queries
 from salesrl_trl.view.completion import completion
 from salesrl_trl.view.record_index import Index
-from salesrl_trl.view.rendering import render
+from salesrl_trl.view.wording import render
 
 ASSETS = Path(__file__).parent / "assets"
 PREACT = "vendor/preact.mjs"
