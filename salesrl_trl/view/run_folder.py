@@ -26,20 +26,17 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickEval:
-    """One line of `quick_eval.jsonl`."""
+    """One line of `quick_eval.jsonl`: `reward` and `scores` (by branch) are means, `figures` the user's own."""
 
     step: int
     """Optimizer steps before the evaluation."""
     mode: str
     """The way of sampling: `"greedy"`."""
     reward: float | None
-    """Mean reward over all branches."""
     best: bool
     """Whether it is marked as the best."""
     scores: Figures
-    """Mean score by branch. `None` where no row was scored."""
     figures: Figures
-    """The user's own figures over all rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,13 +44,11 @@ class Run:
     """What a run's folder tells of the run."""
 
     folder: Path
-    """The run's `output_dir`."""
     series: Mapping[str, Mapping[int, float]]
     """By tag without `train/`, then by step, ascending: `{"reward": {1: 0.3, 2: 0.32}}`. Finite figures only."""
     steps: tuple[int, ...]
     """Steps with training figures, ascending. Empty for a run that stopped before its first step."""
     branches: tuple[str, ...]
-    """Their names."""
     seconds: tuple[float, float] | None
     """Wall times of the first and the last event, in seconds since 1970; `None` without an event."""
     starts: int
@@ -69,7 +64,6 @@ class Run:
     checkpoints: tuple[str, ...]
     """Names of their folders, `best` first."""
     has_trace: bool
-    """Whether the folder has a `trace.json`."""
     account: Account
     """What the run spent. A run without a budget spent nothing that was counted."""
 
@@ -88,10 +82,14 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
     files = [_read_events(path) for path in _event_files(folder, logging_dir)]
     series, infinite = _merged([file.scalars for file in files])
+    # Quick evaluations do not count as steps of training: one may come before the first
+    trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
+    unread = []
     quick_evals, bad_lines = _quick_evals(folder / names.QUICK_EVAL_FILE)
-    unread = [f"{bad_lines} line{'s' * (bad_lines > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out"] * (
-        bad_lines > 0
-    )
+    if bad_lines:
+        unread.append(
+            f"{bad_lines} line{'s' * (bad_lines > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out"
+        )
     held_out = _held_out(folder / names.HELD_OUT_FILE)
     if held_out is None:
         unread.append(f"{names.HELD_OUT_FILE} could not be read")
@@ -100,11 +98,14 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     except ConfigError:
         account = Account()
         unread.append(f"{names.SPENT_FILE} could not be read")
+    checkpoints = [path.name for path in folder.glob(f"{names.CHECKPOINT_FOLDERS}*") if path.is_dir()]
+    checkpoints.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
+    best = [names.BEST_FOLDER] if (folder / names.BEST_FOLDER).is_dir() else []
     times = [time for file in files for time in file.times]
     return Run(
         folder=folder,
         series=series,
-        steps=_steps(series),
+        steps=tuple(sorted({step for values in trained for step in values if step > 0})),
         branches=names.branches_in(series),
         seconds=(min(times), max(times)) if times else None,
         starts=sum(_start(file.scalars) is not None for file in files),
@@ -112,22 +113,10 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         quick_evals=quick_evals,
         held_out=held_out or {},
         unread=tuple(unread),
-        checkpoints=_checkpoints(folder),
+        checkpoints=(*best, *checkpoints),
         has_trace=(folder / names.TRACE_FILE).is_file(),
         account=account,
     )
-
-
-def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:
-    """Steps of training. Quick evaluations do not count: one may come before the first step."""
-    trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
-    return tuple(sorted({step for values in trained for step in values if step > 0}))
-
-
-def _checkpoints(folder: Path) -> tuple[str, ...]:
-    folders = [path.name for path in folder.glob(f"{names.CHECKPOINT_FOLDERS}*") if path.is_dir()]
-    folders.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
-    return (*([names.BEST_FOLDER] if (folder / names.BEST_FOLDER).is_dir() else []), *folders)
 
 
 # Event files
@@ -158,17 +147,17 @@ def _event_files(folder: Path, logging_dir: Path | None) -> list[Path]:
             f"{top} holds no TensorBoard file ({EVENT_FILES}). Expected the `output_dir` of a run with "
             "`report_to: tensorboard`; if its files were put elsewhere, name the place with --logging_dir."
         )
-    others = sorted({str(owner) for path in files if (owner := _owner(path.relative_to(top))) != Path()})
+    others = set()
+    for path in files:
+        # The run's own folder is what lies above `runs/`: `debug` for `debug/runs/Aug01_host/events...`
+        folders = path.relative_to(top).parent.parts
+        if RUNS in folders and (above := folders[: len(folders) - 1 - folders[::-1].index(RUNS)]):
+            others.add("/".join(above))
     if others and logging_dir is None:
-        raise ConfigError(f"{folder} holds the runs of other folders: {', '.join(others)}. Expected one run's folder.")
+        raise ConfigError(
+            f"{folder} holds the runs of other folders: {', '.join(sorted(others))}. Expected one run's folder."
+        )
     return files
-
-
-def _owner(path: Path) -> Path:
-    """The folder that a relative event file's `runs/` lies in: `debug` for `debug/runs/Aug01_host/events...`."""
-    folders = path.parent.parts
-    inner = len(folders) - 1 - folders[::-1].index(RUNS) if RUNS in folders else 0
-    return Path(*folders[:inner])
 
 
 def _read_events(path: Path) -> _EventFile:

@@ -10,7 +10,7 @@ from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judg
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 from salesrl_trl.view import queries, record_index
-from salesrl_trl.view.completion import completion
+from salesrl_trl.view.queries import completion
 from salesrl_trl.view.record_index import Index
 
 PROMPT = [{"role": "user", "content": "客户: 多少钱?"}]
