@@ -86,18 +86,15 @@ def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label:
 def _free() -> None:
     """Give the memory of a policy back, and of its engine. Both are in circles of references.
 
-    vLLM hides everything that is there when its engine has started from the garbage collector.
+    vLLM hides everything that is there when its engine has started from the garbage collector. It keeps one memory
+    pool for the CUDA graphs of all engines of a process: without the graphs of the engine before, the next one would
+    fail to capture into it.
     """
     gc.unfreeze()
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        _forget_graphs()
-
-
-def _forget_graphs() -> None:
-    """vLLM keeps one memory pool for the CUDA graphs of all engines of a process. It is gone with the graphs of the
-    engine before, and the next engine would fail to capture into it."""
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.empty_cache()
     from vllm.platforms import current_platform
 
     setattr(type(current_platform), GRAPH_POOL, None)

@@ -181,15 +181,6 @@ def test_a_good_service_is_ready_with_figures_and_settings(service_url: str) -> 
     assert (verdict["ready"], verdict["rag_max_concurrency"], verdict["rag_timeout_s"]) == (True, 4, 5)
 
 
-def test_a_person_reads_stages_figures_and_a_verdict(service_url: str) -> None:
-    result = run(ENDPOINTS, "--base-url", service_url, "--only", "32b", "--requests", "4", "--key-env", "KEY_VARIABLE")
-    assert result.returncode == 0
-    for text in ("key from KEY_VARIABLE", "GET /healthz answered 200", "POST /v1/rag/32b", "outcomes: 200 x 4", "p99"):
-        assert text in result.stdout
-    assert "/v1/rag/8b" not in result.stdout
-    assert "Verdict: ready.\n  suggested: rag_max_concurrency: 4, rag_timeout_s: 5\n" in result.stdout
-
-
 def test_questions_alternate_between_english_and_chinese_in_the_contracts_fields(serve: Serve) -> None:
     server = serve(200, {}, GOOD)
     examine(server.url, "--concurrency", "1", "--top-k", "5", "--score-threshold", "0.2")
@@ -255,26 +246,6 @@ def test_the_tool_and_training_hear_the_same() -> None:
             refuse_stated_error("rag_8b", stated)
 
 
-def test_percentiles_are_by_nearest_rank() -> None:
-    percentiles = TOOL["percentiles"]
-    # Of 1 to 100, p % do not exceed p. Of three values, the second covers 67 %, and only the third 90 % and more.
-    assert percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
-    assert percentiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
-    assert percentiles([]) == {}
-
-
-def test_a_service_that_closes_after_each_answer_gets_a_connection_for_each(serve: Serve) -> None:
-    server = serve(200, {}, GOOD, protocol="HTTP/1.0")
-    code, report = examine(server.url)
-    assert (code, report["endpoints"]["8b"]["latency"]["connections"]) == (0, 6)
-
-
-def test_a_prefix_before_the_paths_is_kept(serve: Serve) -> None:
-    server = serve(200, {}, GOOD)
-    assert examine(server.url + "/team/")[0] == 0
-    assert {path for path, _, _ in server.asked} == {"/team/v1/rag/8b"}
-
-
 # Connections that fail.
 
 
@@ -305,13 +276,6 @@ def test_tls_to_a_plain_port_says_to_try_http(service_url: str) -> None:
     code, report = examine(service_url.replace("http:", "https:"))
     assert (code, stages_of(report)["TLS"], stages_of(report)["HTTP"]) == (1, "failed", "not tried")
     assert "try http:// in the URL" in report["stages"][2]["advice"]
-
-
-def test_plain_http_to_a_tls_port_says_to_try_https(serve: Serve, certify: "Certify") -> None:
-    server = serve(200, {}, GOOD, tls=certify("plain").context)
-    code, report = examine(server.url)
-    assert (code, stages_of(report)["HTTP"]) == (1, "failed")
-    assert "try https:// in the URL" in report["stages"][3]["advice"]
 
 
 def test_a_silent_port_is_given_up_after_the_timeout() -> None:
@@ -456,15 +420,6 @@ def test_retry_after_is_shown_with_its_form(headers: dict[str, str], shown: str)
     assert TOOL["shown_retry_after"](TOOL["target_of"]("http://127.0.0.1:8801"), exchange) == shown
 
 
-def test_a_limit_on_requests_is_shown_with_its_retry_after(serve: Serve) -> None:
-    shown = "2 (seconds), 1500 (Retry-After-Ms)"
-    code, report = examine(serve(429, {"Retry-After": "2", "Retry-After-Ms": "1500"}, b"").url)
-    endpoint = report["endpoints"]["8b"]
-    assert (code, endpoint["contract"]["retry_after"]) == (1, shown)
-    assert (endpoint["latency"]["outcomes"], endpoint["latency"]["retry_after"]) == ({"429": 6}, {"429": [shown]})
-    assert report["verdict"]["rag_max_concurrency"] is None
-
-
 def test_failures_among_good_answers_halve_the_suggested_concurrency(serve: Serve) -> None:
     # Number 0 is the contract check. Of 1 to 6, the odd ones are refused.
     server = serve(lambda number: (503, {}, b"") if number % 2 else (200, {}, GOOD))
@@ -573,33 +528,6 @@ def faults_of(body: Any) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize(
-    ("body", "faults"),
-    [
-        (WRONG_TYPES, WRONG_TYPES_FAULTS),
-        (b" " * (4 * 1024 * 1024 + 1), ["more than 4 MiB, expected an answer with its passages; look at top_k"]),
-    ],
-    ids=["wrong-types", "too-large"],
-)
-def test_a_service_with_such_a_body_is_not_ready(serve: Serve, body: Any, faults: list[str]) -> None:
-    code, report = examine(serve(200, {}, body).url, "--requests", "1")
-    endpoint = report["endpoints"]["8b"]
-    assert (code, endpoint["contract"]["outcome"], endpoint["contract"]["faults"]) == (1, "bad body", faults)
-    assert endpoint["latency"]["outcomes"] == {"bad body": 1}
-
-
-def test_equal_scores_extra_fields_and_no_passages_hold_to_the_contract() -> None:
-    for body in (with_scores(1, 0.5, 0.5), {**GOOD, "model": "m"}, {**GOOD, "passages": []}):
-        assert faults_of(body) == []
-
-
-def test_a_person_is_shown_twenty_faults_and_how_many_more_there_are(serve: Serve) -> None:
-    server = serve(200, {}, {**GOOD, "passages": [{}] * 10})  # 3 missing fields each, and too many: 31
-    result = run(ENDPOINTS, "--base-url", server.url, "--only", "8b", "--requests", "1")
-    assert result.stdout.count("is missing, expected") == 20
-    assert "- and 11 more; --json shows them" in result.stdout
-
-
 # Time.
 
 
@@ -624,20 +552,6 @@ def test_a_drip_past_the_timeout_is_a_timeout(serve: Serve, first: bytes) -> Non
     endpoint = report["endpoints"]["8b"]
     assert (code, endpoint["contract"]["outcome"], endpoint["latency"]["state"]) == (1, "timeout", "not tried")
     check_seconds(endpoint["contract"]["seconds"], least=1.0, most=1.5)
-
-
-def test_answers_that_are_cut_off_leave_no_timeout_to_suggest(serve: Serve) -> None:
-    slow = drip(HEADERS + b"\r\n{")
-    server = serve(lambda number: (200, {}, slow if number == 1 else GOOD))
-    code, report = examine(server.url, "--timeout", "0.5")
-    assert (code, report["endpoints"]["8b"]["latency"]["outcomes"]) == (1, {"200": 5, "timeout": 1})
-    verdict = report["verdict"]
-    assert (verdict["rag_timeout_s"], verdict["rag_max_concurrency"]) == (None, 1)
-
-
-def test_a_body_that_breaks_off_is_a_lost_connection(serve: Serve) -> None:
-    server = serve(200, {"Connection": "close"}, lambda stream: stream.write(HEADERS + b"\r\n{"), protocol="HTTP/1.0")
-    assert examine(server.url)[1]["endpoints"]["8b"]["contract"]["outcome"] == "connection lost"
 
 
 # What is not told.
