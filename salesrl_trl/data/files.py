@@ -159,8 +159,8 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
 def copied(path: Path, folder: Path) -> Path:
     """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay.
 
-    If several processes of a machine ask at once, one of them copies. A path without a file is returned as it is:
-    whoever reads it says so. Raises `ConfigError` if the file or the folder can't be read or written.
+    Of several processes of a machine one copies. A path without a file is returned as it is: whoever reads it says so.
+    Raises `ConfigError` if the file or the folder can't be read or written.
     """
     origin = path.expanduser().resolve()
     if not origin.exists():
@@ -170,7 +170,9 @@ def copied(path: Path, folder: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{copy}.lock"):
             if not copy.exists() or _version(copy) != _version(origin):
-                _replace(copy, origin)
+                half = copy.with_name(f"{copy.name}.half")  # an interrupted copy never counts
+                shutil.copy2(origin, half)
+                os.replace(half, copy)
     except OSError as error:
         raise ConfigError(
             f"{path} could not be copied to {folder} ({error.strerror or type(error).__name__}). Expected data that "
@@ -178,13 +180,6 @@ def copied(path: Path, folder: Path) -> Path:
             "`data_copy_dir`."
         ) from None
     return copy
-
-
-def _replace(copy: Path, origin: Path) -> None:
-    """Copy to another name, then rename: an interrupted copy never counts."""
-    half = copy.with_name(f"{copy.name}.half")
-    shutil.copy2(origin, half)
-    os.replace(half, copy)
 
 
 def _version(path: Path) -> tuple[int, int]:

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import NoReturn
 
 import jinja2
 import jinja2.meta
@@ -65,8 +64,17 @@ class PromptTemplate:
         try:
             system = self._system(fields).strip()
             user = self._user.render(fields, template=self._template).lstrip()
-        except Exception as error:  # a filter may raise anything
-            self._fail(row, error)
+        except (
+            Exception
+        ) as error:  # a filter may raise anything, and may quote a customer: only Jinja's words are told
+            said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+            where = f", line {lines[-1]}" if lines else ""
+            raise ConfigError(
+                f"{self._name}{where} does not work for row {row.row_id!r} ({type(error).__name__}{said}). A row has "
+                f"{', '.join(FIELDS)}; a turn of `conversation` has `role` and `content`."
+            ) from None
         if not user.strip():
             raise ConfigError(f"{self._name} leaves the user message of row {row.row_id!r} empty. Expected a text.")
         messages = [{"role": "user", "content": user}]
@@ -100,16 +108,6 @@ class PromptTemplate:
                 f"{self._name} never shows the conversation, so that every prompt would be the same. Expected "
                 "`{{ context }}`, or turns of `conversation`, in it."
             )
-
-    def _fail(self, row: SalesRow, error: Exception) -> NoReturn:
-        """Raise. A filter's message may contain a customer's text, so only Jinja's own words are repeated."""
-        said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-        where = f", line {lines[-1]}" if lines else ""
-        raise ConfigError(
-            f"{self._name}{where} does not work for row {row.row_id!r} ({type(error).__name__}{said}). A row has "
-            f"{', '.join(FIELDS)}; a turn of `conversation` has `role` and `content`."
-        ) from None
 
 
 def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTemplate:

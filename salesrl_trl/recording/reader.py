@@ -133,11 +133,8 @@ def address(path: Path) -> str:
 
 
 def open_record(path: Path) -> sqlite3.Connection:
-    """One file for reading, with rows by name. Another thread may use it.
-
-    Raises:
-        `ConfigError`: it is no record, or one of another version.
-    """
+    """One file for reading, with rows by name. Another thread may use it. Raises `ConfigError` for a file that is no
+    record, or one of another version."""
     try:
         if path.suffix == PACKED:
             file = sqlite3.connect(":memory:", check_same_thread=False)
@@ -156,10 +153,7 @@ def open_record(path: Path) -> sqlite3.Connection:
 
 def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     """All completions of a run, rank by rank, in their order; of one `mode`, `"train"` or `"eval"`, if it is given.
-
-    Raises:
-        `ConfigError`: the run has no record.
-    """
+    Raises `ConfigError` for a run without a record."""
     files = record_files(run)
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
@@ -179,18 +173,12 @@ def values_of(
     `parse_constant` makes a value of what JSON has no number for, such as NaN.
     """
     values = dict(row)
-    for name in TEXT_COLUMNS:
-        values[name] = None if values[name] is None else text_of(file, values[name])
     for name in (*TEXT_COLUMNS, *JSON_COLUMNS):
-        if values[name] is not None:
-            values[name] = json.loads(values[name], parse_constant=parse_constant)
-    verdicts = file.execute(
-        "SELECT rubric, candidate, reference, reason, provider FROM verdicts WHERE completion = ?", (row["id"],)
-    )
-    values["verdicts"] = {
-        rubric: Judged(candidate=candidate, reference=reference, reason=reason, provider=provider)
-        for rubric, candidate, reference, reason, provider in verdicts
-    }
+        text = text_of(file, row[name]) if name in TEXT_COLUMNS and row[name] is not None else row[name]
+        values[name] = None if text is None else json.loads(text, parse_constant=parse_constant)
+    names = [field.name for field in fields(Judged)]
+    verdicts = file.execute(f"SELECT rubric, {', '.join(names)} FROM verdicts WHERE completion = ?", (row["id"],))
+    values["verdicts"] = {rubric: Judged(**dict(zip(names, said, strict=True))) for rubric, *said in verdicts}
     return values
 
 
