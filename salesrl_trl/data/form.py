@@ -46,7 +46,7 @@ class Records:
     """The records of a source in this package's columns, before they are checked."""
 
     name: str
-    """Name of the source in messages."""
+    """Of the source, in messages."""
     records: list[Record]
     places: list[tuple[int, int | None]]
     """Position in the source, counted from 0, and line, counted from 1, of each record."""
@@ -117,17 +117,19 @@ def part_of(records: Records, form: Form, part: Part) -> Records:
     """
     if part is Part.ALL:
         return records
-    wanted = [
-        at
-        for at, record in enumerate(records.records)
-        if (_fraction(_group(record)) < form.held_out_share) == (part is Part.HELD_OUT)
-    ]
-    if records.records and not wanted:
-        groups = len({_group(record) for record in records.records})
+    groups = [_group(record) for record in records.records]
+    wanted = []
+    for at, group in enumerate(groups):
+        # A number in [0, 1) that depends on the group alone
+        digest = hashlib.sha256(group.encode(errors="surrogatepass")).digest()
+        is_held_out = int.from_bytes(digest[:6]) / 2**48 < form.held_out_share
+        if is_held_out == (part is Part.HELD_OUT):
+            wanted.append(at)
+    if groups and not wanted:
         raise DataError(
-            f"`held_out_share` is {form.held_out_share:g}, and of the {groups} groups of {records.name} none is "
-            f"{part.value}. Expected conversations enough for both parts. Set another share, name what parts them "
-            "(`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
+            f"`held_out_share` is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
+            f"none is {part.value}. Expected conversations enough for both parts. Set another share, name what parts "
+            "them (`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
         )
     return dataclasses.replace(
         records,
@@ -143,8 +145,3 @@ def _group(record: Record) -> str:
     turns = record.get("conversation")
     first = turns[0] if isinstance(turns, Sequence) and turns else None
     return str(first.get("content")) if isinstance(first, Mapping) else str(first)
-
-
-def _fraction(group: str) -> float:
-    """A number in [0, 1) that depends on the group alone."""
-    return int.from_bytes(hashlib.sha256(group.encode(errors="surrogatepass")).digest()[:6]) / 2**48

@@ -163,9 +163,9 @@ def test_documents_are_read_with_and_without_title(tmp_path: Path) -> None:
     ("content", "message"),
     [
         pytest.param("\n", "got no documents", id="empty"),
-        pytest.param('{"id": "1", "text": "a"}\n{"id":', "line 2: got no JSON", id="cut-off"),
-        pytest.param("[" * 100_000, "line 1: got no JSON", id="nested-too-deep"),
-        pytest.param("[1]", "line 1: got a JSON list", id="no-object"),
+        pytest.param('{"id": "1", "text": "a"}\n{"id":', "line 2 is not JSON", id="cut-off"),
+        pytest.param("[" * 100_000, "line 1 can't be read", id="nested-too-deep"),
+        pytest.param("[1]", "line 1 is a list", id="no-object"),
         pytest.param('{"id": "1"}', "line 1: got nothing for 'text'", id="no-text"),
         pytest.param('{"id": 1, "text": "a"}', "line 1: got int for 'id'", id="number-as-id"),
         pytest.param('{"id": "1", "text": " "}', "line 1: got an empty text for 'text'", id="blank-text"),
