@@ -77,10 +77,8 @@ class Chart:
     description: str
     """For those who do not see it."""
     y_label: str
-    right_label: str = ""
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
-    right_ticks: Sequence[Tick] = ()
     paths: Sequence[Path]
     notes: Sequence[Tick] = ()
     """Words above the axes."""
@@ -133,18 +131,21 @@ def line_chart(
     *,
     from_zero: bool = False,
     band: tuple[float, float] | None = None,
-    right: Line | None = None,
-    right_label: str = "",
 ) -> Chart:
-    """Figures over the steps, each with a running mean in a long run, over the range `band`. `right` has its own axis,
-    and holds between steps."""
+    """Figures over the steps, each with a running mean in a long run, over the range `band`."""
     lines = [line for line in lines if line.series]
-    steps = sorted({step for line in [*lines, *([right] if right else [])] for step in line.series})
+    steps = sorted({step for line in lines for step in line.series})
     margin = 0.02 * (steps[-1] - steps[0])
     x = _Scale(steps[0] - margin, steps[-1] + margin, LEFT, WIDTH - RIGHT)
     y = _upward([*(band or ()), *itertools.chain(*(line.series.values() for line in lines))], from_zero=from_zero)
     points = max(len(line.series) for line in lines)
     window = round(SMOOTHED_SHARE * points) if points > FEW_POINTS else 1
+
+    def polyline(series: Series) -> str:
+        groups = bins(list(series), MOST_POINTS)
+        points = [(group[-1], statistics.fmean(series[step] for step in group)) for group in groups]
+        return "M" + "L".join(f"{x(step)} {y(value)}" for step, value in points)
+
     paths, keys = [], []
     if band:
         top, bottom = y(band[1]), y(band[0])
@@ -152,50 +153,26 @@ def line_chart(
         keys.append(Line(f"band {band[0]:g} to {band[1]:g}", BAND_COLOUR, {}))
     for line in lines:
         if window > 1 and not line.is_dashed:
-            paths.append(Path(_polyline(x, y, _thinned(line.series)), line.colour, width=0.8, opacity=0.35))
+            paths.append(Path(polyline(line.series), line.colour, width=0.8, opacity=0.35))
         values = list(line.series.values())
         means = {
             step: statistics.fmean(values[max(0, number - window + 1) : number + 1])
             for number, step in enumerate(line.series)
         }
         dash, width = ("5 4", 1.2) if line.is_dashed else ("none", 1.8)
-        paths.append(Path(_polyline(x, y, _thinned(means)), line.colour, width=width, dash=dash))
-        paths += _marks(x, y, means, line.colour)
+        paths.append(Path(polyline(means), line.colour, width=width, dash=dash))
+        if len(means) <= FEW_POINTS:
+            dots = "".join(f"M{x(step)} {y(value)}h0" for step, value in means.items())
+            paths.append(Path(dots, line.colour, width=4.6))
         keys.append(Line(shown(line.name), line.colour, {}, line.is_dashed))
-    right_ticks: Sequence[Tick] = ()
-    if right:
-        scale = _upward(right.series.values(), from_zero=True)
-        right_ticks = scale.ticks()
-        corners = " ".join(f"H{x(step)}V{scale(value)}" for step, value in _thinned(right.series).items())
-        paths.append(Path(f"M{corners[1:].replace('V', ' ', 1)}", right.colour, width=1.4))
-        paths += _marks(x, scale, right.series, right.colour)
-        keys.append(Line(f"{shown(right.name)} (right)", right.colour, {}))
     return Chart(
         description=description,
         y_label=f"{y_label} (strong: mean of {window})" if window > 1 else y_label,
-        right_label=right_label,
         x_ticks=x.ticks(8, whole=True),
         y_ticks=y.ticks(),
-        right_ticks=right_ticks,
         paths=paths,
         keys=keys if len(keys) > 1 else (),
     )
-
-
-def _polyline(x: _Scale, y: _Scale, series: Mapping[int, float]) -> str:
-    return "M" + "L".join(f"{x(step)} {y(value)}" for step, value in series.items())
-
-
-def _marks(x: _Scale, y: _Scale, series: Series, colour: str) -> list[Path]:
-    """A dot for each point, if there are few of them."""
-    if len(series) > FEW_POINTS:
-        return []
-    return [Path("".join(f"M{x(step)} {y(value)}h0" for step, value in series.items()), colour, width=4.6)]
-
-
-def _thinned(series: Series) -> Series:
-    groups = bins(list(series), MOST_POINTS)
-    return {group[-1]: statistics.fmean(series[step] for step in group) for group in groups}
 
 
 def stacked_chart(

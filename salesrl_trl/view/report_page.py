@@ -287,14 +287,15 @@ def _kl_part(run: Run) -> Iterator[Part]:
         yield Words(shown(branch), "heading")
         yield Words(value, "remark")
         yield line_chart(
-            f"KL of {shown(branch)} over the steps, with its coefficient. {value}",
+            f"KL of {shown(branch)} over the steps. {value}",
             "KL, nats per token",
             [Line("KL", COLOURS[0], run.of(names.kl_of(branch)))],
             from_zero=True,
             band=figures.band(run, branch),
-            right=Line("beta", COLOURS[1], betas) if betas else None,
-            right_label="coefficient beta",
         )
+        if betas:
+            description = f"Coefficient of the KL of {shown(branch)} over the steps"
+            yield line_chart(description, "coefficient beta", [Line("beta", COLOURS[1], betas)], from_zero=True)
 
 
 def _step_time_part(run: Run) -> Iterator[Part]:

@@ -34,12 +34,10 @@ def test_a_line_goes_from_end_to_end_of_its_axes():
 
 def test_one_figure_far_off_makes_the_axis_logarithmic():
     series = {step: 1e30 if step == 3 else 0.1 for step in range(1, 6)}
-    chart = line_chart("", "KL", [Line("KL", "red", series)], from_zero=True, band=(0.02, 0.06),
-                       right=Line("beta", "blue", series))  # fmt: skip
+    chart = line_chart("", "KL", [Line("KL", "red", series)], from_zero=True, band=(0.02, 0.06))
     assert {"100", "1e+10"} & {words for _, words in chart.y_ticks}
     assert len({y for _, y in places(chart.paths[1])}) == 2
     assert len(chart.y_ticks) < 10
-    assert chart.right_ticks
 
 
 def test_a_long_run_is_smoothed_and_its_picture_stays_small():

@@ -148,8 +148,8 @@ def test_the_page_is_one_file_that_asks_for_nothing(two_branches):
     assert html.replace("https://ui.perfetto.dev", "").count("://") == 0
     assert "url(" not in html
     assert "open trace.json at https://ui.perfetto.dev" in page.text
-    # Reward, two KLs, step time, reward time, failures, quick evaluations.
-    assert len(page.images) == 7
+    # Reward, two KLs with their coefficients, step time, reward time, failures, quick evaluations.
+    assert len(page.images) == 9
     assert all(len(words) > 20 for words in page.images)
     assert len(html) < 100_000
 
