@@ -91,12 +91,6 @@ def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, gu
     assert "There are: uid, messages, facts, meta, meta.owner, meta.owner.tenant. Correct" in str(caught.value)
 
 
-def test_a_row_that_lacks_a_mapped_column_is_named_by_its_line(load):
-    lacking = {name: value for name, value in RECORD.items() if name != "messages"}
-    with pytest.raises(DataError, match=r"line 2, row 1 \(counted from 0.*\): `conversation` is missing"):
-        load(COLUMNS, RECORD, lacking)
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

@@ -92,13 +92,6 @@ def test_support_counts_a_figure_three_times() -> None:
     assert supported(told, CONVERSATION) == pytest.approx(1 - 4 / 6)
 
 
-def test_support_looks_for_figures_in_the_query_too() -> None:
-    # The only claim is the query's 3800; its words may differ from the customer's.
-    invented = Action(fields=json.loads(action("", "Python training for 3800", "")))
-    assert supported(invented, CONVERSATION) == 0.0
-    assert supported(invented, "customer: is it 3,800 yuan?") == 1.0
-
-
 @pytest.mark.parametrize(
     ("profile", "conversation", "expected"),
     [
@@ -199,12 +192,6 @@ def test_hostile_action_gains_nothing(terms: ProtectedTerms, attack: str) -> Non
     hostile = judge_sections(read_sections(fence(wrong | {"action": action(attack, attack, attack)})), terms)
     assert honest.candidate == 0.4
     assert hostile.candidate <= honest.candidate
-
-
-@pytest.mark.parametrize("attack", HOSTILE[2:], ids=["header", "order"])
-def test_hostile_answer_gains_nothing(terms: ProtectedTerms, attack: str) -> None:
-    verdict = judge_sections(read_sections(fence(sections(candidate_answer=attack))), terms)
-    assert verdict.candidate == 0.4
 
 
 @settings(max_examples=60)
