@@ -1,12 +1,12 @@
 """The report of a run: which figures it shows, in which order and in which words, as one HTML page and as a text.
 
-Owns `main_figures`, which both show, and `SECTIONS`, the parts of the page. `run_figures` computes, `charts` draws,
+Owns `main_figures`, which both show, and the sections of the page. `run_figures` computes, `charts` draws,
 `templates/report.html` writes and escapes. Called by `salesrl_trl.report`. A figure that the run did not log has words
 in its place.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ def html_page(run: Run) -> str:
         title=f"Training report: {shown(run.folder.resolve().name)}",
         folder=shown(str(run.folder), PATH_CHARS),
         frame=FRAME,
-        sections=[(title, [*parts(run)] or [Words(otherwise)]) for title, parts, otherwise in SECTIONS],
+        sections=[(title, [*parts] or [Words(otherwise)]) for title, parts, otherwise in _sections(run)],
     )
 
 
@@ -245,23 +245,58 @@ def _spent(run: Run) -> str:
 # The sections of the page
 
 
-def _main_part(run: Run) -> Iterator[Part]:
-    yield Table([(row.name, row.value) for row in main_figures(run)])
-    for note in _notes(run):
-        yield Words(f"{note[0].upper()}{note[1:]}.", "remark")
+def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
+    """The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
+    notes = [Words(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
+    yield "Main figures", [Table([(row.name, row.value) for row in main_figures(run)]), *notes], ""
+    sentences = advice(run)
+    nothing = [Words(NOTHING_STANDS_OUT)] if run.steps else []
+    yield "What to look at", [Numbered(sentences)] if sentences else nothing, NO_FIGURES
+    yield "Reward by branch", _reward_part(run), "No reward was logged."
+    no_kl = "No KL was logged: the run had no KL coefficient, or stopped before its first step."
+    yield "KL by branch", _kl_part(run), no_kl
+    yield "Step time by phase", _step_time_part(run), "Step times were not logged."
+    yield "Rewards: what training waits for", _waits(run), "How long the rewards took was not logged."
+    yield "Failures by reason", _failures_part(run), "Failures were not logged."
+    yield "Quick evaluations", _quick_evals_part(run), "No quick evaluation was made."
+    times = [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]
+    stages = [
+        Table(times, head=("Stage", "p50", "p95", "Longest", "In the slowest completion")),
+        Words(STAGES_REMARK, "remark"),
+    ]
+    yield "Stages of a reward", stages if times else [], "How long the stages took was not logged."
+    yield from _last_sections(run)
+
+
+def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
+    """What files other than TensorBoard's tell."""
+    kinds = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != names.REWARD, n))
+    rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
+    held_out = Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
+    yield "Held-out rows", [held_out] if rows else [], "No held-out evaluation was written."
+    sums = [
+        (shown(name), count(spent.calls), count(spent.prompt_tokens), count(spent.completion_tokens),
+         f"{spent.usd:,.4f}") for name, spent in sorted(run.account.services.items())
+    ]  # fmt: skip
+    spending = [
+        Table(sums, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD")),
+        Words(f"All together: {_spent(run)}.", "remark"),
+    ]
+    no_spending = "Nothing was counted: no limit was set, and nothing has a price."
+    yield "Spending", spending if sums else [], no_spending
+    checkpoints = shown(f"Checkpoints: {', '.join(map(shown, run.checkpoints))}", PATH_CHARS) + "."
+    trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
+    folder = [
+        Words(checkpoints if run.checkpoints else "No checkpoint is in the folder."),
+        Words(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written."),
+    ]
+    yield "What else the folder holds", folder, ""
 
 
 def _notes(run: Run) -> list[str]:
     """Notes about the records themselves."""
     infinite = f"{plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
     return [*([infinite] if run.infinite else []), *run.unread]
-
-
-def _advice_part(run: Run) -> Iterator[Part]:
-    if sentences := advice(run):
-        yield Numbered(sentences)
-    elif run.steps:
-        yield Words(NOTHING_STANDS_OUT)
 
 
 def _reward_part(run: Run) -> Iterator[Part]:
@@ -313,15 +348,14 @@ def _step_time_part(run: Run) -> Iterator[Part]:
         yield Table(rows, head=("Phase", "Mean per step", "Share"))
 
 
-def _reward_time_part(run: Run) -> Iterator[Part]:
+def _waits(run: Run) -> Iterator[Part]:
     exposed, hidden = run.of(names.REWARD_EXPOSED), run.of(names.REWARD_HIDDEN)
-    layers = {"exposed: training waits": exposed, "hidden behind other work": hidden}
-    if any(layers.values()):
+    if exposed or hidden:
         yield stacked_chart(
             "Makespan of the rewards over the steps, the part that training waits for and the part that is hidden",
             "rewards, seconds",
             sorted({*exposed, *hidden}),
-            layers,
+            {"exposed: training waits": exposed, "hidden behind other work": hidden},
             grey="hidden behind other work",
         )
 
@@ -392,51 +426,3 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
         yield Words(f"{len(evals) - len(rows)} more are not in this table.", "remark")
     if others := len(run.quick_evals) - len(evals):
         yield Words(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")
-
-
-def _stages_part(run: Run) -> Iterator[Part]:
-    if rows := [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]:
-        yield Table(rows, head=("Stage", "p50", "p95", "Longest", "In the slowest completion"))
-        yield Words(STAGES_REMARK, "remark")
-
-
-def _held_out_part(run: Run) -> Iterator[Part]:
-    kinds = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != names.REWARD, n))
-    rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
-    if rows:
-        yield Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
-
-
-def _spending_part(run: Run) -> Iterator[Part]:
-    rows = [
-        (shown(name), count(sums.calls), count(sums.prompt_tokens), count(sums.completion_tokens), f"{sums.usd:,.4f}")
-        for name, sums in sorted(run.account.services.items())
-    ]
-    if rows:
-        yield Table(rows, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD"))
-        yield Words(f"All together: {_spent(run)}.", "remark")
-
-
-def _folder_part(run: Run) -> Iterator[Part]:
-    checkpoints = ", ".join(map(shown, run.checkpoints))
-    words = shown(f"Checkpoints: {checkpoints}", PATH_CHARS) + "."
-    yield Words(words if checkpoints else "No checkpoint is in the folder.")
-    trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
-    yield Words(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written.")
-
-
-SECTIONS: tuple[tuple[str, Callable[[Run], Iterator[Part]], str], ...] = (
-    ("Main figures", _main_part, ""),
-    ("What to look at", _advice_part, NO_FIGURES),
-    ("Reward by branch", _reward_part, "No reward was logged."),
-    ("KL by branch", _kl_part, "No KL was logged: the run had no KL coefficient, or stopped before its first step."),
-    ("Step time by phase", _step_time_part, "Step times were not logged."),
-    ("Rewards: what training waits for", _reward_time_part, "How long the rewards took was not logged."),
-    ("Failures by reason", _failures_part, "Failures were not logged."),
-    ("Quick evaluations", _quick_evals_part, "No quick evaluation was made."),
-    ("Stages of a reward", _stages_part, "How long the stages took was not logged."),
-    ("Held-out rows", _held_out_part, "No held-out evaluation was written."),
-    ("Spending", _spending_part, "Nothing was counted: no limit was set, and nothing has a price."),
-    ("What else the folder holds", _folder_part, ""),
-)
-"""The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
