@@ -50,8 +50,7 @@ _TITLES = ("Evening school", "Course prices", "Price list")
 
 def dataset_folder() -> Path:
     """The folder of the dataset. If the cache does not hold it, it is made now, in a few seconds. Raises `ConfigError`
-    if the cache can't be written.
-    """
+    if the cache can't be written."""
     target = cache_dir() / "pictures" / recipe_hash()
     if target.is_dir():  # it came there whole
         return target
@@ -120,11 +119,9 @@ def draw_price_list(
     colour: tuple[int, int, int],
     chance: random.Random,
 ) -> "Image":
-    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan.
-
-    The picture is `WIDTH` pixels wide, and each line `BAND` pixels high. The course number `marked` has the background
-    `colour` (red, green and blue, up to 255). `chance` decides the paper, size and place of the letters.
-    """
+    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan. The picture
+    is `WIDTH` pixels wide, and each line `BAND` pixels high. The course number `marked` has the background `colour`
+    (red, green and blue, up to 255). `chance` decides the paper, size and place of the letters."""
     from PIL import Image, ImageDraw, ImageFont
 
     paper, title = chance.choice(_PAPER), chance.choice(_TITLES)

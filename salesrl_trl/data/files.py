@@ -48,8 +48,7 @@ def demo_records(name: str) -> list[Record]:
 
 def read_file(path: Path) -> list[Placed]:
     """The records of a local file. Raises `DataError` if it can't be read or is too large. The message has the place,
-    and never the file's text.
-    """
+    and never the file's text."""
     size = path.stat().st_size
     if size == 0:
         return []
@@ -132,11 +131,9 @@ MOST_TEXT_BYTES = 16 * 2**20
 
 
 def read_small(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark.
-
-    Raises `OSError` if it can't be read or is larger than the limit, and `UnicodeDecodeError` if it is not UTF-8. No
-    more than the limit is read, even from a device that never ends.
-    """
+    """The text of a UTF-8 file, with or without a byte order mark. Raises `OSError` if it can't be read or is larger
+    than the limit, and `UnicodeDecodeError` if it is not UTF-8. No more than the limit is read, even from a device
+    that never ends."""
     content = bytearray()
     with path.open("rb") as file:
         while len(content) <= most_bytes and (part := file.read(2**20)):
@@ -157,11 +154,9 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
 
 
 def copied(path: Path, folder: Path) -> Path:
-    """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay.
-
-    Of several processes of a machine one copies. A path without a file is returned as it is: whoever reads it says so.
-    Raises `ConfigError` if the file or the folder can't be read or written.
-    """
+    """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay. Of
+    several processes of a machine one copies. A path without a file is returned as it is: whoever reads it says so.
+    Raises `ConfigError` if the file or the folder can't be read or written."""
     origin = path.expanduser().resolve()
     if not origin.exists():
         return path

@@ -21,10 +21,8 @@ class Document:
 
 
 def load_documents(path: Path | str) -> tuple[Document, ...]:
-    """Read a knowledge base: JSON lines with `id`, `text` and optionally `title`. Other keys are ignored.
-
-    Raises `DataError` if the file can't be read or is empty, or a line is no such object or repeats an id.
-    """
+    """Read a knowledge base: JSON lines with `id`, `text` and optionally `title`. Other keys are ignored. Raises
+    `DataError` if the file can't be read or is empty, or a line is no such object or repeats an id."""
     documents: dict[str, Document] = {}
     try:
         for record, line in read_lines(Path(path)):

@@ -59,9 +59,7 @@ def token_counter(
     tokenizer: "PreTrainedTokenizerBase", chat_template_kwargs: Mapping[str, object] | None = None
 ) -> Count:
     """A function that counts tokens as TRL's `GRPOTrainer._tokenize_prompts` does, with the tokenizer's chat template.
-
-    Equal prompts are tokenized once. The function raises `ConfigError` for prompts that the chat template refuses.
-    """
+    Equal prompts are tokenized once. The function raises `ConfigError` for prompts that the chat template refuses."""
 
     def count(prompts: Sequence[Prompt]) -> list[int]:
         keys = [json.dumps(prompt) for prompt in prompts]
@@ -160,10 +158,8 @@ def fit_prompts(
 def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
-    """Each row's prompt within its number of `tokens`. As few of the oldest turns as possible are left out.
-
-    Found by bisection. `None` for a row whose last turn alone is too long.
-    """
+    """Each row's prompt within its number of `tokens`. As few of the oldest turns as possible are left out. Found by
+    bisection. `None` for a row whose last turn alone is too long."""
     fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # turns left out; `most` leaves none
     shortened: list[Prompt | None] = [None] * len(rows)
     while open_rows := [at for at in range(len(rows)) if fewest[at] < most[at]]:

@@ -69,8 +69,7 @@ def _picture(value: object, folder: Path | None, where: str) -> Picture:
 
 def size_of(picture: Picture) -> tuple[int, int]:
     """Height and width in pixels, from the file's head. Raises `OSError` if the file is absent, no picture, or has too
-    many pixels.
-    """
+    many pixels."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -92,11 +91,8 @@ def size_of(picture: Picture) -> tuple[int, int]:
 def picture_counter(
     processor: "ProcessorMixin", chat_template_kwargs: Mapping[str, object] | None = None
 ) -> Callable[[SalesRow], int]:
-    """A function that counts the tokens which the pictures of a row add to its prompt.
-
-    The count of a picture follows from its size. Where the processor can't say it without pixels, an empty picture of
-    that size is processed.
-    """
+    """A function that counts the tokens which the pictures of a row add to its prompt. The count of a picture follows
+    from its size. Where the processor can't say it without pixels, an empty picture of that size is processed."""
 
     tell = getattr(processor, "_get_num_multimodal_tokens", None)
 

@@ -82,10 +82,7 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
 
 def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_index: int = 0) -> Dataset:
     """The dataset for TRL: the prompt, the row's branch and id, and `row`, its number from `first_index` on, for the
-    reward.
-
-    `prompt` is a style or a template, as in `build_prompt`.
-    """
+    reward. `prompt` is a style or a template, as in `build_prompt`."""
     return prompt_dataset([build_prompt(row, prompt) for row in rows], rows, first_index)
 
 
@@ -138,10 +135,8 @@ def check_source(source: str) -> None:
 
 
 def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
-    """The records of a source with all columns, brought into this package's columns if they have others.
-
-    Raises `DataError` if there is no such source, it can't be read, or it is not of this form.
-    """
+    """The records of a source with all columns, brought into this package's columns if they have others. Raises
+    `DataError` if there is no such source, it can't be read, or it is not of this form."""
     folder, name = None, f"{source} [{split}]"
     if source in (DEMO, DEMO_PICTURES) and split not in FILES:
         raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(FILES)}.")

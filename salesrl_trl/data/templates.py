@@ -39,10 +39,8 @@ _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
 
 
 class PromptTemplate:
-    """Makes the chat messages of a row. `name` is the template's file, for messages.
-
-    Raises `ConfigError` if the text is no Jinja, uses an unknown variable or block, or has no conversation.
-    """
+    """Makes the chat messages of a row. `name` is the template's file, for messages. Raises `ConfigError` if the text
+    is no Jinja, uses an unknown variable or block, or has no conversation."""
 
     def __init__(self, source: str, name: str, action_fields: Sequence[str]) -> None:
         self._name = name
@@ -56,10 +54,8 @@ class PromptTemplate:
         self._check(tree)
 
     def messages(self, row: SalesRow) -> list[dict[str, str]]:
-        """The row's prompt: a user message, after the template's system message if there is one.
-
-        Raises `ConfigError` if the template fails on this row, or leaves the user message empty.
-        """
+        """The row's prompt: a user message, after the template's system message if there is one. Raises `ConfigError`
+        if the template fails on this row, or leaves the user message empty."""
         fields = {name: getattr(row, name) for name in FIELDS[:-1]} | {FIELDS[-1]: self._action_fields}
         try:
             system = self._system(fields).strip()
@@ -141,11 +137,9 @@ def packaged_template(style: str) -> PromptTemplate:
 
 
 def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> list[dict[str, str]]:
-    """The policy's prompt for one row, as chat messages with `role` and `content`.
-
-    `prompt` is one of `PROMPT_STYLES`, or a template of your own. Raises `ValueError` for an unknown style, or a
-    template that does not work for the row.
-    """
+    """The policy's prompt for one row, as chat messages with `role` and `content`. `prompt` is one of `PROMPT_STYLES`,
+    or a template of your own. Raises `ValueError` for an unknown style, or a template that does not work for the
+    row."""
     return (packaged_template(prompt) if isinstance(prompt, str) else prompt).messages(row)
 
 

@@ -23,12 +23,9 @@ def imitate(
     warmup: float,
     **settings: object,
 ) -> None:
-    """Teach a model to write the completions of some rows, on a GPU if there is one, in float32.
-
-    The rows have the columns `prompt` and `completion`, and `images` for a policy that reads pictures. `warmup` is the
-    share of the steps in which the learning rate rises, `settings` are further ones of `SFTConfig`. The model is
-    changed.
-    """
+    """Teach a model to write the completions of some rows, on a GPU if there is one, in float32. The rows have the
+    columns `prompt` and `completion`, and `images` for a policy that reads pictures. `warmup` is the share of the
+    steps in which the learning rate rises, `settings` are further ones of `SFTConfig`. The model is changed."""
     import torch
     from trl import SFTConfig, SFTTrainer
 

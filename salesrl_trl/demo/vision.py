@@ -97,8 +97,7 @@ def build_config(
     tower: Mapping[str, object] | None = None,
 ) -> "PretrainedConfig":
     """The configuration of a Qwen2.5-VL with the tokens of `build_processor`. It is that of the small policy, except
-    for what `text` and `tower` say of its two parts.
-    """
+    for what `text` and `tower` say of its two parts."""
     from transformers import AutoConfig, Qwen2_5_VLConfig
 
     image, video, start, end = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO, _START, _END])

@@ -38,11 +38,9 @@ def answers_of(
     wanted: Sequence[Mode],
     label: str,
 ) -> list[list[Scored]]:
-    """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back.
-
-    `adapter` is the folder of a LoRA adapter of the plan's model, `label` the policy's name in log lines. The answers
-    are by mode; those of a row stand beside each other.
-    """
+    """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back. `adapter` is the
+    folder of a LoRA adapter of the plan's model, `label` the policy's name in log lines. The answers are by mode;
+    those of a row stand beside each other."""
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:
         plan.policy = PeftModel.from_pretrained(plan.policy, adapter)

@@ -86,11 +86,9 @@ def policy_of(name: str) -> EvaluatedPolicy:
 
 
 def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:
-    """The settings of the run that the policies are of. Raises as `parse` does.
-
-    A recipe that names no model trains the small policy, with settings for it. Another model than the small policy
-    takes the settings for a named model.
-    """
+    """The settings of the run that the policies are of. Raises as `parse` does. A recipe that names no model trains
+    the small policy, with settings for it. Another model than the small policy takes the settings for a named
+    model."""
     config = parse(argv, recipe)
     others = [policy.path for policy in policies if policy.path is not None and not policy.is_small]
     if config.model.model_name_or_path is None and others:
@@ -107,11 +105,9 @@ def evaluated(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
 
 
 def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
-    """Check everything that can be checked before a model is loaded. The plans have the same rows and prompts.
-
-    A run writes into `output_dir`. Of the held-out rows all are taken, or the number `rows`, evenly over the branches.
-    Raises `SalesRLError` if a setting, a file or a policy is not as expected.
-    """
+    """Check everything that can be checked before a model is loaded. The plans have the same rows and prompts. A run
+    writes into `output_dir`. Of the held-out rows all are taken, or the number `rows`, evenly over the branches.
+    Raises `SalesRLError` if a setting, a file or a policy is not as expected."""
     training = evaluated(config.training, output_dir)
     if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":
         raise ConfigError(

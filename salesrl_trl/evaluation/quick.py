@@ -142,11 +142,9 @@ class QuickEvaluator:
 
 
 def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> list[Example]:
-    """This rank's rows, from the trainer's `eval_dataset`, which may be anything that TRL takes.
-
-    `rows` is their number on all ranks together. Each rank has at least one. Raises `ConfigError` if there are no
-    held-out rows, or fewer than processes.
-    """
+    """This rank's rows, from the trainer's `eval_dataset`, which may be anything that TRL takes. `rows` is their
+    number on all ranks together. Each rank has at least one. Raises `ConfigError` if there are no held-out rows, or
+    fewer than processes."""
     if not isinstance(dataset, Dataset):
         raise ConfigError(
             f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
@@ -164,10 +162,8 @@ def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> 
 
 
 def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
-    """Places of the rows to evaluate, from the branch of each held-out row: the first of each branch in turn.
-
-    Each process has equally many, and at least one: of too few rows all but the remainder are taken.
-    """
+    """Places of the rows to evaluate, from the branch of each held-out row: the first of each branch in turn. Each
+    process has equally many, and at least one: of too few rows all but the remainder are taken."""
     by_branch = [
         [place for place, branch_id in enumerate(branch_ids) if branch_id == branch] for branch in range(branches)
     ]
@@ -181,10 +177,8 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
 
 
 class BestPolicy:
-    """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames.
-
-    A policy is saved beside the one before, and then takes its place. So the folder is always whole.
-    """
+    """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames. A policy is
+    saved beside the one before, and then takes its place. So the folder is always whole."""
 
     def __init__(self, output_dir: Path, by: str | None, ranks: Processes) -> None:
         self.folder = output_dir / BEST_FOLDER
@@ -201,10 +195,8 @@ class BestPolicy:
 
     def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
         """Save the policy in place of the best one before: `save` writes it into a folder, on all ranks together.
-
         Returns on all ranks whether it was saved. If not, because the disk is full for example, the one before stays,
-        and a line says so.
-        """
+        and a line says so."""
         fresh = self.folder.with_name(f"{BEST_FOLDER}.new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)

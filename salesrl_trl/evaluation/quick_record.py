@@ -64,11 +64,8 @@ class QuickEvaluation:
 
     def score(self, by: str, least_scored: float = 0.0) -> float | None:
         """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name, or the name of one of
-        `figures`.
-
-        `None` if it could not be measured, or if less than the share `least_scored` of one of its branches was scored:
-        a few lucky answers are no evaluation.
-        """
+        `figures`. `None` if it could not be measured, or if less than the share `least_scored` of one of its branches
+        was scored: a few lucky answers are no evaluation."""
         of_all = by in (WORST_BRANCH, REWARD, *self.figures)
         about = [measured for name, measured in self.branches.items() if measured["rows"] and (of_all or by == name)]
         scores = [measured[SCORE] for measured in about if measured["scored"] >= least_scored * measured["rows"]]
@@ -114,8 +111,7 @@ def evaluation_of(
     figures: Sequence[Figure] = (),
 ) -> QuickEvaluation:
     """The evaluation after so many optimizer steps, from its answers. `betas` has the coefficient of each branch that
-    has one. `figures` come beside the package's own.
-    """
+    has one. `figures` come beside the package's own."""
     by_branch = {}
     for branch in branches:
         own = [answer for answer in answers if answer.branch == branch]
@@ -136,11 +132,9 @@ def evaluation_of(
 
 
 class QuickEvalHistory:
-    """The evaluations of a run, kept in a file that a resumed run goes on with.
-
-    The figure `best` selects the best policy. `least_scored` is the share in [0, 1] of a branch's answers that must be
-    scored before its score is compared.
-    """
+    """The evaluations of a run, kept in a file that a resumed run goes on with. The figure `best` selects the best
+    policy. `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is
+    compared."""
 
     def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
         self.path = path

@@ -79,8 +79,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:
     """The difference of two policies, by their values on the same rows in the same order. A row without a value is
-    NaN.
-    """
+    NaN."""
     changes = [after - before for before, after in zip(first, second, strict=True)]
     mean = mean_of(changes)
     known = [0.0 if abs(change) < SAME else change for change in changes if not math.isnan(change)]
@@ -99,11 +98,9 @@ def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference
 
 
 def share_within(t: float, freedom: int) -> float:
-    """The probability that a value of Student's t distribution lies between -t and t, for a `t` of 0 or more.
-
-    The finite series for whole degrees of freedom, 1 or more: Abramowitz and Stegun, Handbook of Mathematical
-    Functions, 26.7.3 and 26.7.4.
-    """
+    """The probability that a value of Student's t distribution lies between -t and t, for a `t` of 0 or more. The
+    finite series for whole degrees of freedom, 1 or more: Abramowitz and Stegun, Handbook of Mathematical Functions,
+    26.7.3 and 26.7.4."""
     return _share_within(math.atan(t / math.sqrt(freedom)), freedom)
 
 

@@ -96,9 +96,7 @@ def _stand_in(unknown: object) -> str:
 
 def record_files(run: Path) -> list[Path]:
     """The files of a run's record, by rank. Those of another run in the same folder are left out, and named once.
-
-    `run` is the output folder of the run, the folder of the record, or one file.
-    """
+    `run` is the output folder of the run, the folder of the record, or one file."""
     if run.is_file():
         return [run]
     folder = run / FOLDER if (run / FOLDER).is_dir() else run
@@ -168,10 +166,8 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
 def values_of(
     file: sqlite3.Connection, row: sqlite3.Row, parse_constant: Callable[[str], object] | None = None
 ) -> dict[str, Any]:
-    """The columns of a completion by name, JSON and texts as values, and its `verdicts` by rubric.
-
-    `parse_constant` makes a value of what JSON has no number for, such as NaN.
-    """
+    """The columns of a completion by name, JSON and texts as values, and its `verdicts` by rubric. `parse_constant`
+    makes a value of what JSON has no number for, such as NaN."""
     values = dict(row)
     for name in (*TEXT_COLUMNS, *JSON_COLUMNS):
         text = text_of(file, row[name]) if name in TEXT_COLUMNS and row[name] is not None else row[name]

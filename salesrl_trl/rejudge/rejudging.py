@@ -63,10 +63,8 @@ def rejudged(
 
 
 def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float]) -> Reward:
-    """The reward of several functions, whose `weights` are in their order; the only one's as it is.
-
-    `old` has the numbers of all functions. `new` is of the packaged one, which was judged again.
-    """
+    """The reward of several functions, whose `weights` are in their order; the only one's as it is. `old` has the
+    numbers of all functions. `new` is of the packaged one, which was judged again."""
     if len(weights) == 1:
         return new
     if old.reward is not None and not old.functions:

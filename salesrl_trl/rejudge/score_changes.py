@@ -50,10 +50,8 @@ def advantages(
     references: Sequence[float | None],
     baseline: Baseline,
 ) -> list[float | None]:
-    """The advantages that training would give, by `hybrid_advantages`; `None` where there is no reward.
-
-    Ranks share steps, batches and groups. `references` are the rewards of the completions' reference answers.
-    """
+    """The advantages that training would give, by `hybrid_advantages`; `None` where there is no reward. Ranks share
+    steps, batches and groups. `references` are the rewards of the completions' reference answers."""
     batches: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, completion in enumerate(completions):
         batches[completion.step, completion.batch][completion.prompt_group].append(place)

@@ -112,11 +112,9 @@ def state(index: Index) -> Answer:
 
 
 def listing(index: Index, params: Params) -> Answer:
-    """A page of the list: `total`, `items`, and `next`, which is `None` on the last page.
-
-    `params` may have `run`, the names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order`
-    of `ORDERS`, and `after`, the `next` of the page before.
-    """
+    """A page of the list: `total`, `items`, and `next`, which is `None` on the last page. `params` may have `run`, the
+    names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order` of `ORDERS`, and `after`,
+    the `next` of the page before."""
     order = params.get("order") or "newest"
     if order not in ORDERS:
         raise BadQuestionError(f"there is no order {order!r}")
@@ -203,12 +201,9 @@ CHANGES = {"largest": "abs(change) DESC", "worse": "change ASC", "better": "chan
 
 
 def comparison(index: Index, params: Params) -> Answer:
-    """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated.
-
-    `params` has `one` and `other`, numbers of runs, `mode`, an `order` of `CHANGES`, and `offset`. The answer has the
-    `total` of rows in both, their mean `change`, how many got `better` and `worse`, `rows`, and `next`, an offset or
-    `None`.
-    """
+    """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated. `params` has `one`
+    and `other`, numbers of runs, `mode`, an `order` of `CHANGES`, and `offset`. The answer has the `total` of rows in
+    both, their mean `change`, how many got `better` and `worse`, `rows`, and `next`, an offset or `None`."""
     order = params.get("order") or "largest"
     if order not in CHANGES:
         raise BadQuestionError(f"there is no order {order!r}")

@@ -138,9 +138,7 @@ def source_of(reason: str) -> str:
 
 def failures_of(run: Run, source: str) -> tuple[dict[str, float], float | None]:
     """The failures of one source by reason, and their share of all completions; `None` if outcomes were not logged.
-
-    Services and others have the same outcomes, so their reasons divide the share.
-    """
+    Services and others have the same outcomes, so their reasons divide the share."""
 
     of_policy = source == POLICY
     outcomes = (Outcome.INVALID_ACTION,) if of_policy else (Outcome.JUDGE_INVALID, Outcome.INFRA)
@@ -177,9 +175,7 @@ def bins(steps: Sequence[int], most: int) -> list[tuple[int, ...]]:
 
 def rate(run: Run, tag: str, *times: str) -> float | None:
     """A rate over the run: the mean of the steps' rates, weighted by time, so that a long step has a large weight.
-
-    `times` are the tags of the seconds that the rate is about; without them it is about the whole step.
-    """
+    `times` are the tags of the seconds that the rate is about; without them it is about the whole step."""
     rates, seconds = run.of(tag), [run.of(time) for time in times or (names.STEP_SECONDS,)]
     weights = {step: sum(series.get(step, 0.0) for series in seconds) for step in rates}
     total = sum(weights.values())

@@ -58,11 +58,8 @@ class ResponseFormat(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """Body of `POST /v1/chat/completions`.
-
-    The form of `response_format` is checked. Its content is ignored, because a verdict always has the same keys. Other
-    keys, such as `temperature` or `max_tokens`, are ignored too.
-    """
+    """Body of `POST /v1/chat/completions`. The form of `response_format` is checked. Its content is ignored, because a
+    verdict always has the same keys. Other keys, such as `temperature` or `max_tokens`, are ignored too."""
 
     model_config = ConfigDict(extra="ignore")
 

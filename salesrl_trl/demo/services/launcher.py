@@ -49,11 +49,9 @@ class ServiceAddresses:
 
 
 class EmbeddedServices:
-    """Both services in a child process, on free ports of the loopback interface, also as a context manager.
-
-    The child stops when this process ends, even if it is killed. The knowledge base and the terms that the judge's
-    fairness branch looks for are the packaged ones by default. `arguments` are further options of the command.
-    """
+    """Both services in a child process, on free ports of the loopback interface, also as a context manager. The child
+    stops when this process ends, even if it is killed. The knowledge base and the terms that the judge's fairness
+    branch looks for are the packaged ones by default. `arguments` are further options of the command."""
 
     def __init__(
         self, *, documents: Path | None = None, protected_terms: Path | None = None, arguments: Sequence[str] = ()
@@ -88,10 +86,8 @@ class EmbeddedServices:
         )
 
     def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
-        """Start the child and wait until both services answer. If it runs already, return its addresses.
-
-        Raises `ServiceUnavailable` with the end of the child's stderr, if it ends or takes more than `timeout_s`.
-        """
+        """Start the child and wait until both services answer. If it runs already, return its addresses. Raises
+        `ServiceUnavailable` with the end of the child's stderr, if it ends or takes more than `timeout_s`."""
         if self._addresses is not None:
             return self._addresses
         deadline = time.monotonic() + timeout_s

@@ -83,10 +83,8 @@ class ProtectedTerms:
 
 
 def load_terms(path: Path | str) -> ProtectedTerms:
-    """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`.
-
-    Raises `DataError` if the file can't be read, is no such object, or holds a pattern that is no regular expression.
-    """
+    """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`. Raises
+    `DataError` if the file can't be read, is no such object, or holds a pattern that is no regular expression."""
     expected = 'expected {"zh": [...], "en": [...], "patterns": {"zh": [...], "en": [...]}}, all of texts'
     try:
         entry = json.loads(read_small(Path(path)))
