@@ -20,8 +20,7 @@ from salesrl_trl.data.processor import NoVideos, videos_left_out
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.data.templates import action_text, build_prompt
-from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, packaged_tokenizer
-from salesrl_trl.demo.teaching import imitate
+from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, imitate, packaged_tokenizer
 from salesrl_trl.types import Action, SalesRow
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import salesrl_trl.data.demo
-from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.judge_app import create_judge_app
 from salesrl_trl.demo.services.launcher import ServiceAddresses

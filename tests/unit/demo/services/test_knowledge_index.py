@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import salesrl_trl.data.demo
-from salesrl_trl.data.knowledge import Document, load_documents
+from salesrl_trl.data.files import Document, load_documents
 from salesrl_trl.demo.services import language
 from salesrl_trl.demo.services.bm25_index import BM25_B, BM25_K1, KnowledgeIndex
 from salesrl_trl.demo.services.language import is_chinese, sentences, words
