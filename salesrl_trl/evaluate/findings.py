@@ -16,6 +16,7 @@ from salesrl_trl.types import Outcome, Reward, SalesRow
 
 ALL = "all"
 """Stands for the rows of all branches."""
+GREEDY = "greedy"
 LABELS = ("A", "B")
 """Names of the policies, in the order in which they are given."""
 
@@ -30,17 +31,16 @@ class Scored(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """A way to answer, `greedy` or `sampled`, with so many answers to each row."""
+    """A way to answer, `GREEDY` or `"sampled"`, with so many answers to each row."""
 
     name: str
     samples: int
-    is_greedy: bool
 
 
 def modes(samples: int) -> list[Mode]:
     """Greedily, and sampled so many times if that is more than 0."""
-    greedy = Mode("greedy", 1, is_greedy=True)
-    return [greedy, Mode("sampled", samples, is_greedy=False)] if samples else [greedy]
+    greedy = Mode(GREEDY, 1)
+    return [greedy, Mode("sampled", samples)] if samples else [greedy]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +172,7 @@ def findings_of(
         policies=policies,
         rows=rows,
         seed=seed,
-        samples=sum(mode.samples for mode in modes if not mode.is_greedy),
+        samples=sum(mode.samples for mode in modes if mode.name != GREEDY),
         answered=answered,
         differences=differences,
         least=least,

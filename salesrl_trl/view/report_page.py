@@ -37,7 +37,7 @@ STAGES_REMARK = (
 NO_FIGURES = "No training figure was logged, so there is nothing to look at."
 
 
-class Words(NamedTuple):
+class Paragraph(NamedTuple):
     """A paragraph, or the heading of a part of a section."""
 
     text: str
@@ -58,7 +58,7 @@ class Table(NamedTuple):
     head: Sequence[str] = ()
 
 
-Part = Words | Numbered | Table | Chart
+Part = Paragraph | Numbered | Table | Chart
 
 
 def html_page(run: Run) -> str:
@@ -68,7 +68,7 @@ def html_page(run: Run) -> str:
         title=f"Training report: {shown(run.folder.resolve().name)}",
         folder=shown(str(run.folder), PATH_CHARS),
         frame=FRAME,
-        sections=[(title, [*parts] or [Words(otherwise)]) for title, parts, otherwise in _sections(run)],
+        sections=[(title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run)],
     )
 
 
@@ -247,10 +247,10 @@ def _spent(run: Run) -> str:
 
 def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     """The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
-    notes = [Words(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
+    notes = [Paragraph(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
     yield "Main figures", [Table([(row.name, row.value) for row in main_figures(run)]), *notes], ""
     sentences = advice(run)
-    nothing = [Words(NOTHING_STANDS_OUT)] if run.steps else []
+    nothing = [Paragraph(NOTHING_STANDS_OUT)] if run.steps else []
     yield "What to look at", [Numbered(sentences)] if sentences else nothing, NO_FIGURES
     yield "Reward by branch", _reward_part(run), "No reward was logged."
     no_kl = "No KL was logged: the run had no KL coefficient, or stopped before its first step."
@@ -262,7 +262,7 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     times = [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]
     stages = [
         Table(times, head=("Stage", "p50", "p95", "Longest", "In the slowest completion")),
-        Words(STAGES_REMARK, "remark"),
+        Paragraph(STAGES_REMARK, "remark"),
     ]
     yield "Stages of a reward", stages if times else [], "How long the stages took was not logged."
     yield from _last_sections(run)
@@ -280,15 +280,15 @@ def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     ]  # fmt: skip
     spending = [
         Table(sums, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD")),
-        Words(f"All together: {_spent(run)}.", "remark"),
+        Paragraph(f"All together: {_spent(run)}.", "remark"),
     ]
     no_spending = "Nothing was counted: no limit was set, and nothing has a price."
     yield "Spending", spending if sums else [], no_spending
     checkpoints = shown(f"Checkpoints: {', '.join(map(shown, run.checkpoints))}", PATH_CHARS) + "."
     trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
     folder = [
-        Words(checkpoints if run.checkpoints else "No checkpoint is in the folder."),
-        Words(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written."),
+        Paragraph(checkpoints if run.checkpoints else "No checkpoint is in the folder."),
+        Paragraph(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written."),
     ]
     yield "What else the folder holds", folder, ""
 
@@ -319,8 +319,8 @@ def _reward_part(run: Run) -> Iterator[Part]:
 def _kl_part(run: Run) -> Iterator[Part]:
     for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
         betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
-        yield Words(shown(branch), "heading")
-        yield Words(value, "remark")
+        yield Paragraph(shown(branch), "heading")
+        yield Paragraph(value, "remark")
         yield line_chart(
             f"KL of {shown(branch)} over the steps. {value}",
             "KL, nats per token",
@@ -365,7 +365,7 @@ def _failures_part(run: Run) -> Iterator[Part]:
     if not reasons:
         if share is not None:
             failed = f"{percent(share)} of the completions failed; no reason was counted."
-            yield Words(failed if share > 0 else "Every completion was scored: there were no failures.")
+            yield Paragraph(failed if share > 0 else "Every completion was scored: there were no failures.")
         return
     total = sum(reasons.values())
     steps = len(figures.bins(run.steps, MOST_BARS)[0]) * figures.interval(run)
@@ -382,7 +382,7 @@ def _failures_part(run: Run) -> Iterator[Part]:
     ]
     yield Table(rows[:MOST_ROWS], head=("Reason", "Of", "Times", "Share"))
     if len(rows) > MOST_ROWS:
-        yield Words(f"and {len(rows) - MOST_ROWS} more reasons", "remark")
+        yield Paragraph(f"and {len(rows) - MOST_ROWS} more reasons", "remark")
 
 
 def _front_steps(evals: Sequence[QuickEval]) -> str:
@@ -395,7 +395,7 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
     evals = figures.shown_evals(run)
     if not evals:
         return
-    yield Words(
+    yield Paragraph(
         f"{plural(len(evals), 'evaluation')}, {shown(evals[-1].mode)}. On the front, which no other beats in every "
         f"branch: step {_front_steps(evals)}.",
         "remark",
@@ -423,6 +423,6 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
     ][-MOST_ROWS:]
     yield Table(rows, head=("Step", "Reward", *map(shown, branches), *map(shown, own), "On the front", "Best"))
     if len(evals) > len(rows):
-        yield Words(f"{len(evals) - len(rows)} more are not in this table.", "remark")
+        yield Paragraph(f"{len(evals) - len(rows)} more are not in this table.", "remark")
     if others := len(run.quick_evals) - len(evals):
-        yield Words(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")
+        yield Paragraph(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")
