@@ -219,55 +219,39 @@ def _merged(files: list[list[_Scalar]]) -> tuple[dict[str, dict[int, float]], in
 
 def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], int]:
     """The evaluations, and the number of lines that could not be read. Of one step and mode the later line counts."""
-    if not path.is_file():
-        return (), 0
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    read = [evaluation for line in lines if (evaluation := _quick_eval(_parsed(line)))]
-    latest = {(evaluation.step, evaluation.mode): evaluation for evaluation in read}
-    return tuple(latest[key] for key in sorted(latest)), len(lines) - len(read)
-
-
-def _quick_eval(record: object) -> QuickEval | None:
-    if not isinstance(record, dict) or (step := _finite(record.get("step"))) is None:
-        return None
-    branches, figures = (
-        value if isinstance(value, dict) else {} for value in map(record.get, ("branches", "figures"))
-    )
-    return QuickEval(
-        step=int(step),
-        mode=str(record.get("mode") or "evaluation"),
-        reward=_finite(record.get("reward")),
-        best=record.get("best") is True,
-        scores={name: _finite(values.get("score")) for name, values in branches.items() if isinstance(values, dict)},
-        figures={name: _finite(value) for name, value in figures.items()},
-    )
+    latest: dict[tuple[int, str], QuickEval] = {}
+    unread = 0
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in filter(str.strip, text.splitlines()):
+        try:
+            record = json.loads(line)
+            branches, figures = record.get("branches", {}), record.get("figures", {})
+            latest[record["step"], record["mode"]] = QuickEval(
+                step=record["step"],
+                mode=record["mode"],
+                reward=_finite(record["reward"]),
+                best=record.get("best") is True,
+                scores={name: _finite(values["score"]) for name, values in branches.items()},
+                figures={name: _finite(value) for name, value in figures.items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):  # a line that was cut off
+            unread += 1
+    return tuple(latest[key] for key in sorted(latest)), unread
 
 
 def _held_out(path: Path) -> dict[int, Figures] | None:
     """The evaluations by step; `None` if the file can't be read."""
     if not path.is_file():
         return {}
-    records = _parsed(path.read_text(encoding="utf-8", errors="replace"))
-    if not isinstance(records, list):
-        return None
-    by_step = {
-        int(step): {name: _finite(value) for name, value in record.items() if name != "step"}
-        for record in records
-        if isinstance(record, dict) and (step := _finite(record.get("step"))) is not None
-    }
-    return dict(sorted(by_step.items()))
-
-
-def _parsed(text: str) -> object:
-    """A JSON value; `None` for a text that was cut off."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        records = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        by_step = {int(record.pop("step")): record for record in records}
+        return {
+            step: {name: _finite(value) for name, value in record.items()} for step, record in sorted(by_step.items())
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):  # it was cut off
         return None
 
 
-def _finite(value: object) -> float | None:
-    """A finite number, or `None`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FIGURE:
-        return None
-    return float(value)
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not abs(value) <= LARGEST_FIGURE else float(value)
