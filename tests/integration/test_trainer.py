@@ -13,10 +13,10 @@ from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 from support.scripted import Scripted
 from transformers import TrainerCallback
 
-from salesrl_trl.build.rollouts_only import RolloutTrainer
 from salesrl_trl.checkpoint.identity import identity_of_run, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.trainer import RolloutTrainer
 from salesrl_trl.update.weights import WeightCheck
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))

@@ -21,32 +21,10 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected,
 from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10"])
-def test_a_local_path_that_leads_nowhere_is_refused(path):
-    with pytest.raises(ModelNotFoundError, match=r"where there is nothing. Expected a folder that `save_pretrained`"):
-        check_model(path, None, False)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=r"a folder without config\.json"):
-        check_model(str(tmp_path), None, False)
-
-
-def test_a_hub_name_that_cannot_be_reached_is_refused():
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10", "nobody/no-such-model"])
+def test_a_model_that_is_not_there_is_refused(name):
     with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
-        check_model("nobody/no-such-model", None, False)
-
-
-def test_a_hub_out_of_reach_is_told_at_once_and_one_that_answers_is_asked_on(monkeypatch, httpserver):
-    """transformers tries for 40 s, and prints a line for each try."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as a user's machine
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://user:secret@127.0.0.1:9")
-    with pytest.raises(ModelNotFoundError, match=r"the hub can't be reached at http://127.0.0.1:9 \(ConnectError\)"):
-        check_model("nobody/no-such-model", None, False)
-    httpserver.expect_request(re.compile(".*")).respond_with_data("", status=404)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", httpserver.url_for("").rstrip("/"))
-    with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
-        check_model("nobody/no-such-model", None, False)
+        check_model(name, None, False)
 
 
 def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):

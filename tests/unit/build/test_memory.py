@@ -23,10 +23,25 @@ from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.build import software
 from salesrl_trl.build.checks.outcome import Findings, StageVerdict
 from salesrl_trl.build.memory import cards
-from salesrl_trl.build.memory.activations import layer_activations, saved_activations
-from salesrl_trl.build.memory.estimate import SCORING, Estimate, Moment, advice, estimate, moment_bytes
-from salesrl_trl.build.memory.setup import Engine, Setup, Sharding, setup_of
-from salesrl_trl.build.memory.shape import adapters_of, model_shape, parameter_count, shape_of
+from salesrl_trl.build.memory.estimate import (
+    SCORING,
+    Estimate,
+    Moment,
+    advice,
+    estimate,
+    moment_bytes,
+    saved_activations,
+)
+from salesrl_trl.build.memory.shape import (
+    Engine,
+    Setup,
+    Sharding,
+    adapters_of,
+    model_shape,
+    parameter_count,
+    setup_of,
+    shape_of,
+)
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
 from salesrl_trl.preflight import memory
@@ -105,19 +120,10 @@ def test_activations_are_what_autograd_keeps(lora, dtype, config):
     assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=0.03 if config is DENSE else 0.06)
 
 
-def test_a_model_s_figures_are_its_own(tiny):
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    assert parameter_count(str(tiny), None, False) == sum(each.numel() for each in model.parameters())
-    config, found = model.config, model_shape(str(tiny), None, False)
-    assert (found.layers, found.hidden, found.vocabulary) == (
-        config.num_hidden_layers, config.hidden_size, config.vocab_size,
-    )  # fmt: skip
-
-
 def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
     """Under ZeRO-3 transformers splits each model over all processes as it is built, which waits for the others. The
     banner is written by one. Here there is no process group: splitting would raise."""
-    expected = parameter_count(str(tiny), None, False)
+    expected = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(tiny).parameters())
     monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
     model_shape.cache_clear()
     assert parameter_count(str(tiny), None, False) == expected
@@ -169,28 +175,20 @@ def test_vllm_has_its_share_and_gives_it_back_asleep(seven):
 
 
 @pytest.mark.parametrize(
-    ("run", "card_gib", "settings"),
+    ("run", "card_gib", "first"),
     [
-        (
-            dataclasses.replace(FULL, checkpointing=False, engine=ENGINE), 80.0,
-            ["gradient_checkpointing: true", "per_device_train_batch_size", "vllm_gpu_memory_utilization",
-             "vllm_enable_sleep_mode: true", "optim: adamw_torch_8bit", "use_peft: true", "accelerate_configs/"],
-        ),
-        # Adapters have few gradients and few moments, which an optimizer of 8 bits makes no smaller.
-        (setup(micro_batch=1, engine=ENGINE), 40.0, ["vllm_gpu_memory_utilization", "accelerate_configs/"]),
-        (
-            setup(micro_batch=1, engine=dataclasses.replace(ENGINE, share=0.35, length=4096)), 37.25,
-            ["vllm_gpu_memory_utilization", "accelerate_configs/"],
-        ),
-        (setup(micro_batch=1, evaluated=64), 20.0, ["per_device_eval_batch_size", "accelerate_configs/"]),
-        (setup(lora=False, sharding=Sharding.ZERO3, processes=2, micro_batch=1), 20.0, ["use_peft: true"]),
+        (dataclasses.replace(FULL, checkpointing=False, engine=ENGINE), 80.0, "gradient_checkpointing: true"),
+        (setup(micro_batch=1, engine=ENGINE), 40.0, "a smaller `vllm_gpu_memory_utilization"),
+        (setup(engine=dataclasses.replace(ENGINE, share=0.35, length=4096)), 37.25, "a larger `vllm_gpu_memory"),
+        (setup(micro_batch=1, evaluated=64), 20.0, "per_device_eval_batch_size"),
     ],
-    ids=["all weights", "LoRA", "vLLM can't start", "a large evaluation", "ZeRO-3"],
-)  # fmt: skip
-def test_advice_is_for_the_fullest_moment_and_has_nothing_that_is_set(seven, run, card_gib, settings):
-    found = advice(estimate(seven, run, card_gib), run)
-    assert len(found) == len(settings) + 1
-    assert all(setting in text for setting, text in zip([*settings, "a smaller model"], found, strict=True))
+    ids=["activations", "generation", "vLLM can't start", "a large evaluation"],
+)
+def test_advice_begins_with_what_helps_at_the_fullest_moment(seven, run, card_gib, first):
+    steps = advice(estimate(seven, run, card_gib), run)
+    assert first in steps[0] and steps[-1] == "a smaller model"
+    # Adapters have few gradients and few moments, which an optimizer of 8 bits makes no smaller.
+    assert any("adamw_torch_8bit" in step or "use_peft" in step for step in steps) is not run.lora
 
 
 SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_tokens": 256}
@@ -225,13 +223,6 @@ def test_the_settings_of_a_run_say_whether_prompts_are_shared(tmp_path):
 
     assert group() == 8
     assert [group(shared=False), group(attention="eager"), group(compiled=True)] == [None] * 3
-
-
-def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(seven):
-    saved = {on: saved_activations(seven, setup(checkpointing=on)) for on in (True, False)}
-    blocks = seven.layers * layer_activations(seven, setup())
-    inputs = seven.layers * 8 * 1024 * seven.hidden * 2
-    assert saved[False] - saved[True] == pytest.approx(blocks - inputs)
 
 
 @pytest.fixture
