@@ -1,7 +1,6 @@
-"""The part of a run's plan that services need: no torch, no tokenizer, of the
-training settings those of a step's load alone.
+"""The part of a run's plan that the stages `rag` and `judge` read: no torch, no tokenizer, few settings of training.
 
-Each part is made when it is first asked for, and kept.
+`build.plan` adds the rest. Each part is made when it is first asked for, and kept.
 """
 
 import contextlib
@@ -51,7 +50,7 @@ class StepSettings:
 
 @dataclass
 class ServicesConfig:
-    """The part of `RunConfig` that the two stages read."""
+    """The part of `RunConfig`."""
 
     data: DataConfig
     reward: RewardConfig
@@ -60,7 +59,7 @@ class ServicesConfig:
 
 @dataclass
 class ServicesPlan:
-    """The part of a plan that the two stages read."""
+    """The part of a plan."""
 
     config: "ServicesConfig | RunConfig"
     in_depth: bool = True

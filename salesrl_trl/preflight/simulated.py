@@ -234,42 +234,37 @@ def step_text(summary: Summary, steps: int) -> str:
     return "\n".join(lines)
 
 
-def report_text(summary: Summary, steps: int, wanted: float) -> str:
-    """The text at the end, for so many simulated steps. `wanted` is `min_valid_reward_fraction`."""
+def report_text(summary: Summary, steps: int, least: float) -> str:
+    """The text at the end, for so many simulated steps. `least` is `min_valid_reward_fraction`."""
     waits = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in summary["waited_for"].items())
     skipped = summary["skipped_steps"]
-    least = f"the worst had {summary['least_scored']:.0%} of its completions scored, {wanted:.0%} are needed"
-    verdict = f"good: training would skip no step ({least})."
+    worst = f"the worst had {summary['least_scored']:.0%} of its completions scored, {least:.0%} are needed"
+    verdict = f"good: training would skip no step ({worst})."
     if skipped:
-        which = ", ".join(map(str, skipped))
-        verdict = f"bad: training would skip {len(skipped)} of {steps} steps: {which} ({least})."
-    return "\n".join(
-        (
-            *_table(
-                ["variant", "count", "mean reward", "outcomes"],
-                [
-                    [name, tally["count"], figure(tally["mean_reward"]), _counts(tally["outcomes"])]
-                    for name, tally in summary["variants"].items()
-                ],
-            ),
-            *_table(
-                ["service", *TRAFFIC, "slots"], [[name, *it.values()] for name, it in summary["services"].items()]
-            ),
-            *_table(
-                ["judge", *USAGE],
-                [
-                    [name, *(f"{value:.4f}" if what == "usd" else value for what, value in usage.items())]
-                    for name, usage in summary["judges"].items()
-                ],
-            ),
-            f"calls saved by the cache: {_counts(summary['calls_saved'])}",
-            f"seconds per step: p50 {summary['seconds']['p50']:.2f}, max {summary['seconds']['max']:.2f}",
-            f"the slowest completions of all steps waited for: {waits}",
-            *(f"FINDING {text}" for text in summary["findings"]),
-            *(f"HINT {text}" for text in summary["hints"]),
-            f"VERDICT {verdict}",
+        verdict = (
+            f"bad: training would skip {len(skipped)} of {steps} steps: {', '.join(map(str, skipped))} ({worst})."
         )
-    )
+    variants = [
+        [name, tally["count"], figure(tally["mean_reward"]), _counts(tally["outcomes"])]
+        for name, tally in summary["variants"].items()
+    ]
+    judges = [
+        [name, *(f"{value:.4f}" if what == "usd" else value for what, value in usage.items())]
+        for name, usage in summary["judges"].items()
+    ]
+    services = [[name, *traffic.values()] for name, traffic in summary["services"].items()]
+    lines = [
+        *_table(["variant", "count", "mean reward", "outcomes"], variants),
+        *_table(["service", *TRAFFIC, "slots"], services),
+        *_table(["judge", *USAGE], judges),
+        f"calls saved by the cache: {_counts(summary['calls_saved'])}",
+        f"seconds per step: p50 {summary['seconds']['p50']:.2f}, max {summary['seconds']['max']:.2f}",
+        f"the slowest completions of all steps waited for: {waits}",
+        *(f"FINDING {text}" for text in summary["findings"]),
+        *(f"HINT {text}" for text in summary["hints"]),
+        f"VERDICT {verdict}",
+    ]
+    return "\n".join(lines)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -15,8 +15,7 @@ class StageVerdict(StrEnum):
     """The outcome of a stage."""
 
     PASSED = "passed"
-    NOTED = "noted"
-    """Passed, with something to know."""
+    NOTED = "noted"  # passed, with something to know
     FAILED = "failed"
     SKIPPED = "skipped"
 
@@ -25,10 +24,8 @@ class StageVerdict(StrEnum):
 class Finding:
     """One thing that a check found."""
 
-    text: str
-    """What was got, and what was expected."""
-    remedy: str = ""
-    """What to do; empty if there is nothing to do."""
+    text: str  # what was got, and what was expected
+    remedy: str = ""  # what to do; empty if there is nothing to do
     is_failure: bool = False
 
     @property
@@ -39,10 +36,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collects what checks find.
-
-    A note is a line for the user, in the banner of a run too. A figure is for those who look for it.
-    """
+    """Collects what checks find. A note is a line for the user, in the banner of a run too."""
 
     found: list[Finding] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)
