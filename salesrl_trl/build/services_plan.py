@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepSettings:
-    """The training settings that shape the load of one step, and the folder of the run's budget.
+    """The training settings that shape the load and the scores of one step, and the folder of the run's budget.
 
-    The defaults are those of `SalesGRPOConfig`.
+    Tools read them, for which `SalesGRPOConfig` would import torch. The defaults are those that it has.
     """
 
     output_dir: str = "trainer_output"
@@ -36,6 +36,9 @@ class StepSettings:
     gradient_accumulation_steps: int = 1
     steps_per_generation: int | None = None
     generation_batch_size: int | None = None
+    seed: int = 42
+    scale_rewards: str = "group"
+    reward_weights: list[float] | None = None
 
     def __post_init__(self) -> None:
         if self.generation_batch_size is None:

@@ -18,6 +18,7 @@ import stamina
 from salesrl_trl.build.assembly import addresses, build_reward
 from salesrl_trl.build.checks.dataset import own_records, training_records
 from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
+from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
@@ -75,7 +76,7 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
     """
     simulation, data, reward, training = parse_part(
         argv,
-        (SimulationConfig, DataConfig, RewardConfig),
+        (SimulationConfig, DataConfig, RewardConfig, StepSettings),
         usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]",
         description=DESCRIPTION,
     )

@@ -40,7 +40,6 @@ def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
         ({"vllm_max_model_length": 320}, 512, 256, "`vllm_max_model_length` 320 less `max_completion_length` 64"),
         ({}, 512, 448, "the model's positions 512 less"),
         ({"use_vllm": False, "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
-        ({"vllm_mode": "server", "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
         ({"vllm_max_model_length": 320, "vllm_engine_kwargs": '{"max_model_len": 300}'}, 512, 236, "`max_model_len`"),
         ({"vllm_max_model_length": 320, "max_prompt_tokens": 200}, 512, 200, "`max_prompt_tokens`"),
         ({"max_prompt_tokens": 200}, None, 200, "`max_prompt_tokens`"),
@@ -90,12 +89,6 @@ def _lengths(max_prompt_tokens=None, **given):
     return DataConfig(max_prompt_tokens=max_prompt_tokens), SalesGRPOConfig(**{**settings, **given})
 
 
-def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch):
-    monkeypatch.setenv("SOME_KEY", "secret")
-    assert read_key("SOME_KEY", "judge_api_key_env") == "secret"
-    assert read_key(None, "judge_api_key_env") is None
-
-
 def test_a_key_variable_that_is_not_set_is_refused(monkeypatch):
     monkeypatch.delenv("SOME_KEY", raising=False)
     with pytest.raises(ConfigError, match="names the environment variable SOME_KEY, which is not set"):
@@ -109,13 +102,13 @@ def test_a_key_is_read_from_the_file_that_is_named_if_its_owner_alone_can_read_i
     monkeypatch.setenv("SOME_KEY", "")  # as an empty one of a container
     monkeypatch.setenv("SOME_KEY_FILE", str(file))
     assert read_key("SOME_KEY", "judge_api_key_env") == "sk-hunter2"
+    assert read_key(None, "judge_api_key_env") is None
 
 
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
     [
         (b"sk-hunter2", 0o640, r'the permissions 640, .* Expected .*: chmod 600 "\$SOME_KEY_FILE"$'),
-        (b"sk-hunter2", 0o604, "the permissions 604"),
         (b" \n", 0o600, "holds no key"),
         (b"sk-hunter2" * 500, 0o600, "holds more than 4096 bytes"),
         (b"sk-hunter2\nsk-hunter2", 0o600, "white space or a control character at place 11"),
@@ -157,7 +150,6 @@ def test_a_key_in_place_of_a_variable_s_name_is_not_shown(key):
     ("key", "what"),
     [
         ("sk-hunter2\n", "white space or a control character at place 11 of 11"),
-        ("sk hunter2", "white space or a control character at place 3 of 10"),
         ("sk-hünter2", "a character beyond ASCII at place 5 of 10"),
     ],
 )
@@ -169,13 +161,6 @@ def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch, key, 
     with pytest.raises(ConfigError, match=what) as caught:  # nor by a client that is made without the settings
         HttpClient("judge", "http://127.0.0.1:9", api_key=key)
     assert "nter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["http://user:hunter2@127.0.0.1", "http://127.0.0.1?key=hunter2"])
-def test_a_client_takes_no_address_that_messages_must_not_show(url):
-    with pytest.raises(ConfigError, match="the address of judge holds credentials or a query") as caught:
-        HttpClient("judge", url)
-    assert "hunter2" not in str(caught.value)
 
 
 def check_judge(url, key, model="judge-32b"):
@@ -217,7 +202,6 @@ def serve(httpserver):
         (check_rag, {}, "", "has no /healthz"),
         (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
         (check_judge, {"v1_models": (200, MODELS)}, "/v1", None),
-        (check_judge, {"v1_models": (200, '{"data": []}')}, "/v1", None),
         (check_judge, {}, "/v1", "gave no list of models"),
         (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
         (check_judge, {"v1_models": (200, "<html>")}, "/v1", "the first call will show whether it has 'judge-32b'"),
@@ -234,14 +218,12 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
     ("check", "pages", "path", "message"),
     [
         (check_rag, {"healthz": (200, "")}, "/v1", r"`rag_base_url` is \S+/v1, but .* Set `rag_base_url: \S+:\d+`"),
-        (check_rag, {"healthz": (200, "")}, "/v1/rag/8b", r"Set `rag_base_url: \S+:\d+`"),
         (
             check_judge,
             {"v1_models": (200, MODELS)},
             "",
             r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`",
         ),
-        (check_judge, {"v1_models": (200, MODELS)}, "/v1/v1", r"`judge_base_url: \S+:\d+/v1`"),
         (check_judge, {"v1_models": (200, MODELS)}, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
         (
             lambda url, key: check_judge(url, key, "judge-32"),
@@ -257,7 +239,7 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
             r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists",
         ),
     ],
-    ids=["a /v1 too many", "an endpoint", "no /v1", "two /v1", "a path too many", "a typo", "of a provider"],
+    ids=["a /v1 too many", "no /v1", "a path too many", "a typo", "of a provider"],
 )
 def test_an_address_or_a_model_with_a_typo_is_refused_with_what_was_meant(serve, check, pages, path, message):
     with pytest.raises(ConfigError, match=message):
@@ -284,13 +266,12 @@ def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
     ("check", "variable"),
     [
         (check_rag, "`rag_api_key_env`"),
-        (check_judge, "`judge_api_key_env`"),
         (
             lambda url, key: check_models(url, key, "x", setting="judge_providers[a].base_url"),
             "`judge_providers[a].api_key_env`",
         ),
     ],
-    ids=["RAG", "judge", "provider"],
+    ids=["RAG", "provider"],
 )
 def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
     httpserver.expect_request(re.compile("/healthz|/models")).respond_with_data("bad key secret", status=401)
@@ -298,12 +279,6 @@ def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
         check(httpserver.url_for("").rstrip("/"), "secret")
     assert "secret" not in str(caught.value)
     assert variable in str(caught.value)
-
-
-def test_a_service_that_is_not_healthy_is_refused(httpserver):
-    httpserver.expect_request("/healthz").respond_with_data("", status=503)
-    with pytest.raises(ServiceUnavailable, match=r"does not answer.*answered 503"):
-        check_rag(httpserver.url_for("").rstrip("/"), None)
 
 
 @pytest.fixture

@@ -178,29 +178,16 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         ("--generation_batch_size 100", "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
         ("--generation_batch_size 96 --steps_per_generation 2", "are both given. Expected one of them"),
         ("--auto_find_batch_size true", "`auto_find_batch_size` is true, which would take groups apart"),
-        ("--temperature 0", "`temperature` is 0.0. Expected a number, more than 0, and at most 10"),
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
         ("--learning_rate 1e30", "`learning_rate` is 1e+30. Expected a number, 0 or more, and at most 100: AdamW"),
-        ("--learning_rate nan", "`learning_rate` is nan. Expected a number, 0 or more"),
-        ("--learning_rate=-1e-6", "`learning_rate` is -1e-06. Expected a number, 0 or more"),
-        ("--branch_kl {} --beta 1e9", "`beta` is 1000000000.0. Expected a number, 0 or more, and at most 1"),
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl` of 'fairness': `beta` is 1000000000.0. Expected"),
-        ("--max_grad_norm=-1", "`max_grad_norm` is -1.0. Expected a number, 0 or more"),
         ("--adam_beta2 1", "`adam_beta2` is 1.0. Expected a number, 0 or more, and less than 1: a moment"),
-        ("--seed 4294967296", "`seed` is 4294967296. Expected a number, 0 or more, and at most 4294967295"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, 0 or more, and less"),
-        ("--use_peft true --lora_r 0", "`lora_r` is 0. Expected a number, at least 1"),
         ("--top_p 1.5", "`top_p` is 1.5. Expected a number, more than 0, and at most 1: 1 is all tokens."),
-        ("--min_p 2", "`min_p` is 2.0. Expected a number, 0 or more, and at most 1."),
-        ("--per_device_train_batch_size 0", "`per_device_train_batch_size` is 0. Expected a number, at least 1"),
-        ("--gradient_accumulation_steps -1", "`gradient_accumulation_steps` is -1. Expected a number, at least 1"),
-        ("--max_completion_length 0", "`max_completion_length` is 0. Expected a number, at least 1"),
-        ("--vllm_max_model_length -1", "`vllm_max_model_length` is -1. Expected a number, at least 1"),
         ("--vllm_gpu_memory_utilization 25", "`vllm_gpu_memory_utilization` is 25.0. Expected a number, more than 0"),
         ("--max_steps 0", "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
         ("--max_steps 0", "says. Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores"),
         ("--num_train_epochs 0", "is 0.0. Expected a number, more than 0. Without updates: `mode: rollouts` "),
-        ("--num_train_epochs=-1", "`num_train_epochs` is -1.0. Expected a number, more than 0."),
         ("--save_strategy steps --save_steps -1", "`save_steps` is -1.0. Expected a number, more than 0"),
     ],
 )
@@ -285,14 +272,6 @@ def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, pol
     assert message in found
 
 
-def test_every_end_token_of_the_model_ends_a_completion(told, policy):
-    set_template(policy, TURNS.replace("END", "<|endoftext|>") + PROMPT)
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    ends = [tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|endoftext|>")]
-    changed(policy / "generation_config.json", eos_token_id=ends)
-    assert "ends no completion" not in told(*asked(policy))
-
-
 def test_a_model_whose_flags_cannot_be_saved_is_refused(told, policy):
     changed(policy / "generation_config.json", do_sample=False, temperature=0.7)
     assert "refuses to save such a model" in told(*asked(policy))
@@ -358,14 +337,6 @@ def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():
     assert (examined("d"), ran) == (["a"], ["a"])
 
 
-def test_the_checks_of_a_stage_end_where_one_says_that_there_is_nothing_to_check():
-    def skip(plan, findings):
-        findings.skipped = "nothing is trained"
-
-    findings = PreflightStage("a", (), (skip, pytest.fail)).run(None)
-    assert findings.verdict is StageVerdict.SKIPPED
-
-
 def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "STAGES", CHEAP)
     given = ["--config", str(RECIPE), "--output_dir", str(tmp_path)]
@@ -408,8 +379,6 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
         (main, ["--config", "BROKEN"], "is not YAML"),
         (check_memory, [], "no model is named, and the packaged small policy fits every card"),
         (check_memory, ["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
-        (check_memory, ["--processes", "0"], "`processes` is 0. Expected a number, at least 1"),
-        (check_memory, ["--config", "BROKEN"], "is not YAML"),
         (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
         (simulate, ["--config", "BROKEN"], "is not YAML"),
         (env.main, ["--diff", "absent", "none"], "absent holds no readable config.yaml and run.json"),

@@ -16,7 +16,6 @@ from salesrl_trl.build.memory.shape import UnknownShape
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data.lengths import token_counter
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.preflight.memory import Scales
 from salesrl_trl.preflight.rehearsal import rehearse
@@ -102,14 +101,6 @@ def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
         assert report.verdict is StageVerdict.FAILED
         assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in report.findings[0].text
     assert plan.policy is None
-
-
-def test_a_model_whose_layers_peft_does_not_know_needs_their_names_only_for_an_adapter(planned, monkeypatch):
-    known = "peft.tuners.lora.LoraModel.target_module_mapping"
-    monkeypatch.setattr(known, {})
-    assert Scales(planned(), 80.0).shape.adapters is None
-    with pytest.raises(ConfigError, match="Set some of its linear layers: down_proj"):
-        _ = Scales(planned("--use_peft", "true"), 80.0).shape
 
 
 def test_a_name_that_no_layer_has_is_noted_and_the_adapters_weights_are_counted(planned):

@@ -127,13 +127,6 @@ def test_a_batch_has_the_shape_of_grpos_and_the_default_shares():
     assert counts == {**dict.fromkeys(VARIANTS, 2), "clean": 26, "duplicate": 4}
 
 
-def test_fewer_rows_than_prompts_come_up_again():
-    rows = [row("Price?"), row("When?", row_id="mine-2")]
-    batch = next(batches(rows, {}, mix=["clean"], prompts=5, generations=2, seed=0))
-    # Five prompts of two rows: each at least twice, each with two completions.
-    assert sorted(Counter(completion.row for completion in batch).values()) == [4, 6]
-
-
 def test_duplicates_of_a_group_are_equal_clean_completions_differ_and_every_case_has_its_turn():
     # All 50 rows' drafts have at least 8 combinations: 4 drafts of 3 fields, mostly 2 values or more each.
     for variant, texts in (("duplicate", 1), ("clean", 8)):
@@ -377,15 +370,6 @@ def test_a_service_that_fails_would_skip_the_steps(services, capsys, monkeypatch
     assert KEY not in "".join((*told, *warned))
 
 
-def test_as_much_as_is_wanted_has_to_be_scored(services, capsys):
-    services.set("8b", "{}", status=503)
-    options = (*at(services), *QUICK, "--steps", "1", "--warm_up_services", "false", "--variants", "clean,missing")
-    # Half of the completions are no action, which is a number; the other half is not scored.
-    assert main([*options, "--min_valid_reward_fraction", "0.5"]) == 0
-    assert main([*options, "--min_valid_reward_fraction", "0.51"]) == 3
-    assert "scored 50%" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -393,12 +377,8 @@ def test_as_much_as_is_wanted_has_to_be_scored(services, capsys):
         (["--steps", "0"], "`steps` is 0. Expected a whole number from 1 on."),
         (["--steps", "x"], "--steps"),
         (["--num_generations", "0"], "`num_generations` is 0"),
-        (["--min_valid_reward_fraction", "2"], "`min_valid_reward_fraction` is 2.0. Expected 0 to 1."),
         (["--variants", "clean,rude"], "names ['rude']. Expected some of: clean,duplicate"),
         (["--variant", "clean"], "--variant (did you mean --variants?)"),
-        (["--rag_top_k", "0"], "`rag_top_k` is 0. Expected a number, at least 1, and at most 50."),
-        (["--config"], "`--config` names no file"),
-        (["--config", "no.yaml"], "there is no recipe no.yaml"),
         (["--action_fields", "query"], "the simulation writes no other actions"),
         (["--dataset", "no.jsonl"], "there is no dataset file no.jsonl"),
         (["--judge_api_key_env", "NO_SUCH_KEY"], "NO_SUCH_KEY, which is not set"),
