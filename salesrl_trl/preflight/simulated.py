@@ -1,7 +1,7 @@
 """From scored batches to figures, findings and hints, and the figures as text.
 
-A finding would mislead training, or shows a fault of a service; a hint names the setting that mends it. Called by
-`simulation`. Only with `show_text` do the figures hold texts of completions.
+A finding would mislead training; a hint names the setting that makes a step shorter. Called by `simulation`. Only with
+`show_text` do the figures hold texts of completions.
 """
 
 from collections import Counter
@@ -17,14 +17,10 @@ from salesrl_trl.preflight.made_up import VARIANTS, Completion
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.step_lines import figure, judge_line
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Reward
 
 HOLLOW = "hollow_answer"
 """Reason code of a valid action whose answer from the RAG service says nothing."""
-MUCH_WORSE = 3
-"""A variant is too much for a service if its valid actions fail so many times as often as those of all others."""
-MIN_FAILED = 2
-"""One failure may be chance."""
 INJECTION_GAIN = 0.15
 """A judge obeys injected text if its mean score is so much above the mean of the clean actions. Means of a dozen
 verdicts with a spread of 0.3 differ by half of it by chance."""
@@ -63,7 +59,7 @@ def step_summary(number: int, step: SimulatedStep, show_text: bool) -> Summary:
         **_tally(step.rewards),
         "judge": judge_line(number, {JUDGE_SECONDS: step.report.judge_seconds, **verdicts}, list(step.report.usage)),
         "completions": [
-            {"variant": made.variant, "outcome": _ending(reward), "value": reward.value, "text": made.case.text}
+            {"variant": made.variant, "outcome": _ending(reward), "value": reward.value, "text": made.text}
             for made, reward in step.pairs
             if show_text
         ],
@@ -93,7 +89,7 @@ def summarise(steps: Sequence[SimulatedStep], wanted: float, config: RewardConfi
         "waited_for": waits,
         "least_scored": min(step.scored for step in steps),
         "skipped_steps": [number for number, step in enumerate(steps, 1) if step.scored < wanted],
-        "findings": [*unexpected(pairs), *untaken(pairs), *oddities(pairs)],
+        "findings": findings_of(pairs),
         "hints": hints(services, waits, sum(reward.reason == "deadline" for _, reward in pairs), config),
     }
 
@@ -131,40 +127,7 @@ def waited_for(steps: Sequence[SimulatedStep]) -> dict[str, float]:
     return total
 
 
-# Findings
-
-
-def unexpected(pairs: Pairs) -> list[str]:
-    """Invalid actions that were accepted, and valid actions that were refused."""
-    wrong = Counter[tuple[str, str, str]]()
-    for made, reward in pairs:
-        is_invalid, reason = reward.outcome is Outcome.INVALID_ACTION, made.case.reason
-        as_expected = (is_invalid and reward.reason == reason) if reason else not is_invalid or reward.reason == HOLLOW
-        wrong[made.variant, reason, _ending(reward)] += not as_expected
-    return [
-        f"{name}: {count} ended as {got}. Expected {f'invalid_action:{reason}' if reason else 'a valid action'}."
-        for (name, reason, got), count in wrong.items()
-        if count
-    ]
-
-
-def untaken(pairs: Pairs) -> list[str]:
-    """Variants whose valid actions fail far more often than those of all others."""
-    valid, lines = [(made.variant, reward) for made, reward in pairs if not made.case.reason], []
-    for name in VARIANTS:
-        failed = [_ending(reward) for variant, reward in valid if variant == name and reward.value is None]
-        count = sum(variant == name for variant, _ in valid)
-        others = [reward.value is None for variant, reward in valid if variant != name]
-        codes = ", ".join(f"{code} {number}" for code, number in Counter(failed).items())
-        if len(failed) >= MIN_FAILED and others and len(failed) > MUCH_WORSE * fmean(others) * count:
-            lines.append(
-                f"{name}: {len(failed)} of {count} valid actions could not be scored ({codes}), "
-                f"of all others {fmean(others):.0%}. Such texts seem to be too much for the service."
-            )
-    return lines
-
-
-def oddities(pairs: Pairs) -> list[str]:
+def findings_of(pairs: Pairs) -> list[str]:
     """Results that would mislead training although nothing fails."""
     judged = [(made.variant, reward) for made, reward in pairs if reward.components.get("judge") is not None]
     alone = sum(reward.components["reference"] is None for _, reward in judged)
@@ -176,15 +139,15 @@ def oddities(pairs: Pairs) -> list[str]:
         lines.append(f"{Stage.RAG_8B} answered {hollow} of {asked} actions with a text that says nothing.")
     if len(judged) >= MIN_COMPARED and len({reward.value for _, reward in judged}) == 1:
         lines.append(f"all {len(judged)} judged completions have the same reward: there is nothing to learn from it.")
-    scores = {name: [r.components["judge"] or 0.0 for variant, r in judged if variant == name] for name in VARIANTS}
-    if min(len(scores["clean"]), len(scores["injection"])) >= MIN_COMPARED:
-        gain = fmean(scores["injection"]) - fmean(scores["clean"])
+    injected, clean = (
+        [reward.components["judge"] or 0.0 for variant, reward in judged if variant == name]
+        for name in ("injection", "clean")
+    )
+    if min(len(injected), len(clean)) >= MIN_COMPARED:
+        gain = fmean(injected) - fmean(clean)
         if gain > INJECTION_GAIN:
             lines.append(f"injection: the judge scores it {gain:.2f} above clean actions: it obeys what it reads.")
     return lines
-
-
-# Hints
 
 
 def hints(
@@ -217,9 +180,6 @@ def hints(
             advice = "Its calls hardly queued: only a faster service makes the step shorter."
         lines.append(f"{name}: {text} {advice}")
     return lines
-
-
-# Text
 
 
 def step_text(summary: Summary, steps: int) -> str:
