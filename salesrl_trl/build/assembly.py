@@ -6,6 +6,7 @@ Owns the wiring, and the budget of a run's folder. `train`, `evaluate`, `rejudge
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,14 +52,17 @@ def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
     """
     from accelerate import PartialState  # brings torch, which configured services do not need
 
-    knowledge = config.knowledge_file
-    services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
+    services = EmbeddedServices(documents=_documents(config))
     try:
         if (config.embeds_rag or config.embeds_judge) and PartialState().is_local_main_process:
             services.launch()
         yield services
     finally:
         services.stop()
+
+
+def _documents(config: RewardConfig) -> Path | None:
+    return None if config.knowledge_file is None else Path(config.knowledge_file).expanduser()
 
 
 @contextlib.contextmanager
@@ -137,7 +141,12 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
     if not (config.embeds_rag or config.embeds_judge):
         yield config.rag_base_url or NOWHERE, config.judge_base_url or NOWHERE
         return
-    from accelerate import PartialState  # brings torch, which configured services do not need
+    if services is None and "WORLD_SIZE" not in os.environ:
+        with EmbeddedServices(documents=_documents(config)) as mine:
+            logger.info(f"embedded services: RAG {mine.rag_base_url}, judge {mine.judge_base_url}")
+            yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
+        return
+    from accelerate import PartialState  # brings torch, which a process alone does not need
     from accelerate.utils import gather_object
 
     state = PartialState()
@@ -155,9 +164,9 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
         for result in everywhere:
             if isinstance(result, SalesRLError):
                 raise result
-        mine = everywhere[state.process_index - state.local_process_index]  # of this node's main process
-        assert isinstance(mine, ServiceAddresses)
-        yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
+        here = everywhere[state.process_index - state.local_process_index]  # of this node's main process
+        assert isinstance(here, ServiceAddresses)
+        yield config.rag_base_url or here.rag_base_url, config.judge_base_url or here.judge_base_url
 
 
 def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:

@@ -15,7 +15,6 @@ from transformers import (
     ProcessorMixin,
 )
 
-from salesrl_trl.build.assembly import addresses
 from salesrl_trl.build.checks.addresses import check_vllm_server
 from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of
 from salesrl_trl.build.checks.model import (
@@ -65,10 +64,6 @@ class Plan(ServicesPlan):
     def prompt(self) -> str | PromptTemplate:
         """The user's template, or the name of a packaged style."""
         return prompt_of(self.config.data, self.config.reward.action_format().fields)
-
-    @cached_property
-    def addresses(self) -> tuple[str, str]:
-        return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
     def held_out_records(self) -> Records | None:

@@ -7,12 +7,11 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from salesrl_trl.build.assembly import addresses
 from salesrl_trl.build.checks.reward import RewardParts, read_reward
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
@@ -78,13 +77,7 @@ class ServicesPlan:
     @cached_property
     def addresses(self) -> tuple[str, str]:
         """The addresses of the RAG service and the judge. Embedded ones are started, and stop with the preflight."""
-        config = self.config.reward
-        if not (config.embeds_rag or config.embeds_judge):
-            return config.rag_base_url or "", config.judge_base_url or ""
-        knowledge = config.knowledge_file
-        documents = None if knowledge is None else Path(knowledge).expanduser()
-        started = self.opened.enter_context(EmbeddedServices(documents=documents))
-        return config.rag_base_url or started.rag_base_url, config.judge_base_url or started.judge_base_url
+        return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
     def own_records(self) -> "Records":

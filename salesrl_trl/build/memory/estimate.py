@@ -10,11 +10,8 @@ Sources, by their releases:
 - PEFT 0.21: an adapter is float32, and casts its input. DeepSpeed 0.19: `runtime/zero`, sizes of `zero/config.py`.
 - torchao and bitsandbytes: their optimizers' states. vLLM 0.31: `gpu_worker.determine_available_memory`.
 
-Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md). Example, LoRA of 7B (7.6e9 weights) on a card
-of 40 GB (37.3 GiB): in 16 bits the weights take 14.2 GiB, in training and once more in vLLM. vLLM starts if its share
-has its weights, 0.6 GiB to work in and one completion: from 0.41 of this card on, and the recipes have 0.35. With half
-of the card, as in the preset `40gb`, generation takes 14.2 + 18.6 GiB and 1.4 around them: 34.2. Asleep, vLLM leaves
-the card to training, which takes 18, and to evaluations, which take 22.
+Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md). Example, LoRA of 7B on a card of 40 GB (37.3
+GiB): its weights take 14.2 GiB, in training and once more in vLLM, which needs 0.41 of this card to start.
 """
 
 import re
