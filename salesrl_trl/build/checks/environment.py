@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
+from transformers.integrations import get_available_reporting_integrations
 
 from salesrl_trl.build import software
 from salesrl_trl.build.checks.folders import check_output_dir, free_gib
@@ -62,6 +63,13 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
                 f'Install it: pip install "{needed}", or all by scripts/install.sh.',
                 is_failure=package.name == "trl",  # the trainer overrides methods of TRL
             )
+    available = {*get_available_reporting_integrations(), "none", "all"}
+    if missing := [name for name in training.report_to if name not in available]:
+        findings.fail(
+            f"`report_to` names {', '.join(missing)}, which is not installed. Expected some of: "
+            f"{', '.join(sorted(available))}.",
+            f"Install it (pip install {' '.join(missing)}), or leave it out.",
+        )
     if not training.use_vllm or training.vllm_mode != "colocate":
         return
     findings.figures["vllm"] = version = installed("vllm")

@@ -140,7 +140,6 @@ def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
         (dataclasses.replace(FULL, processes=2), "gradients", 8),  # DDP's buckets
         (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "master weights", 1),
         (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "optimizer states", 2),
-        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "weights", 2),
         (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "weights", 0.5),
         (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "reference model", 0.5),
         (dataclasses.replace(FULL, sharding=Sharding.FSDP, processes=4), "weights", 1),
@@ -194,9 +193,7 @@ SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_t
         ({"parameters": 10**8}, 16_384, 16_384),  # where a token takes little memory
         ({"parameters": 10**8, "weight_bytes": 4, "autocast": False}, 8 * 1280, 16_384),
         ({"pass_tokens": 1}, 1024 + 8 * 256, 1024 + 8 * 256),
-        ({"pass_tokens": 10**6}, 8 * (1024 + 8 * 256), 8 * (1024 + 8 * 256)),
         ({"pass_tokens": 10**6, "sharding": Sharding.ZERO3}, 1024 + 8 * 256, 8 * (1024 + 8 * 256)),
-        ({"micro_batch": 2, "micro_batches": 32, "parameters": 10**15}, 1024 + 2 * 256, 16_384),
         ({"has_reference": False}, 1024 + 8 * 256, 0),
     ],
 )
@@ -291,7 +288,6 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
     ("said", "used", "names"),
     [
         ("[N/A]", None, []),
-        ("", None, []),
         (subprocess.TimeoutExpired("nvidia-smi", 20), None, []),
         ("1024", 1.0, ["tool, with a comma"]),
     ],

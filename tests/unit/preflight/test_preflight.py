@@ -103,6 +103,10 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
     assert message in told(stages=CHEAP[:1])
 
 
+def test_a_tracker_that_is_not_installed_is_told(told):
+    assert "`report_to` names comet_ml, which is not installed" in told("--report_to", "comet_ml", stages=CHEAP[:1])
+
+
 def test_vllm_wants_the_torch_that_it_was_compiled_for(told, monkeypatch):
     monkeypatch.setattr(environment, "_torch_of_vllm", lambda: [Requirement("torch==2.0.1")])
     assert "the installed vLLM is compiled for torch==2.0.1. Install them together" in told(stages=CHEAP[:1])
