@@ -69,14 +69,14 @@ REPLACED = {
     "kl_control": "gone: kl_law: fixed takes its place",
     "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
     "branch_column": "gone: rename the dataset's column to branch",
-    "min_changed_weights": "gone: it is a constant",
-    "max_kl": "gone: it is a constant",
+    **dict.fromkeys(("min_changed_weights", "max_kl"), "gone: it is a constant"),
+    **dict.fromkeys(
+        ("judge_tokens_per_minute", "judge_response_format", "judge_max_completion_tokens"),
+        "gone: an entry of judge_providers takes it without judge_",
+    ),
     "denied_cooldown_s": "gone: it is a minute",
     "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
     "keep_samples": "gone: record_gib bounds the record",
-    "judge_tokens_per_minute": "gone: an entry of judge_providers takes it without judge_",
-    "judge_response_format": "gone: an entry of judge_providers takes it without judge_",
-    "judge_max_completion_tokens": "gone: an entry of judge_providers takes it without judge_",
     "shared_prompts_tokens": "gone: shared_prompts takes the number",
     "prompt_style": "gone: prompt_template takes instruct and compact too",
     "query_field": "gone: rewritten_query is searched with, or else the first of action_fields",
@@ -109,8 +109,7 @@ class RunConfig:
     telemetry: "TelemetryConfig"
     training: "SalesGRPOConfig"
     model: "ModelConfig"
-    notes: list[str] = field(default_factory=list)
-    """Lines for the banner: settings that differ from the recipe."""
+    notes: list[str] = field(default_factory=list)  # for the banner: settings that differ from the recipe
     recipe: dict[str, object] = field(default_factory=dict)
     """Every setting as given or by default, before any check changes it: a recipe of the same run."""
 
@@ -208,7 +207,11 @@ class SettingsParser(TrlParser):
             argv = ["--config", str(default_recipe), *argv]
         if argv.count("--config") > 1:
             raise ConfigError("`--config` is given more than once. Expected one recipe. Leave out the others.")
-        self._check_arguments(argv)
+        known = {"--config", *(option for action in self._actions for option in action.option_strings)}
+        for name in self._unread:
+            known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
+        if unknown := [name for name in _options(argv) if name not in known]:
+            raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
         argv, names = _without_presets(argv)
         self._presets = {name: _checked_recipe(FOLDER / f"{name}.yaml", self.keys) for name in names}
         recipe: dict[str, object] = {}
@@ -289,15 +292,6 @@ class SettingsParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
-
-    def _check_arguments(self, argv: Sequence[str]) -> None:
-        known = {option for action in self._actions for option in action.option_strings}
-        known |= {
-            option for name in self._unread for option in (f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}")
-        }
-        unknown = [name for name in _options(argv) if name not in {*known, "--config"}]
-        if unknown:
-            raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
 
 
 def _options(argv: Sequence[str]) -> list[str]:

@@ -104,7 +104,6 @@ def test_the_presets_are_beside_the_recipes():
     [
         ("24gb", "3B", ["24gb"]),
         ("40gb", "7B", ["40gb"]),
-        ("80gb", "7B", ["80gb"]),
         ("80gb", "7B", ["80gb", "fast_rollout"]),
         ("141gb", "7B", ["141gb"]),
         ("141gb", "1.5B", ["141gb"]),
@@ -149,7 +148,6 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
     ("given", "message"),
     [
         (["--card", "eighty"], "`card` is 'eighty'. Expected a size"),
-        (["--card", "80gb"], "no model is named"),
         pytest.param(
             ["--model_name_or_path", "/no/such"],
             "there is no GPU here",

@@ -121,13 +121,6 @@ def test_weights_that_are_no_numbers_fail(planned, tiny, tmp_path):
     assert "logits for the first prompt are no numbers" in report.findings[0].text
 
 
-def test_a_backend_that_is_not_there_fails_with_the_remedy_of_the_catalogue(planned):
-    (report,) = examine(planned("--attn_implementation", "flash_attention_2"), stages=(MODEL_STAGE, STEP_STAGE))
-    assert report.verdict is StageVerdict.FAILED
-    assert report.findings[0].text.startswith("No working attention backend.")
-    assert "--attn_implementation sdpa" in report.findings[0].remedy
-
-
 def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -142,7 +135,6 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
 @pytest.mark.parametrize(
     ("step", "changed", "settings", "verdict"),
     [
-        ({"loss": 0.0, "grad_norm": 0.1}, 0.99, {}, StageVerdict.PASSED),
         ({"loss": 0.0}, 0.99, {}, StageVerdict.PASSED),  # `max_grad_norm: 0`
         ({"loss": 0.0, "grad_norm": float("nan")}, 0.99, {}, StageVerdict.FAILED),
         ({"loss": float("inf"), "grad_norm": 0.1}, 0.99, {}, StageVerdict.FAILED),

@@ -7,10 +7,7 @@ completions 13 are clean, 2 duplicate, and one of each other variant.
 import itertools
 import json
 import logging
-import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -234,17 +231,6 @@ def test_the_hint_names_the_setting_to_turn(traffic, setting):
 
 
 # Runs.
-
-
-def test_the_script_loads_neither_a_trainer_nor_an_engine():
-    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    command = [sys.executable, SCRIPT, "--steps", "0"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    imported = {line.rsplit("|")[-1].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "`steps` is 0" in result.stderr
-    assert "salesrl_trl.preflight.simulation" in imported
-    assert imported.isdisjoint({"vllm", "salesrl_trl.trainer"})
 
 
 def test_two_steps_against_the_embedded_services(tmp_path, capsys):
