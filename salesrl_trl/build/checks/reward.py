@@ -54,7 +54,8 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
     """
     parts = read_reward(config, branches, hybrid_baseline)
     if not config.asks_nobody:
-        check_retrieval(config, parts)
+        if config.rag_base_url is not None:
+            check_rag(config.rag_base_url, parts.rag_key)
         check_judges(config, parts)
     return parts
 
@@ -103,18 +104,10 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
     )
 
 
-def check_retrieval(config: RewardConfig, parts: RewardParts) -> list[str]:
-    """Check that the RAG service answers at its configured address.
-
-    Returns lines for the run's banner, about what could not be checked. Raises `ConfigError` or `ServiceError`.
-    """
-    return [] if config.rag_base_url is None else check_rag(config.rag_base_url, parts.rag_key)
-
-
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
     """Check that the judge, or at least one of several, answers at its configured address and lists its model.
 
-    A warning is logged for each of several judges that does not. Returns and raises as `check_retrieval` does.
+    A warning is logged for each of several judges that does not. Returns and raises as `check_rag` does.
     """
     if config.judge_base_url is not None:
         return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
