@@ -137,10 +137,8 @@ def batches(
 ) -> Iterator[list[Completion]]:
     """Batches without end. The same seed gives the same batches.
 
-    - A batch has `generations` completions, one after the other, for each of `prompts` rows.
-    - When all rows have been used, they come again in a new order.
-    - `mix` has each variant as often as its share is. The cases of a variant take turns.
-    - `drafts` has valid actions by row id. A row may have none.
+    A batch has `generations` completions, one after the other, for each of `prompts` rows. Used rows come again in a
+    new order. `mix` has each variant as often as its share is. `drafts` has valid actions by row id.
     """
     rng = random.Random(seed)
     order = itertools.chain.from_iterable(rng.sample(range(len(rows)), len(rows)) for _ in itertools.count())

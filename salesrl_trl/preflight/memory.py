@@ -198,11 +198,12 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
 
 def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
     """Note or fail where the estimate is above the card."""
-    card, setup, model = estimated.card_gib, scales.setup(scales.plan.dtype), scales.plan.config.model
+    card = estimated.card_gib
     figures = {**estimated.peak.parts, "needed": estimated.needed_gib, "card": card}
     findings.figures |= {f"{part.replace(' ', '_')}_gib": round(gib, 2) for part, gib in figures.items()}
     if estimated.fits:
         return
+    setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
     remedy = f"What takes less, the cheapest first: {'; '.join(advice(estimated, setup))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
     if setup.engine is not None and not estimated.starts_engine:

@@ -40,11 +40,6 @@ class SimulatedStep(NamedTuple):
     report: BatchReport
 
     @property
-    def pairs(self) -> list[tuple[Completion, Reward]]:
-        """Each completion with its reward."""
-        return list(zip(self.completions, self.rewards, strict=True))
-
-    @property
     def scored(self) -> float:
         """The share of completions with a reward, as training counts it."""
         return fmean(reward.value is not None for reward in self.rewards)
@@ -60,7 +55,7 @@ def step_summary(number: int, step: SimulatedStep, show_text: bool) -> Summary:
         "judge": judge_line(number, {JUDGE_SECONDS: step.report.judge_seconds, **verdicts}, list(step.report.usage)),
         "completions": [
             {"variant": made.variant, "outcome": _ending(reward), "value": reward.value, "text": made.text}
-            for made, reward in step.pairs
+            for made, reward in zip(step.completions, step.rewards, strict=True)
             if show_text
         ],
     }
@@ -68,7 +63,7 @@ def step_summary(number: int, step: SimulatedStep, show_text: bool) -> Summary:
 
 def summarise(steps: Sequence[SimulatedStep], wanted: float, config: RewardConfig) -> Summary:
     """Figures of all steps. Training skips a step with a smaller share of rewards than `wanted`."""
-    pairs = [pair for step in steps for pair in step.pairs]
+    pairs = [pair for step in steps for pair in zip(step.completions, step.rewards, strict=True)]
     by_variant = {name: [reward for made, reward in pairs if made.variant == name] for name in VARIANTS}
     reports, seconds = [step.report for step in steps], [step.report.seconds for step in steps]
     services = {
@@ -110,11 +105,9 @@ def _ending(reward: Reward) -> str:
 
 
 def waited_for(steps: Sequence[SimulatedStep]) -> dict[str, float]:
-    """Seconds in each service, summed over the slowest completion of each step.
+    """Seconds in each service, with waits for a free slot, summed over the slowest completion of each step.
 
-    - 8B and the judge have their whole time. 32B has only the time that it took longer than 8B.
-    - A wait for a free slot counts as time of the service.
-    - A completion that was cut off has no times.
+    8B and the judge have their whole time. 32B has only the time that it took longer than 8B.
     """
     total = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B, JUDGE), 0.0)
     for step in steps:
