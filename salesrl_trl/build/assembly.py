@@ -208,8 +208,8 @@ def build_reward(
     answers = references = None  # the embedded service has a new address in every run, so its answers are not kept
     if config.rag_base_url is not None:
         answers = output_dir / f"answers.rank{process_index}.sqlite"
-        kept = config.reference_cache
-        references = cache_dir() / "references.sqlite" if kept is None else Path(kept).expanduser() if kept else None
+        file = config.reference_cache
+        references = cache_dir() / "references.sqlite" if file is None else Path(file).expanduser() if file else None
     chain = SalesReward(
         # services and judge see text; a child process gets a copy
         [replace(row, images=(), columns={}) for row in rows],

@@ -108,10 +108,10 @@ def holds(commit: str) -> bool:
 
 def started_s(pid: int) -> float:
     """When a process started, in seconds since the epoch. Raises `ConfigError` if there is none that can be seen."""
-    found = stat_of(pid)
-    if found is None:
+    stat = stat_of(pid)
+    if stat is None:
         raise ConfigError(f"`process` is {pid}, and there is no such process here. Expected the id of a running one.")
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(found[2]) / os.sysconf("SC_CLK_TCK")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[2]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
 
 
@@ -140,8 +140,8 @@ def recipe_imports() -> str | None:
     """Folder of the package that a recipe's script imports: Python does not look in the working folder for it. `None`
     if it finds none."""
     find = "import importlib.util; print(importlib.util.find_spec('salesrl_trl').submodule_search_locations[0])"
-    found = subprocess.run([sys.executable, "-P", "-c", find], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    done = subprocess.run([sys.executable, "-P", "-c", find], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def gpus() -> list[dict[str, str]]:
@@ -154,7 +154,7 @@ def ask_driver(*arguments: str) -> list[list[str]]:
     """The fields of each row that nvidia-smi prints. No rows without a driver, or if it does not answer."""
     try:
         command = ["nvidia-smi", *arguments]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
+        text = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [[field.strip() for field in line.split(",")] for line in said.splitlines()]
+    return [[field.strip() for field in line.split(",")] for line in text.splitlines()]

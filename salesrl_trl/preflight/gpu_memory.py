@@ -49,7 +49,7 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     if not as_json:
         print(_as_text(estimated, setup, preset, card, title))
     else:
-        found = {
+        report = {
             "run": title,
             "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
             "fits": estimated.fits,
@@ -60,7 +60,7 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
             "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
             "remedies": [] if estimated.fits else advice(estimated, setup),
         }
-        print(strict_json(found))
+        print(strict_json(report))
     return 0 if estimated.fits else EXIT_FAILED
 
 

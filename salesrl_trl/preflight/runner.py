@@ -36,7 +36,7 @@ def prepare(config: RunConfig) -> Plan:
     for stage in BEFORE_A_RUN:
         findings = stage.run(plan)
         findings.raise_failure()
-        plan.notes += [finding.message for finding in findings.found]
+        plan.notes += [finding.message for finding in findings.items]
     return plan
 
 

@@ -61,7 +61,7 @@ def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
         findings = Findings([finding_of(error)])
     reason = [Finding(findings.skipped)] if findings.skipped else []
     seconds = time.perf_counter() - start
-    return StageReport(stage.name, findings.verdict, seconds, (*findings.found, *reason), dict(findings.figures))
+    return StageReport(stage.name, findings.verdict, seconds, (*findings.items, *reason), dict(findings.figures))
 
 
 def stage_text(report: StageReport) -> str:

@@ -49,17 +49,8 @@ ROOT = Path(__file__).parents[3]
         ),
         (
             "full",
-            [
-                *(
-                    "--judge",
-                    "mine.Judge",
-                    "--reward_stages",
-                    "mine.Stage",
-                    "--kl_law",
-                    "salesrl_trl.kl.law.AdaptiveLaw",
-                ),
-                *("--use_vllm", "false", "--sampler", "salesrl_trl.generation.sampler.WholeBatch"),
-            ],
+            ["--judge", "mine.Judge", "--reward_stages", "mine.Stage", "--kl_law", "salesrl_trl.kl.law.AdaptiveLaw",
+             "--use_vllm", "false", "--sampler", "salesrl_trl.generation.sampler.WholeBatch"],
             [
                 "judge        mine.Judge",
                 "stage        mine.Stage",
@@ -74,7 +65,7 @@ ROOT = Path(__file__).parents[3]
         ),
     ],
     ids=["as it stands", "own policy with LoRA", "own services", "own parts", "fixed coefficients"],
-)
+)  # fmt: skip
 def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("salesrl_trl.build.settings.RunConfig.policy_path", str(tiny))
     arguments = [str(tiny) if argument == "POLICY" else argument for argument in arguments]

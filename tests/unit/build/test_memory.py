@@ -262,13 +262,13 @@ def stage(tiny, monkeypatch, tmp_path):
 def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
     found = stage(**asked)
     assert found.verdict is verdict
-    assert text is None or text in found.found[0].text
+    assert text is None or text in found.items[0].text
     assert found.figures["needed_gib"] == asked["needed_gib"]
 
 
 def test_no_weights_are_trained_in_mode_rollouts_so_none_have_to_fit_in_float32(stage):
     found = stage(90, arguments=("--use_peft", "false", "--dtype", "bfloat16", "--mode", "rollouts"))
-    assert (found.verdict, found.found) == (StageVerdict.SKIPPED, [])
+    assert (found.verdict, found.items) == (StageVerdict.SKIPPED, [])
 
 
 def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monkeypatch):

@@ -155,7 +155,7 @@ def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
     given = {"fp16": False, "optim": "adamw_torch", "learning_rate": 1e-6, **settings}
     judge_update(step, changed, SimpleNamespace(**given), findings)
     assert findings.verdict is verdict
-    assert all(each.remedy for each in findings.found)
+    assert all(each.remedy for each in findings.items)
 
 
 @pytest.mark.parametrize(("peak", "verdict"), [(67.0, StageVerdict.PASSED), (69.0, StageVerdict.NOTED)])
