@@ -76,10 +76,10 @@ def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evalu
         *("--max_steps", "3", "--max_eval_rows", "8"),
         *("--per_device_train_batch_size", "16", "--output_dir", str(tmp_path / "run")),
         *("--quick_eval_steps", "2", "--quick_eval_rows", "4", "--held_out_examples", "1"),
-        with_python=COLD_PYTHON,
         HOME=str(tmp_path / "home"),
         XDG_CACHE_HOME=str(tmp_path / "home"),
-        VLLM_CACHE_ROOT=os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")),  # of compiled kernels
+        VLLM_CACHE_ROOT=os.environ.get("VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")),  # what it knows of models
+        **NOTHING_IS_COMPILED,
     )
     check_run(tmp_path / "run", steps=3)
     assert "[Run] policy       the packaged small policy (your own: --model_name_or_path NAME)" in told
@@ -156,8 +156,7 @@ def test_the_fast_load_recipe_without_an_accelerate_configuration_saves_and_stop
         *("--output_dir", str(tmp_path / "run")),
         configured=False,
         succeeds=False,
-        with_python=COLD_PYTHON,  # the run looks for the launcher above it
-        **NOTHING_IS_COMPILED,
+        with_python=COLD_PYTHON,  # the run looks for the launcher above it. The others begin with imports done
     )
     # dummy weights in vLLM, until the trainer's are pushed
     assert told.count("[Weights] vLLM samples from the weights in training") == 1
