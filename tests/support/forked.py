@@ -222,10 +222,11 @@ def _become(request, descriptors, folder, set_by_imports):
     paths = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[1:] = [*dict.fromkeys((*paths, *sys.path[1:]))]
     import torch._dynamo
-    from vllm.model_executor.models import registry
 
     torch._dynamo.config.disable = request["environment"].get("TORCHDYNAMO_DISABLE") == "1"  # as its import has it
-    sys.executable = registry._SUBPROCESS_COMMAND[0] = f"{folder}/python"
+    sys.executable = f"{folder}/python"
+    if registry := sys.modules.get("vllm.model_executor.models.registry"):
+        registry._SUBPROCESS_COMMAND[0] = sys.executable
     return request["words"]
 
 
@@ -269,9 +270,13 @@ def _import_everything():
     from salesrl_trl.ground import process
 
     process.remember_packages()
-
     for module in EVERYTHING:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except (
+            Exception
+        ) as error:  # the lowest versions of packages need not suit vLLM's server; a fork may not either
+            print(f"forks begin without {module}: {error!r}", file=sys.stderr)
     gc.collect()
     gc.freeze()
 

@@ -21,8 +21,8 @@ def of_one_machine():
 
 def run_ranks(launchers, arguments, out, limit_s, **env):
     """Launch `python -m LAUNCHER ARGUMENTS` for each launcher at once; together they make two ranks. In the place of a
-    launcher may be a `dict`, the variables of a rank that starts without one, as a fork. Returns what each rank wrote
-    to `OUT/rankN.json`; messages are in `OUT/stderrN.txt`."""
+    launcher may be a `dict`, the variables of a rank that starts without one. Launchers and ranks are forks. Returns
+    what each rank wrote to `OUT/rankN.json`; messages are in `OUT/stderrN.txt`."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")))
     logs = [out / f"stderr{number}.txt" for number in range(len(launchers))]
     started = []
@@ -35,7 +35,6 @@ def run_ranks(launchers, arguments, out, limit_s, **env):
                     env={**os.environ, "PYTHONPATH": paths, **env, **{name: str(each) for name, each in own.items()}},
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
-                    start_new_session=True,
                 )
             )
     try:
