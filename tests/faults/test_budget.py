@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from faults.callers import CALL_USD, RANKS, SERVICES, SLOTS
+from support.forked import COLD_PYTHON
 
 from salesrl_trl.reward.service.account import read_account
 
@@ -22,7 +22,7 @@ def start(tmp_path):
     started = []
 
     def start(**settings):
-        command = [sys.executable, str(CALLERS), json.dumps({"path": str(tmp_path / "budget.json"), **settings})]
+        command = [COLD_PYTHON, str(CALLERS), json.dumps({"path": str(tmp_path / "budget.json"), **settings})]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True))
         return started[-1]
 

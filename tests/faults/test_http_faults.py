@@ -7,7 +7,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 
 import pytest
 from pytest_httpserver import HTTPServer
@@ -276,7 +275,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path)
         server.expect_request("/v1/rag/8b").respond_with_data("{}")
         for named, expected in ((True, "trusted b'{}'"), (False, "ServiceUnavailable")):
             done = subprocess.run(
-                [sys.executable, "-c", TLS_PROBE, server.url_for("").rstrip("/")],
+                [COLD_PYTHON, "-c", TLS_PROBE, server.url_for("").rstrip("/")],
                 env={**os.environ, "SSL_CERT_FILE": str(certificate) if named else "/dev/null"},
                 capture_output=True,
                 text=True,

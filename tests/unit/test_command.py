@@ -73,7 +73,7 @@ def test_the_process_becomes_the_command_s_and_finds_parts_in_the_working_folder
     (mine / "env.py").write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
     code = f"import os; print(os.getpid(), flush=True); {SCRIPT}"
     found = subprocess.run(
-        [sys.executable, "-P", "-c", code, "env", "--a", "b c"],
+        [COLD_PYTHON, "-P", "-c", code, "env", "--a", "b c"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
         capture_output=True,

@@ -156,7 +156,7 @@ def remote(remote_process, monkeypatch):
 
 
 @pytest.fixture
-def remote_process(services):
+def remote_process(services, monkeypatch):
     """A chain in a child process: `remote_process(rows, **settings of build_reward)`. Complaints of its loop are
     errors."""
     built = []
@@ -165,6 +165,7 @@ def remote_process(services):
         built.append(OnItsLoop(RemoteReward(chain or build_reward(services.url, rows or [row()], **settings))))
         return built[-1]
 
+    monkeypatch.setattr(sys, "executable", COLD_PYTHON)  # the process that is stopped and killed is the child itself
     gc.freeze()
     yield build
     gc.collect()
@@ -605,8 +606,7 @@ def test_the_child_ends_when_its_parent_is_killed(services):
 # What is sent, and what is not
 
 
-def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(services, remote_process, monkeypatch):
-    monkeypatch.setattr(sys, "executable", COLD_PYTHON)
+def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(services, remote_process):
     reward = remote_process()
     reward.values(ACTION)
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
@@ -632,8 +632,7 @@ def test_nobody_else_can_speak_to_the_child(services, remote):
     assert not os.get_inheritable(ours.fileno())
 
 
-def test_the_child_does_without_torch(remote_process, monkeypatch):
-    monkeypatch.setattr(sys, "executable", COLD_PYTHON)
+def test_the_child_does_without_torch(remote_process):
     reward = remote_process()
     reward.values(ACTION)
     maps = Path(f"/proc/{reward.process.pid}/maps").read_text()

@@ -3,9 +3,9 @@
 import json
 import math
 import subprocess
-import sys
 
 import pytest
+from support.forked import COLD_PYTHON
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.view.run_folder import read_run
@@ -137,7 +137,7 @@ def test_a_folder_above_several_runs_is_refused_with_their_names(run_folder):
 def test_the_report_starts_without_what_is_heavy():
     heavy = ("torch", "trl", "vllm", "transformers", "matplotlib", "tensorboard", "numpy")
     code = f"import sys, json, salesrl_trl.report; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    told = subprocess.run([COLD_PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout
     assert json.loads(told) == []
 
 
