@@ -252,18 +252,25 @@ def _run(words):
             sys.argv, main.__file__ = words, words[0]
             exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+        code = _exit_code(end)
+    except BaseException as error:
         code = 1
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as end:
+            code = _exit_code(end)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _exit_code(end):
+    if isinstance(end.code, str):
+        print(end.code, file=sys.stderr)
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
 def _import_everything():
