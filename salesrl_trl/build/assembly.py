@@ -28,8 +28,7 @@ from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.account import CALLS, USD, Limit
-from salesrl_trl.reward.service.budget import FREE, Budget, Price
+from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import SalesRow
 

@@ -87,8 +87,7 @@ def _evaluate(
     from salesrl_trl.evaluate.findings import LABELS, findings_of, modes
     from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
     from salesrl_trl.names import StartUp
-    from salesrl_trl.reward.readiness import warm_up
-    from salesrl_trl.reward.reward_loop import RewardLoop
+    from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 
     plan, wanted = plans[0], modes(samples)
     config, training = plan.config, plan.config.training

@@ -15,9 +15,8 @@ from typing import Any, TypeAlias
 from salesrl_trl.ground.surroundings import here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call
-from salesrl_trl.reward.faults import FaultLog
 from salesrl_trl.reward.judge.judge_interface import JudgeRecord, ProviderUsage
-from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.stage_times import StageTimes, TimeRange, time_of

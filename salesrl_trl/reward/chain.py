@@ -9,8 +9,9 @@ Owns the order of the stages and what every failure means. It does not own:
 
 import asyncio
 import functools
+import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
@@ -19,20 +20,18 @@ from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
-from salesrl_trl.reward.parsing import parse_action
+from salesrl_trl.reward.parsing import is_empty_text, parse_action
 from salesrl_trl.reward.rag.rag_answers import RagAnswers
 from salesrl_trl.reward.rag.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
-from salesrl_trl.reward.service.event_loop import deadline, remaining_s
+from salesrl_trl.reward.service.event_loop import clocked, deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.reward.warm_up import add_places, ask_every_service, compare_references
 from salesrl_trl.types import (
     DEFAULT_FORMAT,
     Action,
@@ -45,6 +44,8 @@ from salesrl_trl.types import (
     SalesRow,
     Verdict,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -312,3 +313,57 @@ async def _or_error(call: Callable[[], Awaitable[T]]) -> T | ServiceError:
         return await call()
     except ServiceError as error:
         return error
+
+
+_NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
+
+
+async def ask_every_service(
+    row: SalesRow, answers: RagAnswers, judge: Judge | None, announces: bool
+) -> dict[str, float | ServiceError]:
+    """Ask both RAG endpoints about a row, then the judge, if any branch needs one, about their answer.
+
+    Returns by service the seconds its answer took, or what went wrong. `announces` says whether this is the process
+    that logs what it finds.
+    """
+    action = answers.plain_action(row.conversation[-1].content)
+    results = await asyncio.gather(
+        clocked(functools.partial(answers.ask_8b, row, action)), clocked(functools.partial(answers.ask_32b, row))
+    )
+    seconds: dict[str, float | ServiceError] = {
+        name: result if isinstance(result, ServiceError) else result[1]
+        for name, result in zip(answers.backend.transports, results, strict=True)
+    }
+    judged = next((result[0] for result in results if not isinstance(result, ServiceError)), _NO_ANSWER)
+    if judge is not None:
+        seconds.update(await judge.warm_up(row, action, judged))
+    if not isinstance(results[0], ServiceError) and not results[0][0].passages:
+        await _warn_of_an_empty_index(row, answers, announces)
+    return seconds
+
+
+async def compare_references(rows: Sequence[SalesRow], answers: RagAnswers, announces: bool) -> None:
+    """Compare some of the references that an earlier run kept with fresh ones, and forget them all where they differ.
+
+    `rows` are those whose references are used."""
+    line = await answers.compare_references(rows)
+    if announces and line is not None:
+        text, is_warning = line
+        logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
+
+
+def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:
+    """Let each error's message say where its service is."""
+    for name, result in results.items():
+        if isinstance(result, ServiceError):
+            result.args = (f"{result} ({name}: {places[name]})",)
+
+
+async def _warn_of_an_empty_index(row: SalesRow, answers: RagAnswers, announces: bool) -> None:
+    result = await clocked(functools.partial(answers.index_has_some, row))
+    if not isinstance(result, ServiceError) and not result[0] and announces:
+        logger.warning(
+            f"[RAG] {answers.backend.identity} finds nothing for the first row, not even without a threshold: look "
+            "whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are not scored "
+            "(`no_passages`)."
+        )

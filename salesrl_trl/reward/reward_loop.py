@@ -8,6 +8,7 @@ are waited for. That belongs to its callers: the rollouts, `trainer`, `update.st
 import asyncio
 import contextlib
 import itertools
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -15,7 +16,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from salesrl_trl.errors import ServiceError
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from salesrl_trl.errors import ServiceError, ServiceUnavailable
 from salesrl_trl.reward.batch import (
     CANCEL_GRACE_S,
     BatchReport,
@@ -29,6 +33,8 @@ from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.watched_loop import WatchedLoop
 from salesrl_trl.timing import Span, TimingContext
 from salesrl_trl.types import Example
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -275,3 +281,27 @@ async def _cancel_the_others() -> None:
         task.cancel()
     if others:
         await asyncio.wait(others, timeout=CANCEL_GRACE_S)
+
+
+def warm_up(reward_loop: RewardLoop, report: Callable[[str], object] = logger.info) -> None:
+    """Ask every service once, and report how long it took; a collective.
+
+    Raises `ServiceUnavailable` if the 8B endpoint, or every judge, did not answer; on all ranks alike.
+    """
+    answers: dict[str, float | ServiceError] = {}
+    try:
+        answers = reward_loop.warm_up()
+        unusable = [str(error) for error in reward_loop.reward.names.unusable(answers)]
+    except ServiceError as error:  # of the reward process itself: the other ranks wait below
+        unusable = [str(error)]
+    figures = [answer.code if isinstance(answer, ServiceError) else answer for answer in answers.values()]
+    everywhere, failures = gather_object([figures]), gather_object(unusable)
+    if PartialState().is_main_process and all(everywhere):
+        for name, *results in zip(answers, *everywhere, strict=True):
+            codes = sorted({result for result in results if isinstance(result, str)})
+            report(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
+    if failures:
+        raise ServiceUnavailable(
+            f"the services did not pass their warm-up, so nothing could be scored: {failures[0]} Mend the service and "
+            "launch again (`warm_up_services: false` leaves the check out)."
+        )

@@ -13,8 +13,7 @@ from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, BatchResult, Completion, Origin, RewardBatch, Sample
-from salesrl_trl.reward.faults import FaultLog
-from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import FORMAT
 from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes

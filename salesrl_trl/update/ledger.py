@@ -19,8 +19,7 @@ from salesrl_trl.names import (
     FAILURE_REASONS,
     LEFT_OUT,
 )
-from salesrl_trl.reward.figures import VALUE, RewardFigures
-from salesrl_trl.reward.judge.bias import JudgeBias
+from salesrl_trl.reward.figures import VALUE, JudgeBias, RewardFigures
 from salesrl_trl.telemetry.aggregates import StepAggregates
 
 MODES = ("train", "eval")

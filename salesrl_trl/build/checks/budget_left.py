@@ -6,7 +6,7 @@ from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.service.account import CALLS, USD, read_account
+from salesrl_trl.reward.service.budget import CALLS, USD, read_account
 from salesrl_trl.update.spending import reported
 
 

@@ -2,7 +2,7 @@
 
 - `http`, `wire`: one HTTP request, and the connection that carries it.
 - `transport`: attempts, time-outs and deadlines, by the laws of `limits`, `breaker`, `hedging` and `flights`.
-- `account`, `budget`, `token_rate`: what a run may spend.
+- `budget`: what a run may spend.
 - `event_loop`: the clock, the deadline, and objects of one event loop.
 
 Refuses to know the content of requests: `reward.rag` and `reward.judge` own it, and call it.

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from salesrl_trl.names import LENGTH_CORRELATION, POSITION_GAP
-from salesrl_trl.reward.judge.bias import JudgeBias, bias_sums
+from salesrl_trl.reward.figures import JudgeBias, bias_sums
 from salesrl_trl.reward.judge.judge_interface import JudgeRecord
 
 

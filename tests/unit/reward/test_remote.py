@@ -35,8 +35,7 @@ from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.reward.service.account import Limit, read_account
-from salesrl_trl.reward.service.budget import Budget
+from salesrl_trl.reward.service.budget import Budget, Limit, read_account
 from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
 
 PATIENCE_S = 30.0

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.figures import RewardFigures
-from salesrl_trl.reward.judge.bias import JudgeBias
+from salesrl_trl.reward.figures import JudgeBias, RewardFigures
 from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.reward.service.transport import TRAFFIC
