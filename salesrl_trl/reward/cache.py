@@ -30,7 +30,7 @@ from typing import Generic, TypeVar
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.ground.process import is_locked, make_private
-from salesrl_trl.reward.service.event_loop import PerLoop, remaining_s
+from salesrl_trl.reward.service.event_loop import PerLoop, cancel, remaining_s
 
 T = TypeVar("T")
 
@@ -50,8 +50,6 @@ LOCK_PAUSE_S = 1.0
 """Seconds for which a locked file counts as empty, without another look at it."""
 CHANGE_ATTEMPTS = 20
 """Attempts at a change that can't wait, while another process locks the file."""
-CLOSE_TIMEOUT_S = 1.0
-"""Longest wait, at the end, for calls that were cancelled."""
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
 _IN_LIST = "key IN (SELECT value FROM json_each(?))"
@@ -316,11 +314,7 @@ class Cache(Generic[T]):
 
     async def aclose(self) -> None:
         """Cancel what is under way on the running loop."""
-        tasks = list(self._under_way.get().values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+        await cancel(self._under_way.get().values())
 
     async def _obtain(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> tuple[T, bool]:
         """The answer, and whether it cost no call."""

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from salesrl_trl.ground.surroundings import enter
-from salesrl_trl.reward.service.event_loop import remaining_s
+from salesrl_trl.reward.service.event_loop import cancel_others, remaining_s
 
 T = TypeVar("T")
 
@@ -42,8 +42,6 @@ CLOSE_S = 5.0
 """Longest wait for a reward to close what belongs to its loop."""
 CLOSE_INTERRUPTED_S = 2.0
 """The same, while its loop is held up."""
-CANCEL_GRACE_S = 1.0
-"""Longest wait for calls that were cancelled."""
 _LOOPS = ("salesrl_trl", "asyncio", "threading", "contextvars", "selectors")
 """Modules through which a loop calls other code."""
 
@@ -177,11 +175,7 @@ class WatchedLoop:
 
         async def closed() -> None:
             await aclose()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=CANCEL_GRACE_S)
+            await cancel_others()
 
         def end(task: asyncio.Task[None]) -> None:
             ended.set_result(task.exception())

@@ -369,7 +369,7 @@ class Components:
         self.ledger.clear()
         self.run_control.restart()
         self.stopping.forget()
-        self.reward_loop.resume()
+        self.reward_loop.stopped = None
 
     def close(self) -> None:
         """Close the reward's connections and the instruments. Nothing can be scored after this."""

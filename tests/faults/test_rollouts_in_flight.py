@@ -96,14 +96,14 @@ def process_of(reward):
 
 def pending(trainer):
     """Tasks on the loop of the rewards. A loop that is closed has none."""
-    if trainer.components.reward_loop._loop.is_closed():
+    if trainer.components.reward_loop._loops.loop.is_closed():
         return []
 
     async def under_way():
         await asyncio.sleep(0.1)  # what was cancelled ends
         return [str(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    return asyncio.run_coroutine_threadsafe(under_way(), trainer.components.reward_loop._loop).result(10)
+    return asyncio.run_coroutine_threadsafe(under_way(), trainer.components.reward_loop._loops.loop).result(10)
 
 
 def pending_rewards(trainer):

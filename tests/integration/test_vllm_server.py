@@ -298,7 +298,7 @@ def test_a_run_after_one_that_failed_leaves_the_first_ones_rollouts_aside(build)
     trainer.compute_loss = compute_loss
     assert len(begun) == 3
     assert [requests._given_up for requests in begun] == [False, True, True]
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), trainer.components.reward_loop._loop).result()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), trainer.components.reward_loop._loops.loop).result()
     assert not trainer.components.reward_loop._open
     trainer.train()
     check_steps(trainer.state.log_history, 2)

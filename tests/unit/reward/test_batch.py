@@ -8,9 +8,9 @@ import time
 import pytest
 from support.virtual_time import play
 
-from salesrl_trl.reward.batch import CANCEL_GRACE_S, completion_text
+from salesrl_trl.reward.batch import completion_text
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.event_loop import remaining_s
+from salesrl_trl.reward.service.event_loop import CANCEL_GRACE_S, remaining_s
 from salesrl_trl.reward.stage_times import StageTimes, TimeRange
 from salesrl_trl.timing import overlap
 from salesrl_trl.types import Outcome, Reward

@@ -105,7 +105,7 @@ class OnItsLoop:
         self.reward = reward
         self.complaints = []
         self.loop = RewardLoop(reward)
-        self.loop._loop.set_exception_handler(lambda loop, context: self.complaints.append(context["message"]))
+        self.loop._loops.loop.set_exception_handler(lambda loop, context: self.complaints.append(context["message"]))
 
     def begin(self, indices):
         return self.loop.begin(examples(indices))
@@ -128,7 +128,7 @@ class OnItsLoop:
 
     def of_child(self, call, *arguments):
         """The answer of a call on the loop."""
-        return self.loop._run(call, *arguments)
+        return self.loop._loops.run(call, *arguments)
 
     @property
     def child(self):
