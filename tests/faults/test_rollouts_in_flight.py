@@ -332,12 +332,3 @@ def test_a_run_that_is_told_to_stop_inside_a_generation_batch_stops_there(traine
     with pytest.raises(RunStopped, match="after 5 steps"):
         trainer.train()
     assert (Path(trainer.args.output_dir) / "checkpoint-5/generation_batch_0.pt").is_file()
-
-
-@pytest.mark.timeout(120)
-def test_a_run_that_is_told_to_stop_in_its_last_step_says_so(trainer_of, services):
-    trainer = trainer_of(max_steps=3)
-    trainer.add_callback(AtStep(at_2=lambda: trainer.request_stop("SIGTERM")))
-    with pytest.raises(RunStopped, match="after 2 steps"):
-        trainer.train()
-    assert (Path(trainer.args.output_dir) / "checkpoint-2").is_dir()

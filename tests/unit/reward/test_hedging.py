@@ -38,10 +38,3 @@ def test_extra_calls_stay_a_share_of_all():
             policy.record_hedge()
             hedges += 1
     assert hedges == 50
-
-
-def test_a_share_of_nothing_is_nothing():
-    policy = HedgePolicy(0.0)
-    for _ in range(1000):
-        policy.record_sent()
-    assert not policy.affordable

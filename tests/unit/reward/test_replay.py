@@ -256,12 +256,6 @@ def test_a_hedge_belongs_to_the_completion_it_was_sent_for(services, rows):
     assert len([each for each in records[-1].calls if each.service == "rag_8b"]) > 1
 
 
-def test_without_a_record_nothing_is_noted(services, rows):
-    _, records, report = score(build_reward(services.url, rows), [(0, ACTION)])
-    assert records == [None]
-    assert report.calls == ()
-
-
 def test_calls_for_references_ahead_belong_to_no_completion(services, rows):
     reward = build_reward(services.url, rows, records=True)
 
