@@ -1,7 +1,7 @@
 """From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets.
 
-Owns who calls what: TRL runs reward models, as it does; the reward loop calls all functions. Owns no call itself.
-`trainer` makes it, `wiring.components` asks it.
+Owns who calls what: TRL runs reward models, the reward loop calls all functions. `trainer` makes it,
+`wiring.components` asks it.
 """
 
 import logging
