@@ -23,7 +23,7 @@ from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.judge.provider import JudgeProvider
 from salesrl_trl.reward.mixed import combined
-from salesrl_trl.reward.rag.rag_client import RagBackend, RagClient
+from salesrl_trl.reward.rag_client import RagBackend, RagClient
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines

@@ -26,7 +26,7 @@ from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
-from salesrl_trl.reward.rag.rag_answers import RagAnswers
+from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Answer, Verdict
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.recording.reader import Recorded
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.rag.rag_client import answer_from_json
+from salesrl_trl.reward.rag_client import answer_from_json
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, RequestIds, SalesRow
 

@@ -7,9 +7,9 @@ Owns:
   (`mixed`), a record in its place (`replay`);
 - a batch: rewards while they come in (`batch`), and the trainer's side, which owns the open batches (`reward_loop`,
   `reward_funcs`, `watched_loop`);
-- answers that are kept (`cache`);
+- answers that are kept (`cache`), those of a RAG service (`rag_answers`, `rag_client`);
 - the reward in a process of its own (`remote`, `worker`);
 - the figures of a log line (`figures`).
 
-Its packages ask the services: `service`, `rag`, `judge`. Refuses to know the policy, its tokens and the schedule.
+Its packages ask the services: `service`, `judge`. Refuses to know the policy, its tokens and the schedule.
 """

@@ -1,7 +1,7 @@
 """Each question is asked once: equal calls share one that is under way, and later ones get its answer.
 
 Owns the keys of answers, the sharing of calls, the count of calls that were saved, and the file of answers. The chain
-(`chain`, `rag.rag_answers`) asks through it. A failure is never kept.
+(`chain`, `rag_answers`) asks through it. A failure is never kept.
 
 The file is SQLite, for several processes. Every access is one statement, so a process that is killed leaves it whole.
 Values are JSON behind a checksum. They hold customers' words, so the file's owner alone can read it. Keys are hashes.

@@ -21,8 +21,8 @@ from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
 from salesrl_trl.reward.parsing import is_empty_text, parse_action
-from salesrl_trl.reward.rag.rag_answers import RagAnswers
-from salesrl_trl.reward.rag.rag_client import RagBackend, answer_to_json
+from salesrl_trl.reward.rag_answers import RagAnswers
+from salesrl_trl.reward.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing

@@ -15,7 +15,7 @@ from support import virtual_time
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverloaded, ServiceTimeout
-from salesrl_trl.reward.rag.rag_client import RagClient
+from salesrl_trl.reward.rag_client import RagClient
 from salesrl_trl.reward.service.event_loop import deadline, now
 from salesrl_trl.reward.service.http import HttpClient, retry_after_s
 from salesrl_trl.types import Action, RequestIds

@@ -31,8 +31,7 @@ from salesrl_trl.errors import (
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.service.budget import Bill, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
-from salesrl_trl.reward.service.flights import Flights
-from salesrl_trl.reward.service.hedging import HedgePolicy
+from salesrl_trl.reward.service.flights import Flights, HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from salesrl_trl.reward.service.hedging import MARGIN, MIN_SAMPLES, HedgePolicy
+from salesrl_trl.reward.service.flights import MARGIN, MIN_SAMPLES, HedgePolicy
 
 
 def test_nothing_is_late_before_enough_is_known():

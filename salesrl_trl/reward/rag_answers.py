@@ -13,7 +13,7 @@ from datetime import datetime
 from salesrl_trl.errors import BadServiceResponse, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, is_empty_text
-from salesrl_trl.reward.rag.rag_client import RagBackend, answer_from_json, answer_to_json
+from salesrl_trl.reward.rag_client import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.types import Action, ActionFormat, Answer, SalesRow
 
 COMPARED_REFERENCES = 8
