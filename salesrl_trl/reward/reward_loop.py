@@ -59,7 +59,7 @@ class RewardLoop:
         """The result with which TRL is answered now."""
         self.stopped: str | None = None
         """The reason code of what begins now: it is not scored. `None`: it is."""
-        self._open: list[RewardBatch] = []  # in the order in which they began
+        self._open: dict[int, RewardBatch] = {}  # by number, in the order in which they began
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
         # A user's code may hold up its event loop: it has one of its own, or a process of its own.
@@ -71,12 +71,11 @@ class RewardLoop:
     def begin(self, rows: Sequence[Example], group: int = 1, origin: Origin | None = None) -> RewardBatch:
         """A batch of completions to these rows, none of which is started yet. `group` neighbours are completions of a
         prompt."""
-        taken = {batch.lane for batch in list(self._open)}
+        taken = {batch.lane for batch in list(self._open.values())}
         lane = next(lane for lane in itertools.count() if lane not in taken)
-        batch = self.reward.batch(
-            rows, group, number=next(self._numbers), lane=lane, origin=origin, watched=self._loops.watched
-        )
-        self._open.append(batch)  # before looking, for the loop's thread may stop all at this moment
+        number = next(self._numbers)
+        batch = self.reward.batch(rows, group, number=number, lane=lane, origin=origin, watched=self._loops.watched)
+        self._open[number] = batch  # before looking, for the loop's thread may stop all at this moment
         if self.stopped is not None:
             batch.cut_off(self.stopped)
         return batch
@@ -109,7 +108,7 @@ class RewardLoop:
             batch.start_all(completions)
             await batch.settled([range(len(batch))])
             drained = await self._loops.drained(self.reward.drain)
-            self._close_batch(batch)
+            self._open.pop(batch.number, None)
             return batch.result(drained)
 
         return self._loops.run(scored)
@@ -125,14 +124,10 @@ class RewardLoop:
 
         def give_up(batch: RewardBatch) -> None:
             batch.cancel()
-            self._close_batch(batch)
+            self._open.pop(batch.number, None)
 
-        for batch in list(self._open):
+        for batch in list(self._open.values()):
             self._loops.post(give_up, batch)
-
-    def _close_batch(self, batch: RewardBatch) -> None:
-        with contextlib.suppress(ValueError):  # not a new list: another thread may append to it now
-            self._open.remove(batch)
 
     def cut_off(self, reason: str) -> None:
         """Score no more: completions without a reward, and all later ones, are missing with this reason code. Does not
@@ -140,7 +135,7 @@ class RewardLoop:
 
         def cut_off() -> None:
             self.stopped = reason
-            for batch in list(self._open):
+            for batch in list(self._open.values()):
                 batch.cut_off(reason)
 
         self._loops.post(cut_off)
@@ -162,7 +157,7 @@ class RewardLoop:
             return "this rank's are scored, another's may be out"
         if self._loops.watched is not None and (held_up := self._loops.watched.held_up()):
             return held_up
-        batches = list(self._open)
+        batches = list(self._open.values())
         if not batches:
             return "none is being scored"
         batch = batches[0]
@@ -176,7 +171,7 @@ class RewardLoop:
 
     def unreported_spans(self) -> list[Span]:
         """The stages of the open batches, for example of one that was cut off. One under way counts as failed."""
-        return [span for batch in list(self._open) for stages in batch.stages for span in stages.so_far()]
+        return [span for batch in list(self._open.values()) for stages in batch.stages for span in stages.so_far()]
 
     # Before the first batch, and after the last
 

@@ -114,7 +114,7 @@ def assert_nothing_is_left(trainer, caplog):
     """No task of a reward is left when training has ended. Calls go on for the cache; none is left when the trainer is
     finished."""
     assert pending_rewards(trainer) == []
-    assert trainer.components.reward_loop._open == []
+    assert trainer.components.reward_loop._open == {}
     trainer.finish()
     assert pending(trainer) == []
     gc.collect()
@@ -291,7 +291,7 @@ def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(traine
         signal.signal(signal.SIGINT, before)
     interrupter.join()
     assert pending_rewards(again) == []
-    assert again.components.reward_loop._open == []
+    assert again.components.reward_loop._open == {}
     services.hangs.clear()
     services.let_go.set()
     prompts[again].clear()

@@ -16,7 +16,7 @@ from salesrl_trl.recording.reader import row_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import Origin, Sample
-from salesrl_trl.reward.functions import per_completion, reward_of
+from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import NOT_RECORDED, ReplayReward, recorded_name
@@ -132,23 +132,6 @@ def test_delays_are_those_of_the_run(services, rows, tmp_path):
         replayed(run, rows, [(0, ACTION)], delays=delays)
         seconds.append(time.perf_counter() - began)
     assert seconds[1] >= 0.3 > seconds[0]
-
-
-def test_a_function_of_a_users_own_is_replayed_too(tmp_path):
-    asked = []
-
-    def length(completions, **_):
-        asked.extend(completions)
-        return [float(len(text)) for text in completions]
-
-    texts = [(0, "four"), (1, "seven77")]
-    rewards, _, _ = score(reward_of(length), texts)
-    entries = [(*text, reward, None) for text, reward in zip(texts, rewards, strict=True)]
-    run = record(tmp_path, entries)
-    asked.clear()
-    found, _, _ = score(ReplayReward(reward_of(length), run, "fail"), texts[::-1])
-    assert [each.value for each in found] == [7.0, 4.0]
-    assert not asked
 
 
 @per_completion
