@@ -81,11 +81,8 @@ class Scoring:
         return {**own, **others}
 
     def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
-        """The same law, with the components of these stages.
-
-        Raises:
-            `ConfigError`: two stages or components have one name, or no stage adds a component that is expected.
-        """
+        """The same law, with the components of these stages. Raises `ConfigError` where two stages or components have
+        one name, or no stage adds a component that is expected."""
         check_stages(stages, taken=tuple(Stage), known=(*COMPONENTS, REFERENCE))
         added = tuple(component for stage in stages for component in stage.components)
         lacking = sorted(set(self.stage_components) - set(added))
