@@ -1,8 +1,8 @@
 """One call to one service: how often it is tried, how long it may take, how many run at once.
 
 Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. The clients of RAG services
-and judges call it. It refuses to own how a request is sent (`http`), and when a reward phase ends (`event_loop`). Every
-wait here ends by then.
+and judges call it. It refuses to own how a request is sent (`http`), and when a reward phase ends (`event_loop`), by
+which every wait here has ended.
 
 A call takes one slot and keeps it until it ends, also while it waits between attempts. So a service that says "come
 back in a second" has less to do in that second. The laws of limit, breaker and hedge are pure; this module applies
