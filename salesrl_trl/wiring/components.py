@@ -390,7 +390,7 @@ class Components:
         self.ledger.clear()
         self.run_control.restart()
         self.stopping.forget()
-        self.reward_loop.resume()
+        self.reward_loop.stopped = None
 
     def close(self) -> None:
         self.pipeline.forget()

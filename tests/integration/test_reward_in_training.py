@@ -9,7 +9,7 @@ from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 
 from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.reward.cache import AnswerStore
-from salesrl_trl.reward.readiness import warm_up
+from salesrl_trl.reward.reward_loop import warm_up
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
 PLANTED = "sk-planted-4242424242"

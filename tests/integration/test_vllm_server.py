@@ -226,7 +226,8 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
         output = generate(client, *arguments, **request)
         end = time.monotonic() + 60
         while is_last_of_a_batch and time.monotonic() < end:
-            if sum(each is not None for each in trainer.components.reward_loop._open[-1]._samples) == BATCH - 1:
+            *_, latest = trainer.components.reward_loop._open.values()
+            if sum(sample is not None for sample in latest._samples) == BATCH - 1:
                 return output
             time.sleep(0.01)
         assert not is_last_of_a_batch, "rewards do not start before the whole batch is there"
