@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, Trainer
@@ -372,3 +373,20 @@ class SalesGRPOTrainer(TRLAccess):
         if self.components.run_control.error is None:
             self.components.evaluate_quickly()
         self.components.stopping.settle()
+
+
+class RolloutTrainer(SalesGRPOTrainer):
+    """The trainer of `mode: rollouts`: it generates and scores as in training, and updates nothing.
+
+    There is no pass, so there are no gradients and no state of an optimizer.
+    """
+
+    def training_step(self, model, inputs, *_, **__):
+        """Generates and scores the rollouts that are due."""
+        with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
+            model.train()
+            self._prepare_inputs(inputs)
+            self._step += 1
+        if self.accelerator.sync_gradients:
+            self._timeline.begin(Phase.OPTIMIZER)
+        return torch.zeros((), device=self.accelerator.device)

@@ -12,9 +12,9 @@ from support.loopback import ACTION, BAD, VERDICT, action
 from support.scripted import Scripted
 from transformers import TrainerCallback
 
-from salesrl_trl.build.rollouts_only import RolloutTrainer
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.trainer import RolloutTrainer
 from salesrl_trl.update.weights import WeightCheck
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
