@@ -14,7 +14,7 @@ from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
 from salesrl_trl.config.reward import SALES
-from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.ground.service_keys import find_key
