@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from salesrl_trl.config.compiling import GRAPHS_ALONE, Start, engine_start
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.vllm import engine_kwargs, pushes_all_weights, vllm_dtype
+from salesrl_trl.generation.vllm import pushes_all_weights
 
 _FOR_SERVERS_TOO = {"enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "dtype"}
 """Options that a server decides for itself, without harm: a recipe may hold them for another `vllm_mode`."""
@@ -30,10 +30,15 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
     start = engine_start(args)
     process = args.process_index // args.vllm_tensor_parallel_size
     on_cpu = args.device.type == "cpu"
-    return engine_kwargs(
-        enforce_eager=start is Start.EAGER,
-        load_format="dummy" if pushes_all_weights(model, on_cpu) else "auto",
-        dtype=vllm_dtype("auto", bf16=args.bf16, fp16=args.fp16, model_dtype=model.dtype),
-        seed=args.seed * 1000 + process,  # equal within a group of tensor-parallel ranks
-        extra={"compilation_config": GRAPHS_ALONE} | given if start is Start.GRAPHS else given,
-    )
+    in_training = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(model.dtype).removeprefix("torch.")
+    options: dict[str, object] = {
+        "enforce_eager": start is Start.EAGER,
+        # random until the first push, which TRL always makes before the first generation
+        "load_format": "dummy" if pushes_all_weights(model, on_cpu) else "auto",
+        "dtype": in_training,
+        # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
+        "seed": args.seed * 1000 + process,
+    }
+    if start is Start.GRAPHS:
+        options["compilation_config"] = GRAPHS_ALONE
+    return options | given

@@ -11,7 +11,7 @@ from torch import nn
 
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.rollout.correction import CorrectionAtStep
-from salesrl_trl.rollout.passes import Passes
+from salesrl_trl.rollout.model_passes import Passes
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
 from salesrl_trl.update.ledger import Ledger

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from accelerate.logging import get_logger
 
 from salesrl_trl.config.checks import check
+from salesrl_trl.config.sampling import compares_with_sampler, reshaped_sampling
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.groups import parts
@@ -69,8 +70,8 @@ def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
             f"{args.vllm_importance_sampling_mode}`, which leaves tokens out of the loss if the policy's probability "
             f"of them has changed much: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
         )
-    reshaped = ", ".join(args.reshaped_sampling())
-    if args.use_vllm and reshaped and args.compares_with_sampler():
+    reshaped = ", ".join(reshaped_sampling(args))
+    if args.use_vllm and reshaped and compares_with_sampler(args):
         warnings.append(
             f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, "
             "so the importance ratios, which weigh the loss of each token, are wrong by the part that is left out. "
@@ -106,7 +107,7 @@ def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
     """Possible reasons for a difference between the log-probs of vLLM and of the trainer."""
     hints = "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "
     hints += "`max_sampling_logp_difference` only hides it."
-    if args.reshaped_sampling():
-        hints = f"Its log-probs are of what {', '.join(args.reshaped_sampling())} leaves. {hints}"
+    if reshaped_sampling(args):
+        hints = f"Its log-probs are of what {', '.join(reshaped_sampling(args))} leaves. {hints}"
     tied = "The output head is tied to the embedding: on a CPU use an untied model. "
     return tied + hints if has_tied_head else hints

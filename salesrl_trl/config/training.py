@@ -20,7 +20,7 @@ from salesrl_trl.config.ranges import (
     Share,
     check_settings,
 )
-from salesrl_trl.config.sampling import RESHAPING, check_quantization, load_sampler, reshaping
+from salesrl_trl.config.sampling import check_sampling, load_sampler
 from salesrl_trl.config.schedule import settle_schedule
 from salesrl_trl.config.sizes import RUN_MODES, check_mode, check_numbers, check_sizes
 from salesrl_trl.generation import compiled
@@ -171,59 +171,13 @@ class SalesGRPOConfig(GRPOConfig):
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
-        self._check_lookahead()
-        self._check_sampling()
+        check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
         self._check_kl()
-        self.parsed_engine_kwargs()
         self.sampler_class()
 
     def to_dict(self) -> dict[str, object]:
         """The settings as loggers show them: without keys."""
         return cast(dict[str, object], without_keys(super().to_dict()))
-
-    def _check_lookahead(self) -> None:
-        ahead = self.rollout_lookahead
-        check(
-            ahead == 0 or not self.use_vllm or self.vllm_importance_sampling_correction,
-            f"`rollout_lookahead` is {ahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
-            "for rollouts of earlier weights. Expected the correction, or a lookahead of 0. Set one of them.",
-        )
-
-    def _check_sampling(self) -> None:
-        can_correct = self.vllm_mode == "colocate" and self.vllm_importance_sampling_correction
-        check_quantization(
-            self.parsed_engine_kwargs().get("quantization"), can_correct=can_correct and not self.use_cpu
-        )
-        temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
-        check(
-            temperature == self.temperature,
-            f"`generation_kwargs` has the temperature {temperature}, but log-probs are computed at `temperature: "
-            f"{self.temperature}`. Expected one temperature: set `temperature` alone.",
-        )
-        if not self.use_vllm or not self.compares_with_sampler():
-            return
-        logprobs_mode = self.parsed_engine_kwargs().get("logprobs_mode", "processed_logprobs")
-        check(
-            logprobs_mode == "processed_logprobs",
-            f"`vllm_engine_kwargs` has the logprobs_mode {logprobs_mode!r}, with which importance ratios would "
-            "compare different things. Expected 'processed_logprobs': leave it out.",
-        )
-        reshaped = ", ".join(self.reshaped_sampling())
-        sequences = self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.startswith(
-            "sequence_"
-        )
-        check(
-            not reshaped or not (self.rollout_lookahead or sequences),
-            f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, the "
-            "trainer's those of the whole vocabulary, so their ratio "
-            + (
-                "does not correct for `rollout_lookahead`"
-                if self.rollout_lookahead
-                else "is wrong, and multiplied over a completion it leaves little of the loss"
-            )
-            + ". Expected sampling by `temperature` alone, or `rollout_lookahead: 0` with "
-            "`vllm_importance_sampling_correction: false`.",
-        )
 
     @property
     def pass_tokens(self) -> int | None:
@@ -255,16 +209,6 @@ class SalesGRPOConfig(GRPOConfig):
     def is_sharded(self) -> bool:
         """Whether DeepSpeed or FSDP splits the policy's training over processes."""
         return self.deepspeed_plugin is not None or bool(self.fsdp) or has_fsdp()
-
-    def compares_with_sampler(self) -> bool:
-        """Whether the loss reads vLLM's own log-probs."""
-        return bool(self.vllm_importance_sampling_correction) or self.off_policy_mask_threshold is not None
-
-    def reshaped_sampling(self) -> list[str]:
-        """Settings that make the distribution of tokens another one than softmax(logits / temperature)."""
-        extra = self.generation_kwargs or {}
-        named = reshaping({name: extra.get(name, getattr(self, name, None)) for name in RESHAPING})
-        return named + ["`vllm_structured_outputs_regex`"] * bool(self.vllm_structured_outputs_regex)
 
     def sampler_class(self) -> "Callable[[Upstream], Sampler] | None":
         """The generation engine that `sampler` names, if any."""
