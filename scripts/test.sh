@@ -46,7 +46,7 @@ make_folder() {
   cp -- "$list" "$stamp"
 }
 
-# With the lowest versions: a training, one room of tests for each package, and what upstream's hooks are.
+# With the lowest versions: a training, the tests of what uses each dependency, and of upstream's hooks.
 test_lowest() {
   wait "$lowest_made" || return
   PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" "$bin/python" -m pytest -q -m "not (alone or gpu or slow)" \

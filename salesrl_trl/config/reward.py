@@ -15,7 +15,7 @@ from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share
 from salesrl_trl.config.replay import ReplayConfig
 from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
 from salesrl_trl.reward.judge.noise import MIN_CALLS
-from salesrl_trl.reward.rag.rag_client import RESERVED_FIELDS
+from salesrl_trl.reward.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
