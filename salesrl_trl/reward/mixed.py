@@ -116,9 +116,7 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
     return RewardNames(
         functions=functions,
         together=max((names.together for names in every), key=list(Per).index, default=Per.COMPLETION),
-        columns=None
-        if None in columns
-        else frozenset[str]().union(*(names for names in columns if names is not None)),
+        columns=None if any(names.columns is None for names in every) else columns,
         places={name: place for names in every for name, place in names.places.items()},
         **{kind: tuple(dict.fromkeys(entry for names in every for entry in getattr(names, kind))) for kind in kinds},
     )

@@ -607,6 +607,8 @@ def test_a_function_that_needs_the_trainers_state_is_refused_and_of_a_row_goes_w
     row = {"row": 3, "prompt": "p", "trainer_state": object()}
     assert remote().reward._sent(row) == {"row": 3}
     assert RemoteReward(deadly.everything)._sent(row) == {"row": 3, "prompt": "p"}
+    several = MixedReward([deadly.together, deadly.one_by_one], [1.0, 1.0])
+    assert RemoteReward(several)._sent(row) == {"prompt": "p"}
 
 
 def test_what_is_sent_keeps_its_parts_together(services):
