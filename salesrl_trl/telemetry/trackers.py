@@ -1,7 +1,7 @@
 """What trackers get beside the figures, which transformers hands to them: tables of completions.
 
 Owns how MLflow and SwanLab take them, the end of a tracker's run, and that no tracker ends a training. TRL itself
-hands tables to Weights & Biases and trackio. `build.trackers` has the settings. A tracker that `report_to` does not
+hands tables to Weights & Biases and trackio. `build.building` has the settings. A tracker that `report_to` does not
 name is not imported.
 """
 
