@@ -188,7 +188,6 @@ def _texts(source):
         ("torch", "utils/cpp_extension.py", "A kernel does not compile"),
         ("salesrl_trl", "build/checks/environment.py", "A lock of an interrupted build is left"),
         ("salesrl_trl", "build/checks/environment.py", "The disk is full"),
-        ("salesrl_trl", "build/checks/environment.py", "The GPU's driver does not fit"),
         ("salesrl_trl", "build/checks/model.py", "Completions do not end"),
     ],
 )
