@@ -54,9 +54,13 @@ def parse_row(
             f"{where}: branch {branch!r} is not configured. Expected {expected}. "
             f"Correct the column, or add the branch to `branches` and give it a rubric."
         )
-    documents = () if record.get("documents") is None else record["documents"]
-    is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
-    if not is_list or not all(isinstance(text, str) and is_unicode(text) for text in documents):
+    documents = record.get("documents")
+    documents = () if documents is None else documents
+    if (
+        not isinstance(documents, Sequence)
+        or isinstance(documents, str)
+        or not all(isinstance(text, str) and is_unicode(text) for text in documents)
+    ):
         raise DataError(f"{where}: `documents` is {shape(documents)}. Expected a list of texts, or nothing.")
     return SalesRow(
         row_id=str(record.get("id") or f"row-{position}"),
