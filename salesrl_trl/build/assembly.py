@@ -116,13 +116,12 @@ def open_reward(
 
         rewards = [chain() if path == SALES else parts.functions[path] for path in config.reward_funcs or [SALES]]
         weights = training.reward_weights or [1.0] * len(rewards)
-        if config.replay is None:
+        replay = config.parsed_replay()
+        if replay is None:
             yield combined(rewards, weights, training.reward_process)
             return
         reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
-        yield ReplayReward(
-            reward, config.replayed, config.on_miss, delays=config.replay_delays, rank=training.process_index
-        )
+        yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
 
 
 @contextlib.contextmanager
@@ -197,11 +196,13 @@ def build_reward(
     processes: int = 1,
     process_index: int = 0,
     records: bool = False,
+    keeps_references: bool = True,
 ) -> SalesReward:
     """Build the reward chain.
 
     `rows`: Training rows and held-out rows. `output_dir`: Folder of the run's own cache of answers. `records`: as in
-    `SalesReward`.
+    `SalesReward`. `keeps_references`: whether 32B answers of other runs are taken and left for them, if the settings
+    say so too.
 
     The other arguments are those of `build_services`.
     """
@@ -209,6 +210,7 @@ def build_reward(
     rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
     # the embedded service has a new address in every run, so its answers are not kept
     lasting = config.rag_base_url is not None
+    keeps_references = keeps_references and lasting and config.cache_answers
     chain = SalesReward(
         [
             replace(row, images=(), columns={}) for row in rows
@@ -225,7 +227,7 @@ def build_reward(
         lines=SampleLines(config.verbose),
         records=records,
         answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
-        references=AnswerStore(_reference_file(config.reference_cache) if lasting else None),
+        references=AnswerStore(cache_dir() / "references.sqlite" if keeps_references else None),
     )
     chain.budget = budget
     return chain
@@ -285,8 +287,9 @@ def build_services(
         )
 
     def retrieval(service: str, patience_s: float | None = None) -> Transport:
-        return transport(service, config.rag_max_concurrency, config.rag_timeout_s, config.max_attempts, patience_s)
+        return transport(service, config.rag_max_concurrency, config.rag_timeout_s, attempts["rag"], patience_s)
 
+    attempts = config.parsed_attempts()
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = None if parts.reference_weighed else 0.0
     rag = RagClient(
@@ -315,7 +318,7 @@ def _judge(
                 f"{JUDGE}_{each.name}" if configured else JUDGE,
                 each.max_concurrency or config.judge_max_concurrency,
                 each.timeout_s or config.judge_timeout_s,
-                config.judge_max_attempts or config.max_attempts,
+                config.parsed_attempts()["judge"],
                 price=_price(each),
                 tokens_per_minute=each.tokens_per_minute,
             ),
@@ -360,9 +363,3 @@ def _provider(config: JudgeProviderConfig, api_key: str | None, transport: Trans
 
 def _answer_store(config: RewardConfig, path: Path | None) -> AnswerStore:
     return AnswerStore(path) if config.cache_answers else AnswerStore(most=0)
-
-
-def _reference_file(setting: str | None) -> Path | None:
-    if setting is not None:
-        return Path(setting).expanduser() if setting else None
-    return cache_dir() / "references.sqlite"

@@ -12,6 +12,8 @@ from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 
 FIXED = "fixed"
 """A value of `kl_law`: the coefficients stay."""
+COOLDOWN = "cooldown_steps"
+"""An entry of `kl_law_settings` that is no argument of the law: it holds for every law."""
 
 
 def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[str, KLTarget]:
@@ -49,6 +51,15 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
     return targets if any(target.beta for target in targets.values()) else {}
 
 
+def _law_settings(settings: dict[str, object] | str | None) -> dict[str, object]:
+    return {} if settings is None else dict(structure("kl_law_settings", settings, dict))
+
+
+def cooldown_of(settings: dict[str, object] | str | None) -> int:
+    """Optimizer steps after a change that no window includes. `WindowSettings` checks the value."""
+    return cast(int, _law_settings(settings).get(COOLDOWN, 0))
+
+
 def law_of(path: str | None, settings: dict[str, object] | str | None, given: KLLaw | None) -> KLLaw | None:
     """The law that moves the coefficients; `None` if they stay.
 
@@ -61,7 +72,8 @@ def law_of(path: str | None, settings: dict[str, object] | str | None, given: KL
     Raises:
         `ConfigError`: for a law that can't work, and for settings that the law does not have.
     """
-    arguments = {} if settings is None else structure("kl_law_settings", settings, dict)
+    arguments = _law_settings(settings)
+    arguments.pop(COOLDOWN, None)
     if path == FIXED or given is not None:
         what = "a KL law is given as an object" if given is not None else f"`kl_law` is `{FIXED}`"
         check(

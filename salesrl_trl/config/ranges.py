@@ -129,7 +129,7 @@ def check_settings(config: "DataclassInstance", where: str = "") -> None:
     for owner in _owners(type(config)):
         for name, hint in inspect.get_annotations(owner).items():  # transformers' parser changes those of the fields
             try:
-                _check_value(f"{where}{name}", getattr(config, name), hint)
+                check_value(f"{where}{name}", getattr(config, name), hint)
             except ConfigError as error:
                 text = texts_of(owner).get(name, "").split(". ")[0].rstrip(".")
                 raise ConfigError(f"{error} It is: {text}." if text else str(error)) from None
@@ -139,7 +139,8 @@ def _owners(kind: type) -> Iterator[type]:
     return (owner for owner in kind.__mro__ if owner.__module__.startswith("salesrl_trl."))
 
 
-def _check_value(name: str, value: object, hint: object) -> None:
+def check_value(name: str, value: object, hint: object) -> None:
+    """Refuse a value that a type does not allow, such as `Annotated[int, Range(1)]`. `name`: the setting's."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return

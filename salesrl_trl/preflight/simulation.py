@@ -105,8 +105,6 @@ def prepare_simulation(argv: Sequence[str]) -> Simulation:
         usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]",
         description=DESCRIPTION,
     )
-    if reward.reference_cache is None:  # answers of an earlier run would take load off the services
-        reward = dataclasses.replace(reward, reference_cache="")
     training = LoadSettings(**{it.name: getattr(others, it.name) for it in dataclasses.fields(LoadSettings)})
     if reward.action_format() != DEFAULT_FORMAT:
         raise ConfigError(
@@ -140,7 +138,10 @@ def run(prepared: Simulation) -> int:
     )
     steps, summaries = list[SimulatedStep](), []
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
-        reward_loop = RewardLoop(build_reward(config, parts, rows, *urls, output_dir=Path(folder)))
+        # answers of an earlier run would take load off the services
+        reward_loop = RewardLoop(
+            build_reward(config, parts, rows, *urls, output_dir=Path(folder), keeps_references=False)
+        )
         try:
             if config.warm_up_services:
                 warm_up(reward_loop, functools.partial(print, file=sys.stderr))

@@ -103,7 +103,7 @@ class Components:
         with_baseline = bool(args.hybrid_reference_weight)
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), with_baseline=with_baseline)
         self.spending = Spending(reward.budget)
-        settings = settings_of(RunControlSettings, args)
+        settings = settings_of(RunControlSettings, args, max_outage_s=MAX_OUTAGE_S)
         self.run_control = RunControl(settings, reward.names.places, self.spending.reported, self.spending.is_reached)
         self.keeper = Keeper(
             args,
@@ -153,7 +153,6 @@ class Components:
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
             window=args.window,
             lookahead=args.rollout_lookahead,
-            references_ahead=args.references_ahead,
             behaviour_logps=self._behaviour_logps,
             record_span=self.instruments.record_generation,
             group=trl.group,

@@ -648,7 +648,10 @@ def test_a_chain_that_can_not_be_sent_is_refused_with_what_to_do(services):
     assert not any(secret.decode() in str(caught.value) for secret in SECRETS)
 
 
-def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(services, remote_process, tmp_path):
+def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(
+    services, remote_process, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
     providers = [
         {"name": name, "base_url": f"{services.url}/v1", "model": name, "max_concurrency": 3}
         for name in ("first", "second")
@@ -656,7 +659,6 @@ def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(servic
     config = RewardConfig(
         rag_base_url=services.url,
         judge_providers=providers,
-        reference_cache=str(tmp_path / "references.sqlite"),
         branch_reward_weights={"fairness": {"judge": 0.5, "margin": 0.5}},
     )
     rows = load_rows("demo", "train", list(DEFAULT_BRANCHES), None)
