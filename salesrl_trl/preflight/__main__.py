@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME[,NAME]] [--calls N] [--json] [--SETTING VALUE]`.
+"""`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME] [--calls N] [--json] [--SETTING VALUE ...]`.
 
 Says whether a run can work before it is started. Owns the command line; `runner` has the stages. The stage `rag` or
 `judge` alone imports no torch, no TRL trainer and no tokenizer: all settings of training but those of a step's load
@@ -137,8 +137,8 @@ def _parser() -> ToolParser:
         "--calls",
         type=_calls,
         metavar="N",
-        help="calls to each RAG endpoint and each judge, which is asked for so many "
-        "verdicts: 0 for a single one, else 8 or more; by default the calls that a step has in flight, from 32 to 128",
+        help="calls to each RAG endpoint and each judge: 0 for a single one, else 8 or more; by default the calls that a "
+        "step has in flight, from 32 to 128",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -139,9 +139,8 @@ def run(prepared: Simulation) -> int:
     steps, summaries = list[SimulatedStep](), []
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
         # answers of an earlier run would take load off the services
-        reward_loop = RewardLoop(
-            build_reward(config, parts, rows, *urls, output_dir=Path(folder), keeps_references=False)
-        )
+        reward = build_reward(config, parts, rows, *urls, output_dir=Path(folder), keeps_references=False)
+        reward_loop = RewardLoop(reward)
         try:
             if config.warm_up_services:
                 warm_up(reward_loop, functools.partial(print, file=sys.stderr))

@@ -54,7 +54,7 @@ from salesrl_trl.telemetry.trackers import Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.run_control import RunControl, RunControlSettings
+from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl, RunControlSettings
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import LEAST_SHARE, WeightChange, raise_adapters

@@ -127,7 +127,7 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
     for wrong in ({"gib": 0}, {"filter": "math.pi"}, {"filter": "math.sin"}, {"size": 1}):
         with pytest.raises(ConfigError):
             TelemetryConfig(**wrong)
-    with pytest.raises(ConfigError, match="replay.on_miss"):
+    with pytest.raises(ConfigError, match=r"replay\.on_miss"):
         RewardConfig(replay={"run": folder, "on_miss": "guess"})
     with pytest.raises(ConfigError, match=rf"nothing'.* Expected one of: demo, {re.escape(folder)};"):
         RewardConfig(replay=str(tmp_path / "nothing"))
