@@ -17,7 +17,7 @@ from salesrl_trl.build.checks.addresses import MEANINGLESS
 from salesrl_trl.build.checks.model import generation_config_of
 from salesrl_trl.build.memory.shape import parameter_count
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
-from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
+from salesrl_trl.config.engine import Start, compiled_engine, engine_start
 from salesrl_trl.config.kl import FIXED
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import SALES, ReplaySettings

@@ -21,7 +21,7 @@ from trl import TrlParser
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.yaml_file import read_yaml
 from salesrl_trl.config.checks import check_path, check_text
-from salesrl_trl.config.docstrings import texts_of
+from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.data.files import unreadable
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError

@@ -58,10 +58,8 @@ class DataConfig:
                 value is None or "." in str(value) or value in (ROWS, *FORMATS),
                 f"`{name}` is {value!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
             )
-        _ = (
-            _columns("columns", self.columns),
-            _columns("eval_dataset.columns", self._eval_columns),
-        )  # raise for another form
+        for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
+            _columns(name, value)  # raises for another form
         self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(self.eval_dataset or self.dataset)
         check(
             not self.held_out_share or (not entry and self.dataset != DataConfig.dataset),

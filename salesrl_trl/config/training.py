@@ -1,17 +1,15 @@
 """Settings of training: branches, their KL, rollouts, vLLM. Owns the additions to TRL's `GRPOConfig`."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.kl import cooldown_of, law_of, targets_of
-from salesrl_trl.config.loader import settle_loader
-from salesrl_trl.config.machine import has_fsdp, settle
+from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
 from salesrl_trl.config.ranges import (
     Count,
     Limit,
@@ -20,17 +18,22 @@ from salesrl_trl.config.ranges import (
     Share,
     check_settings,
 )
-from salesrl_trl.config.sampling import RESHAPING, check_quantization, load_sampler, reshaping
-from salesrl_trl.config.schedule import settle_schedule
-from salesrl_trl.config.sizes import RUN_MODES, check_mode, check_numbers, check_sizes
+from salesrl_trl.config.trl_settings import (
+    RUN_MODES,
+    check_mode,
+    check_numbers,
+    check_quantization,
+    check_sizes,
+    compares_with_sampler,
+    load_sampler,
+    reshaped_sampling,
+    settle_schedule,
+)
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.law import KLLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
-
-if TYPE_CHECKING:
-    from salesrl_trl.generation.sampler import Sampler, Upstream
 
 LEAVE_OUT = "leave_out"
 """`failed_completions` by default."""
@@ -166,25 +169,28 @@ class SalesGRPOConfig(GRPOConfig):
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
-        self._check_lookahead()
         self._check_sampling()
         self._check_kl()
         self.parsed_engine_kwargs()
-        self.sampler_class()
+        check(
+            self.sampler is None or not self.use_vllm,
+            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
+            "`use_vllm: false`.",
+        )
+        load_sampler(self.sampler)
 
     def to_dict(self) -> dict[str, object]:
         """The settings as loggers show them: without keys."""
         return cast(dict[str, object], without_keys(super().to_dict()))
 
-    def _check_lookahead(self) -> None:
+    def _check_sampling(self) -> None:
+        """Refuse what importance ratios could not correct."""
         ahead = self.rollout_lookahead
         check(
             ahead == 0 or not self.use_vllm or self.vllm_importance_sampling_correction,
             f"`rollout_lookahead` is {ahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
             "for rollouts of earlier weights. Expected the correction, or a lookahead of 0. Set one of them.",
         )
-
-    def _check_sampling(self) -> None:
         can_correct = self.vllm_mode == "colocate" and self.vllm_importance_sampling_correction
         check_quantization(
             self.parsed_engine_kwargs().get("quantization"), can_correct=can_correct and not self.use_cpu
@@ -195,7 +201,7 @@ class SalesGRPOConfig(GRPOConfig):
             f"`generation_kwargs` has the temperature {temperature}, but log-probs are computed at `temperature: "
             f"{self.temperature}`. Expected one temperature: set `temperature` alone.",
         )
-        if not self.use_vllm or not self.compares_with_sampler():
+        if not self.use_vllm or not compares_with_sampler(self):
             return
         logprobs_mode = self.parsed_engine_kwargs().get("logprobs_mode", "processed_logprobs")
         check(
@@ -203,21 +209,16 @@ class SalesGRPOConfig(GRPOConfig):
             f"`vllm_engine_kwargs` has the logprobs_mode {logprobs_mode!r}, with which importance ratios would "
             "compare different things. Expected 'processed_logprobs': leave it out.",
         )
-        reshaped = ", ".join(self.reshaped_sampling())
-        sequences = self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.startswith(
-            "sequence_"
-        )
+        reshaped = ", ".join(reshaped_sampling(self))
+        mode = self.vllm_importance_sampling_mode
+        multiplies = self.vllm_importance_sampling_correction and mode.startswith("sequence_")
+        fault = "is wrong, and multiplied over a completion it leaves little of the loss"
         check(
-            not reshaped or not (self.rollout_lookahead or sequences),
+            not reshaped or not (ahead or multiplies),
             f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, the "
             "trainer's those of the whole vocabulary, so their ratio "
-            + (
-                "does not correct for `rollout_lookahead`"
-                if self.rollout_lookahead
-                else "is wrong, and multiplied over a completion it leaves little of the loss"
-            )
-            + ". Expected sampling by `temperature` alone, or `rollout_lookahead: 0` with "
-            "`vllm_importance_sampling_correction: false`.",
+            f"{'does not correct for `rollout_lookahead`' if ahead else fault}. Expected sampling by `temperature` "
+            "alone, or `rollout_lookahead: 0` with `vllm_importance_sampling_correction: false`.",
         )
 
     @property
@@ -250,27 +251,6 @@ class SalesGRPOConfig(GRPOConfig):
     def is_sharded(self) -> bool:
         """Whether DeepSpeed or FSDP splits the policy's training over processes."""
         return self.deepspeed_plugin is not None or bool(self.fsdp) or has_fsdp()
-
-    def compares_with_sampler(self) -> bool:
-        """Whether the loss reads vLLM's own log-probs."""
-        return bool(self.vllm_importance_sampling_correction) or self.off_policy_mask_threshold is not None
-
-    def reshaped_sampling(self) -> list[str]:
-        """Settings that make the distribution of tokens another one than softmax(logits / temperature)."""
-        extra = self.generation_kwargs or {}
-        named = reshaping({name: extra.get(name, getattr(self, name, None)) for name in RESHAPING})
-        return named + ["`vllm_structured_outputs_regex`"] * bool(self.vllm_structured_outputs_regex)
-
-    def sampler_class(self) -> "Callable[[Upstream], Sampler] | None":
-        """The generation engine that `sampler` names, if any."""
-        if self.sampler is None:
-            return None
-        check(
-            not self.use_vllm,
-            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
-            "`use_vllm: false`.",
-        )
-        return load_sampler(self.sampler)
 
     def _check_kl(self) -> None:
         weight = self.hybrid_reference_weight

@@ -137,7 +137,7 @@ def _parser() -> ToolParser:
         "--calls",
         type=_calls,
         metavar="N",
-        help="calls to each RAG endpoint and each judge: 0 for a single one, else 8 or more; by default the calls that a "
+        help="calls to each RAG endpoint and each judge: 0 for a single one, else 8 or more; by default as many as a "
         "step has in flight, from 32 to 128",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -309,8 +309,8 @@ class Recorder:
         if dropped is not None and not self._has_dropped:
             self._has_dropped = True
             logger.warning(
-                f"[Record] {self._path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record_settings`): it has no "
-                f"steps up to {dropped} any more, and drops the oldest from here on"
+                f"[Record] {self._path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record_settings`): it has "
+                f"no steps up to {dropped} any more, and drops the oldest from here on"
             )
 
 

@@ -20,15 +20,16 @@ from transformers import TrainerCallback
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.order import why_in_trls_order
-from salesrl_trl.config.passes import passes_of
 from salesrl_trl.config.rollouts import (
     check_rewards,
     normaliser_of,
+    passes_of,
     sampling_warnings,
     settings_of,
+    why_in_trls_order,
     why_not_divisible,
 )
+from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.evaluation.held_out import HeldOut
@@ -143,7 +144,7 @@ class Components:
                 leave_out_no_pictures(model)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
-        self.sampler = self._sampler(trl, sampler or args.sampler_class())
+        self.sampler = self._sampler(trl, sampler or load_sampler(args.sampler))
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if self._is_served else trl.tokenizer
         self.pipeline = Pipeline(

@@ -28,7 +28,7 @@ from salesrl_trl.build.checks.folders import check_output_dir, free_gib
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.compiling import Start, engine_start
+from salesrl_trl.config.engine import Start, engine_start
 from salesrl_trl.ground.process import installed
 from salesrl_trl.telemetry.device import GIB
 

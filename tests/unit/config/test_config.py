@@ -8,8 +8,8 @@ import pytest
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.config.machine import Settled
-from salesrl_trl.config.order import why_in_trls_order
-from salesrl_trl.config.rollouts import why_not_divisible
+from salesrl_trl.config.rollouts import why_in_trls_order, why_not_divisible
+from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
@@ -138,7 +138,7 @@ BY_TOKENS = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"
 )  # fmt: skip
 def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(given):
     """TRL compares log-probs over the whole vocabulary with vLLM's over what is left of it."""
-    assert training(**BY_TOKENS, **given).reshaped_sampling()  # told, and no more
+    assert reshaped_sampling(training(**BY_TOKENS, **given))  # told, and no more
     with pytest.raises(ConfigError, match="does not correct for `rollout_lookahead`"):
         training(**BY_TOKENS, **given, rollout_lookahead=1)
     with pytest.raises(ConfigError, match="multiplied over a completion"):  # 0.9 a token is 7e-10 over 200 of them
@@ -162,7 +162,7 @@ def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it(given,
 def test_a_temperature_alone_reshapes_nothing():
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {"top_k": -1, "seed": 7, "stop": ["x"]}}
     config = training(use_vllm=True, rollout_lookahead=2, temperature=0.6, **neutral)
-    assert config.reshaped_sampling() == []
+    assert reshaped_sampling(config) == []
 
 
 def test_groups_are_checked_over_all_processes(monkeypatch):
