@@ -45,6 +45,7 @@ from salesrl_trl.rollout.prompt_order import OrderByEpoch
 from salesrl_trl.rollout.scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
+from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import tell
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.overrides import in_force_if
@@ -111,7 +112,7 @@ class SalesGRPOTrainer(TRLAccess):
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *given, **kwargs)
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
-            setattr(self, name, self._timeline.phased(phase, getattr(self, name)))
+            setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         take_over_the_console(self, *components.connect(self._hooks(), sampler, quick_eval))
 
     def train(

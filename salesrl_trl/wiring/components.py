@@ -51,6 +51,7 @@ from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments,
 from salesrl_trl.telemetry.layout import ScalarLayout
 from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
 from salesrl_trl.telemetry.step_lines import StepLine
+from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
@@ -216,12 +217,12 @@ class Components:
         )
 
     def _wrap_phases(self, trl: Hooks) -> None:
-        trl.accelerator.backward = self.timeline.phased(Phase.BACKWARD, trl.accelerator.backward)
+        trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if not self._args.use_vllm:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
             return
         for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
-            setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
+            setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
 
     def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
         args, names = self._args, self.reward.names
@@ -251,7 +252,7 @@ class Components:
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
-            engine.step = self.timeline.phased(Phase.OPTIMIZER, engine.step)
+            engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
         if self.quick_eval is not None:
             self.quick_eval.run_begins(trl.step())
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
