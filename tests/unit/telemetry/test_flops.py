@@ -114,7 +114,8 @@ def deepseek():
     """Latent attention, one dense layer before the mixtures, a shared expert."""
     sizes = {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16,
              "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-             "num_hidden_layers": DEEP, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "num_key_value_heads": HEADS}  # fmt: skip
+             "num_hidden_layers": DEEP, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+             "num_key_value_heads": HEADS}  # fmt: skip
     return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **sizes}))
 
 
