@@ -46,13 +46,11 @@ from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.scoring import RolloutScoring, ScoringSettings
-from salesrl_trl.telemetry.epoch_lines import EpochLine
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
-from salesrl_trl.telemetry.layout import ScalarLayout
 from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
-from salesrl_trl.telemetry.step_lines import StepLine
+from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
 from salesrl_trl.telemetry.timeline import phased
-from salesrl_trl.telemetry.trackers import Trackers
+from salesrl_trl.telemetry.trackers import ScalarLayout, Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger

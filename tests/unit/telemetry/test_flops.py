@@ -28,8 +28,7 @@ from transformers import (
 )
 
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, attention_pairs, model_flops
-from salesrl_trl.telemetry.peaks import PEAK_BF16_FLOPS, peak_bf16_flops
-from salesrl_trl.telemetry.perf import mfu
+from salesrl_trl.telemetry.perf import PEAK_BF16_FLOPS, mfu, peak_bf16_flops
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 2, 64, 96, 4, 2, 160
 DEEP = 4
