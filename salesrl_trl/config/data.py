@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from salesrl_trl.config.checks import build_object, check, structure
 from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_settings
@@ -51,7 +51,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         entry = self._eval_entry()
-        self.eval_dataset: str | None = entry.get("path")  # `data_copy_dir` replaces the path alone, later on
+        self.eval_dataset = entry.get("path")  # `data_copy_dir` replaces the path alone, later on
         self._eval_format, self._eval_columns = entry.get("format"), entry.get("columns")
         for name, value in (("dataset_format", self.dataset_format), ("eval_dataset.format", self._eval_format)):
             check(
@@ -60,7 +60,7 @@ class DataConfig:
             )
         for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
             _columns(name, value)  # raises for another form
-        self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(self.eval_dataset or self.dataset)
+        self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(entry.get("path") or self.dataset)
         check(
             not self.held_out_share or (not entry and self.dataset != DataConfig.dataset),
             "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the demo. "
@@ -87,9 +87,8 @@ class DataConfig:
     @property
     def eval_source(self) -> tuple[str, str]:
         """The source of the held-out rows, and its split."""
-        if self.eval_dataset is not None:
-            return _source_and_split(self.eval_dataset, "heldout")
-        return self.train_source[0], "heldout"
+        path = cast(str | None, self.eval_dataset)
+        return (self.train_source[0], "heldout") if path is None else _source_and_split(path, "heldout")
 
     def form(self) -> Form:
         """The form of `dataset`. Raises `ConfigError` if the class of a format can't be made."""

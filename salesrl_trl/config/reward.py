@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
@@ -165,7 +165,7 @@ class RewardConfig:
         if self.replay is None:
             return None
         is_name = isinstance(self.replay, str) and not self.replay.startswith("{")
-        entry = {"run": self.replay} if is_name else structure("replay", self.replay, dict)
+        entry: dict[str, Any] = {"run": self.replay} if is_name else structure("replay", self.replay, dict)
         run, delays = entry.get("run"), entry.get("delays", False)
         # Another CPU's policy writes other texts, and the packaged record is for a first look on any machine.
         on_miss = entry.get("on_miss", "nearest" if run == CASSETTE else "fail")
@@ -252,9 +252,11 @@ class RewardConfig:
 
     def parsed_attempts(self) -> dict[str, int]:
         """The attempts of a call, by service: `rag` and `judge`."""
-        value = int(self.max_attempts) if str(self.max_attempts).isdecimal() else self.max_attempts
-        entry = value if isinstance(value, int) else structure("max_attempts", value, dict)
-        attempts = {"rag": 3, "judge": 3, **entry} if isinstance(entry, dict) else {"rag": entry, "judge": entry}
+        text = str(self.max_attempts)
+        value: Any = int(text) if text.isdecimal() else self.max_attempts
+        entry = value if isinstance(value, int | float) else structure("max_attempts", value, dict)
+        attempts: dict[str, Any] = {"rag": 3, "judge": 3}
+        attempts |= entry if isinstance(entry, dict) else dict.fromkeys(attempts, entry)
         check(len(attempts) == 2, f"`max_attempts` names {', '.join(attempts)}. Expected a number, or rag and judge.")
         for service, number in attempts.items():
             check_value(f"max_attempts.{service}" if isinstance(entry, dict) else "max_attempts", number, Count)
