@@ -26,7 +26,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from salesrl_trl.generation.merging import merged_beside
-from salesrl_trl.generation.vllm import SalesVLLMGeneration, engine_kwargs
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
 
 SEVEN_B = {
     "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -180,9 +180,8 @@ def into_vllm(model, shape, share):
     model.get_base_model().config.architectures = ["Qwen2ForCausalLM"]
     model.get_base_model().config.save_pretrained(folder)
     model.get_base_model().name_or_path = folder
-    options = engine_kwargs(
-        enforce_eager=True, load_format="dummy", dtype="bfloat16", seed=0, extra={"skip_tokenizer_init": True}
-    )
+    options = {"enforce_eager": True, "load_format": "dummy", "dtype": "bfloat16", "seed": 0}
+    options["skip_tokenizer_init"] = True
     return SalesVLLMGeneration(
         model, Accelerator(), None, engine_options=options, mode="colocate", gpu_memory_utilization=share,
         max_model_length=min(1024, shape["max_position_embeddings"]), max_num_seqs=8,

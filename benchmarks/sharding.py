@@ -43,8 +43,8 @@ from benchmarks.common import (
 from benchmarks.service import BRANCHES, GENERATIONS, ROOT, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
-from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.update.ledger import kl_names
 
 ARMS = {"one": None, "ddp": "debug", "zero2": "full", "zero3": "zero3", "fsdp2": "fsdp2"}
 """By arm, its file of `accelerate_configs/`."""

@@ -14,8 +14,8 @@ from datasets import Dataset
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, Transport, per_completion
 
 MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-Coder-0.5B-Instruct")
-# Limits that the child can't raise: seconds of CPU, bytes of memory and of a file. It still reaches network and disk:
-# where completions may mean harm, start it in a container.
+# Limits of the child process: seconds of CPU, bytes of memory and of a file. The code can't raise them. But it can use
+# network and disk: if completions may do harm, run it in a container.
 LIMITED = """import resource as r
 for of, most in ((r.RLIMIT_CPU, 2), (r.RLIMIT_AS, 2**30), (r.RLIMIT_FSIZE, 2**20)): r.setrlimit(of, (most, most))
 exec(open("code.py", encoding="utf-8").read())"""

@@ -12,7 +12,7 @@ from salesrl_trl.errors import ServiceOverloaded, ServiceUnavailable
 MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")
 RUBRIC = 'Grade the answer. Reply with JSON alone: {"right": 0 to 1, "polite": 0 to 1, "why": "a few words"}'
 
-# `OPENAI_BASE_URL` and `OPENAI_API_KEY` say where the judge is. It is asked once, because the transport asks again.
+# `OPENAI_BASE_URL` and `OPENAI_API_KEY` say where the judge is. The client does not retry, because the transport does.
 judge = AsyncOpenAI(max_retries=0)
 calls = Transport("judge", max_concurrency=64, attempt_timeout_s=30.0, max_attempts=3, outage_patience_s=60.0)
 

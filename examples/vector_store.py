@@ -1,4 +1,4 @@
-"""A RAG service over embeddings: `rag_base_url: http://127.0.0.1:8801` has a run ask it. The nearest document answers.
+"""A RAG service over embeddings, for `rag_base_url: http://127.0.0.1:8801`. It answers with the nearest document.
 
 `OPENAI_BASE_URL` and `OPENAI_API_KEY` say where the embedding model is. All documents are embedded at the start.
 """
@@ -18,7 +18,7 @@ MODEL = os.environ.get("EMBEDDING_MODEL", "bge-m3")
 DOCUMENTS = os.environ.get("DOCUMENTS", str(files("salesrl_trl.data.demo") / "knowledge.jsonl"))
 MOST_CHARS = 6_000  # within the 8,192 tokens that common models take, in Chinese too
 documents = [json.loads(line) for line in Path(DOCUMENTS).read_text("utf-8").splitlines() if line.strip()]
-tenants = np.array([document.get("tenant_id") or "" for document in documents])  # empty: of all
+tenants = np.array([document.get("tenant_id") or "" for document in documents])  # empty: for all tenants
 client = AsyncOpenAI(max_retries=0)  # the run owns the retries
 app = FastAPI()
 

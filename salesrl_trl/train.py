@@ -26,10 +26,9 @@ remember_packages()
 
 from accelerate import PartialState
 
-from salesrl_trl.build.assembly import launched_services, open_reward
+from salesrl_trl.build.assembly import check_budget_left, launched_services, open_reward
 from salesrl_trl.build.banner import closing_lines
 from salesrl_trl.build.building import build_instruments, build_trainer, take_policy
-from salesrl_trl.build.checks.budget_left import check_budget_left
 from salesrl_trl.build.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.read_ahead import begin_read_ahead

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, Trainer
@@ -41,8 +42,8 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
-from salesrl_trl.rollout.prompt_order import OrderByEpoch
-from salesrl_trl.rollout.scoring import copied
+from salesrl_trl.rollout.reading_ahead import OrderByEpoch
+from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
 from salesrl_trl.telemetry.timeline import phased
@@ -80,7 +81,6 @@ class SalesGRPOTrainer(TRLAccess):
     """
 
     is_extended = False
-    """Whether this package adds something."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class SalesGRPOTrainer(TRLAccess):
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
-        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.epoch)
+        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.updates.epoch)
 
     def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
         """Gives the pipeline the prompts that come when this epoch is over. After the last step nothing is done."""
@@ -166,7 +166,7 @@ class SalesGRPOTrainer(TRLAccess):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.components.pipeline.epoch_begins(train_dataloader)
+        self.components.pipeline.dataloader = train_dataloader
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -267,8 +267,7 @@ class SalesGRPOTrainer(TRLAccess):
         return rewards
 
     def _compute_loss(self, model, inputs):
-        """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients. The
-        update is as large as without failed completions."""
+        """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients."""
         components, metrics, kl = self.components, self._metrics[self._mode], self.components.kl
         # 1. advantages, coefficients and the number of micro-batches make up for failed completions
         share, recorded = components.normaliser.share, {name: len(values) for name, values in metrics.items()}
@@ -297,8 +296,7 @@ class SalesGRPOTrainer(TRLAccess):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        """Sends a group's prompt through the model once. Hands the policy's log-probs to the penalty. Keeps old and
-        reference ones while TRL repeats a batch."""
+        """Sends a group's prompt through the model once. Keeps old and reference ones while TRL repeats a batch."""
         components, inputs = self.components, self._loss_inputs
         upstream = super()._get_per_token_logps_and_entropies
         passes = functools.partial(components.passes.log_probs, inputs, upstream, model, *args, **kwargs)
@@ -376,3 +374,20 @@ class SalesGRPOTrainer(TRLAccess):
         if self.components.run_control.error is None:
             self.components.evaluate_quickly()
         self.components.stopping.settle()
+
+
+class RolloutTrainer(SalesGRPOTrainer):
+    """The trainer of `mode: rollouts`: it generates and scores as in training, and updates nothing.
+
+    There is no pass, so there are no gradients and no state of an optimizer.
+    """
+
+    def training_step(self, model, inputs, *_, **__):
+        """Generates and scores the rollouts that are due."""
+        with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
+            model.train()
+            self._prepare_inputs(inputs)
+            self._step += 1
+        if self.accelerator.sync_gradients:
+            self._timeline.begin(Phase.OPTIMIZER)
+        return torch.zeros((), device=self.accelerator.device)

@@ -1,14 +1,16 @@
 """From settings to the reward chain: its clients, with limits, caches and keys, and the process that it runs in.
 
-Owns the wiring. `checks.reward` checks the settings before. The clients themselves take plain arguments.
+Owns the wiring, and the budget of a run's folder. `train`, `evaluate`, `rejudge` and `preflight` call it.
+`checks.reward` checks the settings before. The clients themselves take plain arguments.
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
@@ -28,7 +30,7 @@ from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.account import CALLS, USD, Limit
+from salesrl_trl.reward.service.account import CALLS, USD, Limit, read_account
 from salesrl_trl.reward.service.budget import FREE, Budget, Price
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import SalesRow
@@ -50,14 +52,17 @@ def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
     """
     from accelerate import PartialState  # brings torch, which configured services do not need
 
-    knowledge = config.knowledge_file
-    services = EmbeddedServices(documents=None if knowledge is None else Path(knowledge).expanduser())
+    services = EmbeddedServices(documents=_documents(config))
     try:
         if (config.embeds_rag or config.embeds_judge) and PartialState().is_local_main_process:
             services.launch()
         yield services
     finally:
         services.stop()
+
+
+def _documents(config: RewardConfig) -> Path | None:
+    return None if config.knowledge_file is None else Path(config.knowledge_file).expanduser()
 
 
 @contextlib.contextmanager
@@ -135,7 +140,12 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
     if not (config.embeds_rag or config.embeds_judge):
         yield config.rag_base_url or NOWHERE, config.judge_base_url or NOWHERE
         return
-    from accelerate import PartialState  # brings torch, which configured services do not need
+    if services is None and "WORLD_SIZE" not in os.environ:
+        with EmbeddedServices(documents=_documents(config)) as mine:
+            logger.info(f"embedded services: RAG {mine.rag_base_url}, judge {mine.judge_base_url}")
+            yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
+        return
+    from accelerate import PartialState  # brings torch, which a process alone does not need
     from accelerate.utils import gather_object
 
     state = PartialState()
@@ -150,22 +160,19 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
             except SalesRLError as error:
                 started = error
         everywhere: list[ServiceAddresses | SalesRLError | None] = gather_object([started])
-        failed = [each for each in everywhere if isinstance(each, SalesRLError)]
-        if failed:
-            raise failed[0]
-        mine = everywhere[state.process_index - state.local_process_index]  # of this node's main process
-        assert isinstance(mine, ServiceAddresses)
-        yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
+        for result in everywhere:
+            if isinstance(result, SalesRLError):
+                raise result
+        here = everywhere[state.process_index - state.local_process_index]  # of this node's main process
+        assert isinstance(here, ServiceAddresses)
+        yield config.rag_base_url or here.rag_base_url, config.judge_base_url or here.judge_base_url
 
 
 def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
     """Move the chain into a process of its own, or leave it in the trainer's.
 
-    `in_a_process`: the setting `reward_process`. `None` chooses a process of its own, except on a CPU. `on_cpu`:
-    whether the run trains on a CPU.
-
-    Raises:
-        `ConfigError`: a process of its own is required and can't be had.
+    `in_a_process`: the setting `reward_process`. `None` chooses a process of its own, except on a CPU. Raises
+    `ConfigError` where one is required and can't be had.
     """
     if in_a_process is False or (in_a_process is None and on_cpu):
         return chain
@@ -176,13 +183,6 @@ def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> Sales
             raise
         logger.warning(f"rewards stay in the trainer's process, where they take vLLM's time: {error}")
         return chain
-
-
-class Services(NamedTuple):
-    """The clients of the reward's services."""
-
-    rag: RagBackend
-    judge: Judge
 
 
 def build_reward(
@@ -200,21 +200,19 @@ def build_reward(
 ) -> SalesReward:
     """Build the reward chain.
 
-    `rows`: Training rows and held-out rows. `output_dir`: Folder of the run's own cache of answers. `records`: as in
+    `rows`: training rows and held-out rows. `output_dir`: folder of the run's own cache of answers. `records`: as in
     `SalesReward`. `keeps_references`: whether 32B answers of other runs are taken and left for them, if the settings
-    say so too.
-
-    The other arguments are those of `build_services`.
+    say so too. The others are those of `build_services`.
     """
     budget = budget_of(config, output_dir, processes)
     rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
-    # the embedded service has a new address in every run, so its answers are not kept
-    lasting = config.rag_base_url is not None
-    keeps_references = keeps_references and lasting and config.cache_answers
+    answers = references = None  # the embedded service has a new address in every run, so its answers are not kept
+    if config.rag_base_url is not None:
+        answers = output_dir / f"answers.rank{process_index}.sqlite"
+        references = cache_dir() / "references.sqlite" if keeps_references and config.cache_answers else None
     chain = SalesReward(
-        [
-            replace(row, images=(), columns={}) for row in rows
-        ],  # services and judge see text; a child process gets a copy
+        # services and judge see text; a child process gets a copy
+        [replace(row, images=(), columns={}) for row in rows],
         rag,
         judge,
         parts.scoring,
@@ -226,8 +224,8 @@ def build_reward(
         announces=process_index == 0,
         lines=SampleLines(config.verbose),
         records=records,
-        answers=_answer_store(config, output_dir / f"answers.rank{process_index}.sqlite" if lasting else None),
-        references=AnswerStore(cache_dir() / "references.sqlite" if keeps_references else None),
+        answers=AnswerStore(answers) if config.cache_answers else AnswerStore(most=0),
+        references=AnswerStore(references),
     )
     chain.budget = budget
     return chain
@@ -250,6 +248,35 @@ def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Bud
     return Budget(output_dir / SPENT_FILE, limits, processes)
 
 
+def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
+    """Refuse a run whose requests, or those to every judge, would all be refused. `train` calls it at its start.
+
+    Raises `ConfigError` where an earlier run in this folder ended at a limit that is not larger now, or its account
+    can't be read.
+    """
+    from salesrl_trl.update.spending import reported  # brings torch, which a preflight of the services does not need
+
+    budget = budget_of(config, output_dir)
+    if budget is None:
+        return
+    account = read_account(budget.path)
+    # blocks of processes that were killed stay taken: their requests may have left
+    reached = [
+        limit
+        for limit in budget.limits
+        if limit in account.reached([limit]) or account.taken.get(limit.name, 0.0) >= limit.most
+    ]
+    of_all = {limit.kind for limit in reached if limit.service is None}
+    of_one = {limit.service for limit in reached}
+    providers = config.parsed_judge_providers()
+    left = [it for it in providers if f"{JUDGE}_{it.name}" not in of_one and not (it.has_price and USD in of_all)]
+    if CALLS in of_all or (providers and not left):
+        raise ConfigError(
+            f"the budget is spent: {reported(account, reached)}. Expected limits above what earlier runs in this "
+            f"folder spent. Raise them; or delete {budget.path}, to begin with nothing spent."
+        )
+
+
 def build_services(
     config: RewardConfig,
     parts: RewardParts,
@@ -257,13 +284,12 @@ def build_services(
     judge_base_url: str,
     processes: int = 1,
     budget: Budget | None = None,
-) -> Services:
+) -> tuple[RagBackend, Judge]:
     """Build the clients of the services, without a connection.
 
-    `parts`: from `prepare_reward`. `rag_base_url`: Address of the configured RAG service, or of the embedded one.
-    `judge_base_url`: Address of the configured judge, or of the embedded one. Not used with `judge_providers`.
-    `processes`: number of processes that share the limits. `budget`: from `budget_of`. Nothing is limited or counted
-    without it.
+    `parts`: from `prepare_reward`. `rag_base_url`, `judge_base_url`: addresses of the configured services, or of the
+    embedded ones; the second is not used with `judge_providers`. `processes`: number of processes that share the
+    limits. `budget`: from `budget_of`. Nothing is limited or counted without it.
     """
 
     def transport(
@@ -271,7 +297,7 @@ def build_services(
         max_concurrency: int,
         timeout_s: float,
         max_attempts: int,
-        patience_s: float | None = None,
+        patience_s: float = config.outage_patience_s,
         price: Price = FREE,
         tokens_per_minute: float | None = None,
     ) -> Transport:
@@ -281,85 +307,54 @@ def build_services(
             attempt_timeout_s=timeout_s,
             max_attempts=max_attempts,
             initial_concurrency=config.initial_concurrency,
-            outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
+            outage_patience_s=patience_s,
             hedge_fraction=config.hedge_fraction,
             quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
         )
 
-    def retrieval(service: str, patience_s: float | None = None) -> Transport:
-        return transport(service, config.rag_max_concurrency, config.rag_timeout_s, attempts["rag"], patience_s)
-
-    attempts = config.parsed_attempts()
+    retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts()["rag"])
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
-    patience_32b_s = None if parts.reference_weighed else 0.0
+    patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
     rag = RagClient(
         rag_base_url,
-        transport_8b=retrieval("rag_8b"),
-        transport_32b=retrieval("rag_32b", patience_32b_s),
+        transport_8b=transport("rag_8b", *retrieval),
+        transport_32b=transport("rag_32b", *retrieval, patience_32b_s),
         api_key=parts.rag_key,
     )
-    if parts.judge is None:
-        return Services(rag, _judge(config, parts, transport, judge_base_url))
-    if budget is not None:
-        for name, each in parts.judge.transports.items():
-            each.count_by(budget.quota(name))
-    return Services(rag, parts.judge)
-
-
-def _judge(
-    config: RewardConfig, parts: RewardParts, transport: Callable[..., Transport], base_url: str
-) -> JudgeClient:
+    if parts.judge is not None:
+        if budget is not None:
+            for name, own_transport in parts.judge.transports.items():
+                own_transport.count_by(budget.quota(name))
+        return rag, parts.judge
     configured = config.parsed_judge_providers()
     providers = [
-        _provider(
-            each,
-            parts.judge_keys[each.name],
-            transport(
-                f"{JUDGE}_{each.name}" if configured else JUDGE,
-                each.max_concurrency or config.judge_max_concurrency,
-                each.timeout_s or config.judge_timeout_s,
+        JudgeProvider(
+            name=provider.name,
+            base_url=provider.base_url,
+            model=provider.model,
+            transport=transport(
+                f"{JUDGE}_{provider.name}" if configured else JUDGE,
+                provider.max_concurrency or config.judge_max_concurrency,
+                provider.timeout_s or config.judge_timeout_s,
                 config.parsed_attempts()["judge"],
-                price=_price(each),
-                tokens_per_minute=each.tokens_per_minute,
+                price=Price(
+                    prompt_token=provider.usd_per_million_prompt_tokens / 1e6,
+                    completion_token=provider.usd_per_million_completion_tokens / 1e6,
+                    max_completion_tokens=provider.max_completion_tokens,
+                ),
+                tokens_per_minute=provider.tokens_per_minute,
             ),
+            api_key=parts.judge_keys[provider.name],
+            weight=provider.weight,
+            response_format=provider.response_format,
+            temperature=provider.temperature,
+            max_completion_tokens=provider.max_completion_tokens,
+            extra_body=provider.extra_body,
+            usd_per_million_prompt_tokens=provider.usd_per_million_prompt_tokens,
+            usd_per_million_completion_tokens=provider.usd_per_million_completion_tokens,
         )
-        for each in configured or [_only_provider(config, base_url)]
+        for provider in configured
+        or [JudgeProviderConfig(name=JUDGE, base_url=judge_base_url, model=config.judge_model)]
     ]
-    return JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
-
-
-def _only_provider(config: RewardConfig, base_url: str) -> JudgeProviderConfig:
-    return JudgeProviderConfig(
-        name=JUDGE,
-        base_url=base_url,
-        model=config.judge_model,
-    )
-
-
-def _price(config: JudgeProviderConfig) -> Price:
-    return Price(
-        prompt_token=config.usd_per_million_prompt_tokens / 1e6,
-        completion_token=config.usd_per_million_completion_tokens / 1e6,
-        max_completion_tokens=config.max_completion_tokens,
-    )
-
-
-def _provider(config: JudgeProviderConfig, api_key: str | None, transport: Transport) -> JudgeProvider:
-    return JudgeProvider(
-        name=config.name,
-        base_url=config.base_url,
-        model=config.model,
-        transport=transport,
-        api_key=api_key,
-        weight=config.weight,
-        response_format=config.response_format,
-        temperature=config.temperature,
-        max_completion_tokens=config.max_completion_tokens,
-        extra_body=config.extra_body,
-        usd_per_million_prompt_tokens=config.usd_per_million_prompt_tokens,
-        usd_per_million_completion_tokens=config.usd_per_million_completion_tokens,
-    )
-
-
-def _answer_store(config: RewardConfig, path: Path | None) -> AnswerStore:
-    return AnswerStore(path) if config.cache_answers else AnswerStore(most=0)
+    judge = JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
+    return rag, judge

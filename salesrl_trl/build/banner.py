@@ -1,7 +1,7 @@
 """The banner: lines at the start of a run about its parts, and the lines at its end.
 
-Owns their wording. The figures come from the settings and the checks. Loads a tokenizer and a model's configuration,
-and no weights.
+Owns their wording. `build.building` logs the banner, and `train` the last lines. Loads a tokenizer and a model's
+configuration, and no weights.
 """
 
 import platform
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
-from trl import ModelConfig
 
 from salesrl_trl import __version__
 from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.build.checks.addresses import MEANINGLESS
 from salesrl_trl.build.checks.model import generation_config_of
 from salesrl_trl.build.memory.shape import parameter_count
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.engine import Start, compiled_engine, engine_start
 from salesrl_trl.config.kl import FIXED
 from salesrl_trl.config.machine import device_line
@@ -35,39 +35,36 @@ from salesrl_trl.telemetry.step_lines import calls_and_usd
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
 
-def banner(
-    data: DataConfig,
-    reward: RewardConfig,
-    telemetry: TelemetryConfig,
-    training: SalesGRPOConfig,
-    model: ModelConfig,
-    *,
-    policy_path: str,
-    rows: tuple[int, int],
-    notes: Sequence[str] = (),
-) -> list[str]:
+def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) -> list[str]:
     """The lines of the banner.
 
-    `policy_path`: Folder or hub name of the policy and its tokenizer. `rows`: number of training rows, and of held-out
-    rows. `notes`: Findings of the checks, a line each.
+    `rows`: number of training rows, and of held-out rows. `notes`: findings of the checks, a line each.
     """
+    data, reward, training = config.data, config.reward, config.training
+    dataset = data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
+    prompt = data.prompt_template
+    if prompt in PROMPT_STYLES:
+        prompt = f"packaged, {prompt} (your own: --prompt_template FILE)"
+    rubrics = f"of {reward.rubric_dir} before packaged ones" if reward.rubric_dir else "packaged"
+    services = [("RAG service", _rag(reward)), ("judge", _judge(reward))] if reward.uses_services else []
+    names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
+    versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [
-        ("policy", _policy(policy_path, model, training)),
-        ("end tokens", _end_tokens(policy_path, model, training)),
-        ("rows", f"{rows[0]} of {_dataset(data)} to train on, {rows[1]} held out"),
-        ("prompt", _prompt(data, reward)),
+        *_policy(config),
+        ("rows", f"{rows[0]} of {dataset} to train on, {rows[1]} held out"),
+        ("prompt", f"{prompt}; rubrics: {rubrics}"),
         ("step", _step(training)),
         ("rollouts", _rollouts(training)),
         *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
         *(("reward", path) for path in reward.reward_funcs),
         *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
-        *([("RAG service", _rag(reward)), ("judge", _judge(reward))] if reward.uses_services else []),
+        *services,
         *(("budget", line) for line in _budget(reward, training)),
         *(("stage", stage) for stage in reward.reward_stages),
         ("devices", device_line(training.device, training.world_size)),
-        *([("compiled", _compiled(training, policy_path))] if training.compiled else []),
-        ("versions", _versions(training.use_vllm)),
-        ("record", _record(telemetry, training.output_dir)),
+        *([("compiled", _compiled(training, config.policy_path))] if training.compiled else []),
+        ("versions", ", ".join((f"salesrl_trl {__version__}", *versions, f"Python {platform.python_version()}"))),
+        ("record", _record(config)),
         ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
         *(("note", note) for note in notes),
     ]
@@ -77,7 +74,7 @@ def banner(
 def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
     """The last lines of a run that did not fail.
 
-    `saves_policy`: whether the policy lies in it. `notes`: Findings of the checks. Those about scores that mean
+    `saves_policy`: whether the policy lies in it. `notes`: findings of the checks. Those about scores that mean
     nothing are repeated.
     """
     saved = f"the policy is in {output_dir}; " if saves_policy else ""
@@ -85,41 +82,20 @@ def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) 
     return [f"[Run] {line}" for line in (*lines, *(note for note in notes if MEANINGLESS in note))]
 
 
-def _dataset(data: DataConfig) -> str:
-    return data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
-
-
-def _policy(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
+def _policy(config: RunConfig) -> list[tuple[str, str]]:
+    """The policy with its size, and the tokens that end a completion, by the tokenizer and the generation settings."""
+    model, path, trusted = config.model, config.policy_path, config.training.trust_remote_code
     name = model.model_name_or_path or "the packaged small policy (your own: --model_name_or_path NAME)"
     trained = f"LoRA of rank {model.lora_r}" if model.use_peft else "all weights"
-    size = parameter_count(path, model.model_revision, training.trust_remote_code)
-    return f"{name}, {_count(size)} parameters; trained: {trained}"
-
-
-def _count(number: int) -> str:
-    for unit, name in ((1e9, "B"), (1e6, "M")):
-        if number >= unit:
-            return f"{number / unit:.2f} {name}"
-    return str(number)
-
-
-def _end_tokens(path: str, model: ModelConfig, training: SalesGRPOConfig) -> str:
-    """The tokens that end a completion, by the tokenizer and by the model's generation settings."""
-    where = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(path, **where)
+    size = parameter_count(path, model.model_revision, trusted)
+    units = [(1e9, " B"), (1e6, " M")]
+    shown = next((f"{size / unit:.2f}{letter}" for unit, letter in units if size >= unit), str(size))
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=model.model_revision, trust_remote_code=trusted)
     generation = generation_config_of(path, model.model_revision)
     ids = None if generation is None else generation.eos_token_id
-    listed = [ids] if isinstance(ids, int) else ids or []
-    ends = dict.fromkeys([tokenizer.eos_token_id, *listed])
-    return ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends if end is not None)
-
-
-def _prompt(data: DataConfig, reward: RewardConfig) -> str:
-    prompt = data.prompt_template
-    if prompt in PROMPT_STYLES:
-        prompt = f"packaged, {prompt} (your own: --prompt_template FILE)"
-    rubrics = f"; rubrics of {reward.rubric_dir} before packaged ones" if reward.rubric_dir else "; rubrics: packaged"
-    return prompt + rubrics
+    ends = dict.fromkeys([tokenizer.eos_token_id, *([ids] if isinstance(ids, int) else ids or [])])
+    tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends if end is not None)
+    return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
 
 
 def _step(training: SalesGRPOConfig) -> str:
@@ -135,12 +111,9 @@ def _step(training: SalesGRPOConfig) -> str:
 
 
 def _rollouts(training: SalesGRPOConfig) -> str:
+    engine = "a vLLM server" if training.vllm_mode == "server" else "vLLM in the training process"
     if not training.use_vllm:
         engine = training.sampler or "transformers"
-    elif training.vllm_mode == "server":
-        engine = "a vLLM server"
-    else:
-        engine = "vLLM in the training process"
     limit = training.vllm_max_model_length if training.use_vllm else None
     room = f" in {limit} with the prompt" if limit else ""
     ahead = training.rollout_lookahead
@@ -156,9 +129,8 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
         return f"{name}: no KL"
     if not target.has_band:
         return f"{name}: coefficient {target.beta:g}, fixed"
-    law = (
-        ", coefficient fixed" if training.kl_law == FIXED else f", moved by {training.kl_law}" * bool(training.kl_law)
-    )
+    law = f", moved by {training.kl_law}" if training.kl_law else ""
+    law = ", coefficient fixed" if training.kl_law == FIXED else law
     return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"
 
 
@@ -190,10 +162,10 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     before = read_account(budget.path).total()
     so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
     own = [path for path in (*reward.reward_funcs, *([reward.judge] if reward.judge else [])) if path != SALES]
-    lines = [f"{limits}{so_far}"]
-    if own:
-        lines.append(f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge")
-    return lines
+    uncounted = (
+        [f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge"] if own else []
+    )
+    return [f"{limits}{so_far}", *uncounted]
 
 
 def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
@@ -203,11 +175,12 @@ def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
     if not training.use_vllm or training.vllm_mode == "server":
         return state
     start = engine_start(training)
-    told = f"{state}. vLLM starts {start.value}"
-    if start is Start.COMPILED:
-        is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
-        told += ", from this folder" if is_kept else ": it compiles this engine now, once"
-    return told
+    if start is not Start.COMPILED:
+        return f"{state}. vLLM starts {start.value}"
+    is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
+    return f"{state}. vLLM starts {start.value}" + (
+        ", from this folder" if is_kept else ": it compiles this engine now, once"
+    )
 
 
 def _replay(replay: ReplaySettings) -> str:
@@ -216,20 +189,16 @@ def _replay(replay: ReplaySettings) -> str:
         "nearest": "get that of the most similar text for the same row",
         "live": "are scored by the services",
     }
-    name = "the packaged record of the demo's services" if replay.run == CASSETTE else f"the record of {replay.run}"
-    return f"rewards from {name}; completions that are not there {misses[replay.on_miss]}"
+    packaged = "the packaged record of the demo's services"
+    record = packaged if replay.run == CASSETTE else f"the record of {replay.run}"
+    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}"
 
 
-def _record(telemetry: TelemetryConfig, output_dir: str) -> str:
+def _record(config: RunConfig) -> str:
+    telemetry = config.telemetry
     if not telemetry.record:
         return "off: no completion is kept (record: true keeps them, with customers' texts)"
     gib, clean = telemetry.parsed_record()
     filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
-    folder = record_file(Path(output_dir), 0).parent
+    folder = record_file(Path(config.training.output_dir), 0).parent
     return f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"
-
-
-def _versions(use_vllm: bool) -> str:
-    names = (*_PACKAGES, "vllm") if use_vllm else _PACKAGES
-    found = [f"{name} {each}" for name in names if (each := installed(name)) is not None]
-    return ", ".join((f"salesrl_trl {__version__}", *found, f"Python {platform.python_version()}"))

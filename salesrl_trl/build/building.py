@@ -1,10 +1,13 @@
-"""From settings and checked rows to the trainer: its instruments, model, tokenizer and datasets.
+"""From settings and checked rows to the trainer: its instruments, model, tokenizer, datasets and trackers' settings.
 
-Owns the loading of the policy, which `preflight` tries out too. `assembly` builds the reward chain.
+Owns the loading of the policy, which `preflight` tries out too. `train` and `evaluate` call it. `assembly` builds the
+reward chain.
 """
 
 import logging
 import uuid
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +19,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    TrainerCallback,
+    TrainerControl,
     TrainerState,
+    TrainingArguments,
 )
 from trl import get_peft_config, get_quantization_config
 
@@ -25,8 +31,8 @@ from salesrl_trl.build.banner import banner
 from salesrl_trl.build.checks.model import model_class
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
-from salesrl_trl.build.trackers import RunSettings, settings_beside_the_trainers
 from salesrl_trl.checkpoint.whole import STATE_FILE
+from salesrl_trl.config.keys import without_keys
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.errors import ConfigError
@@ -37,6 +43,7 @@ from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
+from salesrl_trl.telemetry.trackers import spared
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
@@ -98,7 +105,8 @@ def take_policy(plan: Plan, instruments: Instruments) -> None:
     with phase(StartUp.POLICY):
         if plan.policy is None:
             if PartialState().is_main_process:
-                for line in _banner(plan):
+                notes = [*plan.config.notes, *plan.config.training.machine_notes, *plan.notes]
+                for line in banner(plan.config, (len(plan.train.rows), len(plan.held_out.rows)), notes):
                     logger.info(line)
                 plan.config.training.machine_notes.clear()  # the trainer logs those that were not told
             plan.policy = load_policy(plan.config, plan.dtype)
@@ -108,37 +116,34 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
     """Build the trainer, with vLLM's engine, after `take_policy`."""
     take_policy(plan, instruments)
     assert plan.policy is not None
-    from salesrl_trl.build.rollouts_only import RolloutTrainer
-    from salesrl_trl.trainer import SalesGRPOTrainer
+    from salesrl_trl.trainer import RolloutTrainer, SalesGRPOTrainer
 
     config, train, held_out = plan.config, plan.train, plan.held_out
     for_functions = bool(config.reward.reward_funcs)
+    evaluated = None
+    if held_out.prompts:
+        evaluated = prompt_dataset(held_out.prompts, held_out.rows, len(train.prompts), for_functions=for_functions)
+    source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
+    processing: PreTrainedTokenizerBase | ProcessorMixin
+    if plan.processor is not None:
+        processing = load_processor(*source)
+    else:
+        name, revision, trusted = source
+        processing = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    kind = RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer
     with instruments.timeline.phase(StartUp.ENGINE):
-        return (RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer)(
+        return kind(
             plan.policy,
             reward,
             config.training,
             instruments=instruments,
             quick_eval=config.telemetry.quick_eval(),
             train_dataset=prompt_dataset(train.prompts, train.rows, for_functions=for_functions),
-            eval_dataset=prompt_dataset(
-                held_out.prompts, held_out.rows, len(train.prompts), for_functions=for_functions
-            )
-            if held_out.prompts
-            else None,
-            processing_class=_processing_class(plan),
+            eval_dataset=evaluated,
+            processing_class=processing,
             callbacks=[RunSettings(settings_beside_the_trainers(config))],
             peft_config=get_peft_config(config.model),
         )
-
-
-def _processing_class(plan: Plan) -> PreTrainedTokenizerBase | ProcessorMixin:
-    config = plan.config
-    source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
-    if plan.processor is not None:
-        return load_processor(*source)
-    name, revision, trusted = source
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
 
 
 def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
@@ -161,15 +166,54 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
     )
 
 
-def _banner(plan: Plan) -> list[str]:
-    config = plan.config
-    return banner(
-        config.data,
-        config.reward,
-        config.telemetry,
-        config.training,
-        config.model,
-        policy_path=config.policy_path,
-        rows=(len(plan.train.rows), len(plan.held_out.rows)),
-        notes=[*config.notes, *config.training.machine_notes, *plan.notes],
-    )
+def settings_beside_the_trainers(config: RunConfig) -> dict[str, dict[str, object]]:
+    """The settings that are not the trainer's, by owner, as the recipe gives them."""
+    owners = {"data": config.data, "reward": config.reward, "telemetry": config.telemetry, "model": config.model}
+    return {
+        owner: {field.name: config.recipe[field.name] for field in fields(part) if field.name in config.recipe}
+        for owner, part in owners.items()
+    }
+
+
+class RunSettings(TrainerCallback):
+    """Gives the trackers the settings that are not the trainer's, without keys, under names such as `reward.top_k`.
+
+    transformers gives them the trainer's own.
+    """
+
+    def __init__(self, settings: Mapping[str, Mapping[str, object]]) -> None:
+        self._settings = {
+            f"{owner}.{name}": value
+            for owner, values in settings.items()
+            for name, value in without_keys(values).items()  # type: ignore[attr-defined]
+        }
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if state.is_world_process_zero:
+            for name in args.report_to:
+                with spared(f"the settings for {name}"):
+                    self._give(name)
+
+    def _give(self, tracker: str) -> None:
+        """A tracker that `report_to` does not name is not imported."""
+        if tracker == "mlflow":
+            import mlflow
+
+            names, most = [*self._settings], mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH
+            for first in range(0, len(names), most):
+                part = {name: self._settings[name] for name in names[first : first + most]}
+                mlflow.log_params(part, synchronous=False)
+        elif tracker == "swanlab":
+            import swanlab
+
+            swanlab.config.update(self._settings)
+        elif tracker == "trackio":
+            import trackio
+
+            trackio.config.update(self._settings, allow_val_change=True)
+        elif tracker == "wandb":
+            import wandb
+
+            wandb.config.update(self._settings, allow_val_change=True)

@@ -1,7 +1,7 @@
 """The plan of a run: its settings, and the parts that are made of them without a model's weights.
 
-Each part is made when it is first asked for, and kept. The check of a part is in `checks`, `config` or `data`. A part
-that can't be made raises a `SalesRLError`.
+`preflight.runner` makes it; `build.building` makes the trainer of it. A part is made when it is first asked for, and
+kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, `config` or `data`.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,6 @@ from transformers import (
     ProcessorMixin,
 )
 
-from salesrl_trl.build.assembly import addresses
 from salesrl_trl.build.checks.addresses import check_vllm_server
 from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of
 from salesrl_trl.build.checks.model import (
@@ -43,18 +42,12 @@ class Plan(ServicesPlan):
     """A run before its model is loaded. Stages settle some of its settings: the checkpoint's path, the optimizer."""
 
     config: RunConfig
-    in_depth: bool = False
-    """Whether stages may take seconds, as in a preflight. At the start of a run they only look."""
-    dtype: str | None = None
-    """Number format of the policy's weights in training. The stage `memory` sets it."""
-    estimate: Estimate | None = None
-    """The memory of training on this card, if it is known. The stage `memory` sets it."""
-    notes: list[str] = field(default_factory=list)
-    """Findings that a user should know at the start: lines for the run's banner."""
-    policy: PreTrainedModel | None = None
-    """The policy with its weights. The stage `model` of a preflight sets it."""
-    rehearsal: object = None
-    """What `preflight.training` keeps of its trainer for later stages."""
+    in_depth: bool = False  # stages may take seconds, as in a preflight. At the start of a run they only look
+    dtype: str | None = None  # number format of the policy's weights in training. The stage `memory` sets it
+    estimate: Estimate | None = None  # the memory of training on this card, if known. The stage `memory` sets it
+    notes: list[str] = field(default_factory=list)  # findings for the run's banner
+    policy: PreTrainedModel | None = None  # with its weights. The stage `model` of a preflight sets it
+    rehearsal: object = None  # what `preflight.training` keeps of its trainer for later stages
 
     @property
     def rows(self) -> list[SalesRow]:
@@ -65,10 +58,6 @@ class Plan(ServicesPlan):
     def prompt(self) -> str | PromptTemplate:
         """The user's template, or the name of a packaged style."""
         return prompt_of(self.config.data, self.config.reward.action_format().fields)
-
-    @cached_property
-    def addresses(self) -> tuple[str, str]:
-        return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
     def held_out_records(self) -> Records | None:
@@ -127,10 +116,8 @@ class Plan(ServicesPlan):
         """The longest prompt. Asks the vLLM server for its length, if there is one."""
         training, server_room = self.config.training, None
         if training.use_vllm and training.vllm_mode == "server":
-            address = (
-                training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
-            )
-            server_room = check_vllm_server(address.rstrip("/"), training.vllm_server_timeout)
+            url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
+            server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
         return prompt_limit(self.config.data, training, positions_of(self.model_config), server_room)
 
     @cached_property
@@ -145,6 +132,6 @@ class Plan(ServicesPlan):
 
     def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
         kwargs = self.config.training.chat_template_kwargs
-        count = token_counter(self.tokenizer, kwargs)
         pictures = None if self.processor is None else picture_counter(self.processor, kwargs)
+        count = token_counter(self.tokenizer, kwargs)
         return fit_prompts(rows, self.prompt, count, self.limit, self.config.data.long_prompts, name, pictures)

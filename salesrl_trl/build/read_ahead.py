@@ -1,11 +1,10 @@
 """The policy's files in the page cache, before they are asked for: the disk works while Python imports.
 
-Owns the reading. Loads no model: transformers then finds the bytes in memory.
+Called by `train` and `preflight.warming`. Loads no model: transformers then finds the bytes in memory.
 """
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from transformers.utils.hub import try_to_load_from_cache
 
 from salesrl_trl.timing import TimingContext
 
-_CHUNK = 16 * 2**20
 _READERS = 4
 """Files that are read at once: one stream does not use up a fast disk."""
 
@@ -41,28 +39,27 @@ def begin_read_ahead(name_or_path: str, revision: str | None, timed: TimingConte
 
 
 def read_ahead(files: Sequence[Path]) -> int:
-    """Read files, so that the page cache holds them. Files that do not fit into free memory are left out.
+    """Read files, so that the page cache holds them, unless they are more than free memory. Returns their bytes, or 0.
 
-    Returns:
-        `int`: bytes that were read.
-
-    Raises:
-        `OSError`: a file can't be read.
+    Raises `OSError` if a file can't be read.
     """
     size = sum(file.stat().st_size for file in files)
     if size > psutil.virtual_memory().available:
         return 0
-    left, errors = deque(files), list[OSError]()
+    errors = list[OSError]()
 
-    def work() -> None:
-        with contextlib.suppress(IndexError):  # none left
-            while True:
-                try:
-                    _read(left.popleft())
-                except OSError as error:
-                    errors.append(error)
+    def read(part: Sequence[Path]) -> None:
+        buffer = bytearray(16 * 2**20)
+        try:
+            for file in part:
+                with file.open("rb", buffering=0) as opened:
+                    while opened.readinto(buffer):  # without Python's lock
+                        pass
+        except OSError as error:
+            errors.append(error)
 
-    readers = [threading.Thread(target=work, daemon=True) for _ in files[:_READERS]]  # a run may end while they read
+    parts = [files[first::_READERS] for first in range(_READERS)]
+    readers = [threading.Thread(target=read, args=[part], daemon=True) for part in parts]  # a run may end meanwhile
     for reader in readers:
         reader.start()
     for reader in readers:
@@ -70,10 +67,3 @@ def read_ahead(files: Sequence[Path]) -> int:
     if errors:
         raise errors[0]
     return size
-
-
-def _read(file: Path) -> None:
-    buffer = bytearray(_CHUNK)
-    with file.open("rb", buffering=0) as opened:
-        while opened.readinto(buffer):  # without Python's lock
-            pass

@@ -1,19 +1,17 @@
-"""The part of a run's plan that services need: no torch, no tokenizer, of the
-training settings those of a step's load alone.
+"""The part of a run's plan that the stages `rag` and `judge` read: no torch, no tokenizer, few settings of training.
 
-Each part is made when it is first asked for, and kept.
+`build.plan` adds the rest. Each part is made when it is first asked for, and kept.
 """
 
 import contextlib
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from salesrl_trl.build.assembly import addresses
 from salesrl_trl.build.checks.reward import RewardParts, read_reward
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
@@ -23,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepSettings:
-    """The training settings that shape the load of one step, and the folder of the run's budget.
+    """The training settings that shape the load and the scores of one step, and the folder of the run's budget.
 
-    The defaults are those of `SalesGRPOConfig`.
+    Tools read them, for which `SalesGRPOConfig` would import torch. The defaults are those that it has.
     """
 
     output_dir: str = "trainer_output"
@@ -37,6 +35,9 @@ class StepSettings:
     gradient_accumulation_steps: int = 1
     steps_per_generation: int | None = None
     generation_batch_size: int | None = None
+    seed: int = 42
+    scale_rewards: str = "group"
+    reward_weights: list[float] | None = None
 
     def __post_init__(self) -> None:
         if self.generation_batch_size is None:
@@ -51,7 +52,7 @@ class StepSettings:
 
 @dataclass
 class ServicesConfig:
-    """The part of `RunConfig` that the two stages read."""
+    """The part of `RunConfig`."""
 
     data: DataConfig
     reward: RewardConfig
@@ -60,7 +61,7 @@ class ServicesConfig:
 
 @dataclass
 class ServicesPlan:
-    """The part of a plan that the two stages read."""
+    """The part of a plan."""
 
     config: "ServicesConfig | RunConfig"
     in_depth: bool = True
@@ -78,13 +79,7 @@ class ServicesPlan:
     @cached_property
     def addresses(self) -> tuple[str, str]:
         """The addresses of the RAG service and the judge. Embedded ones are started, and stop with the preflight."""
-        config = self.config.reward
-        if not (config.embeds_rag or config.embeds_judge):
-            return config.rag_base_url or "", config.judge_base_url or ""
-        knowledge = config.knowledge_file
-        documents = None if knowledge is None else Path(knowledge).expanduser()
-        started = self.opened.enter_context(EmbeddedServices(documents=documents))
-        return config.rag_base_url or started.rag_base_url, config.judge_base_url or started.judge_base_url
+        return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
     def own_records(self) -> "Records":

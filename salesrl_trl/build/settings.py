@@ -84,14 +84,14 @@ REPLACED = {
     "kl_control": "gone: kl_law: fixed takes its place",
     "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
     "branch_column": "gone: rename the dataset's column to branch",
-    "min_changed_weights": "gone: it is a constant",
-    "max_kl": "gone: it is a constant",
+    **dict.fromkeys(("min_changed_weights", "max_kl"), "gone: it is a constant"),
+    **dict.fromkeys(
+        ("judge_tokens_per_minute", "judge_response_format", "judge_max_completion_tokens"),
+        "gone: an entry of judge_providers takes it without judge_",
+    ),
     "denied_cooldown_s": "gone: it is a minute",
     "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
     "keep_samples": "gone: gib of record_settings bounds the record",
-    "judge_tokens_per_minute": "gone: an entry of judge_providers takes it without judge_",
-    "judge_response_format": "gone: an entry of judge_providers takes it without judge_",
-    "judge_max_completion_tokens": "gone: an entry of judge_providers takes it without judge_",
     "shared_prompts_tokens": "gone: shared_prompts takes the number",
     "prompt_style": "gone: prompt_template takes instruct and compact too",
     "query_field": "gone: rewritten_query is searched with, or else the first of action_fields",
@@ -124,8 +124,7 @@ class RunConfig:
     telemetry: "TelemetryConfig"
     training: "SalesGRPOConfig"
     model: "ModelConfig"
-    notes: list[str] = field(default_factory=list)
-    """Lines for the banner: settings that differ from the recipe."""
+    notes: list[str] = field(default_factory=list)  # for the banner: settings that differ from the recipe
     recipe: dict[str, object] = field(default_factory=dict)
     """Every setting as given or by default, before any check changes it: a recipe of the same run."""
 
@@ -149,30 +148,27 @@ def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
     return config
 
 
-def parse_part(argv: Sequence[str], kinds: Sequence[type], **options: str) -> tuple[Any, ...]:
-    """Read the settings of a tool. It accepts every recipe and every setting of a run, and checks its own.
+def parse_part(
+    argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None, **options: str
+) -> tuple[Any, ...]:
+    """Read the settings of a tool: an object of each of the `kinds`. It accepts every recipe and setting of a run, but
+    reads and checks its own alone: training settings, for example, may need a GPU.
 
-    `argv`: Command-line arguments, perhaps with `--config FILE.yaml`. `kinds`: Dataclasses of the tool's own settings.
-    `options`: further arguments of `argparse.ArgumentParser`, such as `description`.
-
-    Returns:
-        `tuple`: an object of each of the `kinds`, in their order, and a `Namespace` of all other settings.
-
-    Raises:
-        `ConfigError`: an unknown key, a missing file, a value of the tool outside its range.
+    `options`: further arguments of `argparse.ArgumentParser`, such as `description`. Raises as `parse`.
     """
-    return SettingsParser(kinds, [kind for kind in all_kinds() if kind not in kinds], **options).read(argv)
+    return SettingsParser(kinds, names_of_settings(), **options).read(argv, default_recipe)
 
 
 def names_of_settings() -> set[str]:
     """Names of all settings of a run, and some others. Read from source: an import of the classes takes seconds."""
     folders = {package: getattr(find_spec(package), "submodule_search_locations", None) or () for package in _SOURCES}
-    files = [
-        file for package, found in folders.items() for each in found for file in Path(each).glob(_SOURCES[package])
-    ]
-    nodes = (node for file in files for node in ast.parse(file.read_text("utf-8")).body)
-    lines = (line for node in nodes if isinstance(node, ast.ClassDef) for line in node.body)
-    return {line.target.id for line in lines if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
+    names = set[str]()
+    for package, paths in folders.items():
+        for file in [file for path in paths for file in Path(path).glob(_SOURCES[package])]:
+            classes = (node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.ClassDef))
+            fields = (line for node in classes for line in node.body if isinstance(line, ast.AnnAssign))
+            names |= {line.target.id for line in fields if isinstance(line.target, ast.Name)}
+    return names
 
 
 class SettingsParser(TrlParser):
@@ -182,23 +178,19 @@ class SettingsParser(TrlParser):
     - Unknown arguments and keys of the recipe are refused, with a guess at the intended name.
     - Presets, and the settings under `small_policy` when no model is named, replace those of the recipe.
 
-    `unbuilt`: Dataclasses whose settings are accepted and not checked: a tool may not be able to build them. Training
-    settings, for example, may need a GPU. `--help` leaves them out. `unread`: names of settings that are accepted and
-    not read. `options`: further arguments of `argparse.ArgumentParser`, such as `description`.
+    `unread`: names of settings that are accepted and not read. `--help` leaves them out. `options`: further arguments
+    of `argparse.ArgumentParser`, such as `description`.
     """
 
-    def __init__(
-        self, kinds: Sequence[type], unbuilt: Sequence[type] = (), unread: Collection[str] = (), **options: str
-    ) -> None:
-        super().__init__((*kinds, *unbuilt), allow_abbrev=False, **options)
+    def __init__(self, kinds: Sequence[type], unread: Collection[str] = (), **options: str) -> None:
+        super().__init__(kinds, allow_abbrev=False, **options)
         self._unread = unread
-        hints = dict(pair for kind in (*kinds, *unbuilt) for pair in get_type_hints(kind).items())
+        hints = dict(pair for kind in kinds for pair in get_type_hints(kind).items())
         self._texts = {name for name, hint in hints.items() if hint in (str, str | None)}
         for name, hint in hints.items():
             off = f"--no_{name}"  # transformers makes it of a switch that is on by default
             if hint == bool | None and off not in self._option_string_actions:
                 self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
-        self.dataclass_types = list(kinds)
         self.add_argument(
             f"--{PRESET}",
             nargs="+",
@@ -221,21 +213,20 @@ class SettingsParser(TrlParser):
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """Read the settings, once: the values of a recipe become defaults of this parser.
 
-        `argv`: Command-line arguments, perhaps with `--config FILE.yaml`. `default_recipe`: Recipe for a command line
-        without `--config`. Without both, there is no recipe.
-
-        Returns:
-            `tuple`: an object of each of the `kinds`, in their order, and the `Namespace` of those `unbuilt`.
-
-        Raises:
-            `ConfigError`: an unknown key, a missing file, a value outside its range.
+        `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe. Returns an
+        object of each of the `kinds`, in their order. Raises `ConfigError` for an unknown key, a missing file, a value
+        outside its range.
         """
-        argv = [part for each in argv for part in (each.split("=", 1) if each.startswith("--config=") else [each])]
+        argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         if "--config" not in argv and default_recipe is not None:
             argv = ["--config", str(default_recipe), *argv]
         if argv.count("--config") > 1:
             raise ConfigError("`--config` is given more than once. Expected one recipe. Leave out the others.")
-        self._check_arguments(argv)
+        known = {"--config", *(option for action in self._actions for option in action.option_strings)}
+        for name in self._unread:
+            known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
+        if unknown := [name for name in _options(argv) if name not in known]:
+            raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
         argv, names = _without_presets(argv)
         self._presets = {name: _checked_recipe(FOLDER / f"{name}.yaml", self.keys) for name in names}
         recipe: dict[str, object] = {}
@@ -298,7 +289,7 @@ class SettingsParser(TrlParser):
                 texts |= texts_of(owner)
         first = "Most runs give some of these"
         groups: dict[str, list[Action]] = {
-            title: [] for title in (first, *(each.__name__ for each in owners.values()))
+            title: [] for title in (first, *(owner.__name__ for owner in owners.values()))
         }
         for action in sorted(self._actions, key=lambda action: [*FIRST, action.dest].index(action.dest)):
             if action.dest in ("help", PRESET, *owners) and action.help != SUPPRESS:
@@ -317,30 +308,21 @@ class SettingsParser(TrlParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
 
-    def _check_arguments(self, argv: Sequence[str]) -> None:
-        known = {option for action in self._actions for option in action.option_strings}
-        known |= {
-            option for name in self._unread for option in (f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}")
-        }
-        unknown = [name for name in _options(argv) if name not in {*known, "--config"}]
-        if unknown:
-            raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
-
 
 def _options(argv: Sequence[str]) -> list[str]:
     """Names of the arguments, without their values: a value may be a secret."""
-    return [each.split("=")[0] for each in argv if each.startswith("--")]
+    return [word.split("=")[0] for word in argv if word.startswith("--")]
 
 
 def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments without `--preset`, and the names that it had. Raises `ConfigError` for an unknown one."""
     rest, names, is_name, option = list[str](), list[str](), False, f"--{PRESET}"
-    for each in argv:
-        is_name = each == option or (is_name and not each.startswith("--"))
-        if each.startswith(f"{option}="):
-            names.append(each.removeprefix(f"{option}="))
-        elif each != option:
-            (names if is_name else rest).append(each)
+    for word in argv:
+        is_name = word == option or (is_name and not word.startswith("--"))
+        if word.startswith(f"{option}="):
+            names.append(word.removeprefix(f"{option}="))
+        elif word != option:
+            (names if is_name else rest).append(word)
     unknown = [name for name in names if name not in PRESETS]
     if unknown or (option in argv and not names):
         got = ", ".join(unknown) or "nothing"
@@ -374,7 +356,12 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}, {unreadable(error)}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {_yaml_fault(error)}. Correct it there.") from None
+        fault = str(error)
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+            # the place alone, without the line itself: it may hold a key
+            problem = ", ".join(part for part in (error.context, error.problem) if part)
+            fault = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+        raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
     small_policy = recipe.get(SMALL_POLICY) or {}
@@ -392,19 +379,11 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     return recipe
 
 
-def _yaml_fault(error: yaml.YAMLError) -> str:
-    """The fault and its place, without the line itself: it may hold a key."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return str(error)
-    said = ", ".join(part for part in (error.context, error.problem) if part)
-    return f"{said} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
-
-
 def _with_guesses(names: Sequence[object], known: set[str]) -> str:
     """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting."""
-    said = []
+    texts = []
     for name in names:
         near = difflib.get_close_matches(str(name), known, n=1)
         note = REPLACED.get(str(name).removeprefix("--").replace("-", "_"), f"did you mean {near[0]}?" if near else "")
-        said.append(f"{name} ({note})" if note else str(name))
-    return ", ".join(said)
+        texts.append(f"{name} ({note})" if note else str(name))
+    return ", ".join(texts)

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +36,9 @@ class Package:
     """A package that this one needs, or can use."""
 
     name: str
-    wanted: str
-    """Range of versions of setup.cfg: `">=1.16.0,<1.17"`."""
+    wanted: str  # range of versions of setup.cfg: ">=1.16.0,<1.17"
     installed: str | None
-    extra: str
-    """The extra that asks for it; empty for a package that every run needs."""
+    extra: str  # the extra that asks for it; empty for a package that every run needs
 
     @property
     def is_met(self) -> bool:
@@ -56,40 +53,29 @@ class Code:
     """The package that this process runs."""
 
     version: str
-    digest: str
-    """Hash of all its files. Equal digests are equal code, wherever it lies."""
-    commit: str | None
-    """The checkout's commit; `None` outside of a checkout."""
-    changed_files: int
-    """Files of the checkout that differ from the commit, new ones included."""
+    digest: str  # hash of all its files. Equal digests are equal code, wherever it lies
+    commit: str | None  # the checkout's commit; `None` outside of a checkout
+    changed_files: int  # files of the checkout that differ from the commit, new ones included
 
 
 def packages() -> list[Package]:
     """The packages of setup.cfg, or of the installed package's metadata, without tools for tests and pictures."""
-    return [
-        Package(wanted.name, str(wanted.specifier), installed(wanted.name), extra)
-        for wanted, extra in _requirements()
-        if extra not in _TOOLS
-    ]
-
-
-def _requirements() -> Iterator[tuple[Requirement, str]]:
-    """Each requirement with its extra, which is empty for those without one."""
-    setup = PACKAGE.parent / "setup.cfg"
-    if not setup.is_file():
+    setup, wanted = PACKAGE.parent / "setup.cfg", list[tuple[Requirement, str]]()
+    if setup.is_file():
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read(setup, encoding="utf-8")
+        for extra, lines in {"": parser["options"]["install_requires"], **parser["options.extras_require"]}.items():
+            wanted += [(Requirement(line), extra) for line in filter(None, lines.splitlines())]
+    else:
         for text in importlib.metadata.requires(PACKAGE.name) or []:
-            found = re.search(r"extra == ['\"]([\w-]+)", text)
-            yield Requirement(text), found[1] if found else ""
-        return
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read(setup, encoding="utf-8")
-    groups = {"": parser["options"]["install_requires"], **parser["options.extras_require"]}
-    seen = set[str]()
-    for extra, lines in groups.items():
-        for wanted in map(Requirement, filter(None, lines.splitlines())):
-            if wanted.name not in seen:  # two extras may ask for one package
-                seen.add(wanted.name)
-                yield wanted, extra
+            extra_of = re.search(r"extra == ['\"]([\w-]+)", text)
+            wanted.append((Requirement(text), extra_of[1] if extra_of else ""))
+    named = dict[str, Package]()
+    for requirement, extra in wanted:
+        if extra not in _TOOLS and requirement.name not in named:  # two extras may ask for one package
+            version = installed(requirement.name)
+            named[requirement.name] = Package(requirement.name, str(requirement.specifier), version, extra)
+    return [*named.values()]
 
 
 def code() -> Code:
@@ -105,8 +91,7 @@ def code() -> Code:
 def holds(commit: str) -> bool:
     """Whether the checkout's commit is this one, or comes after it. Files that were changed since do not count.
 
-    Raises:
-        `ConfigError`: the package lies in no checkout, or the checkout does not know the commit.
+    Raises `ConfigError` if the package lies in no checkout, or the checkout does not know the commit.
     """
     if _commit()[0] is None:
         raise ConfigError(
@@ -123,10 +108,10 @@ def holds(commit: str) -> bool:
 
 def started_s(pid: int) -> float:
     """When a process started, in seconds since the epoch. Raises `ConfigError` if there is none that can be seen."""
-    found = stat_of(pid)
-    if found is None:
+    stat = stat_of(pid)
+    if stat is None:
         raise ConfigError(f"`process` is {pid}, and there is no such process here. Expected the id of a running one.")
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(found[2]) / os.sysconf("SC_CLK_TCK")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[2]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
 
 
@@ -155,8 +140,8 @@ def recipe_imports() -> str | None:
     """Folder of the package that a recipe's script imports: Python does not look in the working folder for it. `None`
     if it finds none."""
     find = "import importlib.util; print(importlib.util.find_spec('salesrl_trl').submodule_search_locations[0])"
-    found = subprocess.run([sys.executable, "-P", "-c", find], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    done = subprocess.run([sys.executable, "-P", "-c", find], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def gpus() -> list[dict[str, str]]:
@@ -169,7 +154,7 @@ def ask_driver(*arguments: str) -> list[list[str]]:
     """The fields of each row that nvidia-smi prints. No rows without a driver, or if it does not answer."""
     try:
         command = ["nvidia-smi", *arguments]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
+        text = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [[field.strip() for field in line.split(",")] for line in said.splitlines()]
+    return [[field.strip() for field in line.split(",")] for line in text.splitlines()]

@@ -47,10 +47,8 @@ def rows_of(prompts: Iterable[object], branches: Iterable[str]) -> str:
 
 
 def weights_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A digest of a few values of each weight. It is the same in every number format that can hold bfloat16.
-
-    Under ZeRO-3 this is a collective.
-    """
+    """A digest of a few values of each weight, the same in every number format that can hold bfloat16. Under ZeRO-3 a
+    collective."""
     digest = hashlib.sha256()
     for name, weight in weights:
         if "lora_" not in name:  # an adapter's weights start at random
@@ -123,10 +121,8 @@ def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -
 
 
 def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[str]:
-    """Compare a run with the checkpoint that it resumes. Returns lines to log.
-
-    Raises `ConfigError` if the checkpoint's identity can't be read, or if a difference is refused and not `allowed`.
-    """
+    """Compare a run with the checkpoint that it resumes. Returns lines to log. Raises `ConfigError` if the saved
+    identity can't be read, or if a difference is refused and not `allowed`."""
     path = checkpoint / IDENTITY_FILE
     if not path.is_file():
         return [f"{checkpoint} holds no {IDENTITY_FILE}: its rows and branches can't be compared with this run's"]

@@ -1,50 +1,45 @@
 """The checkpoints of a run: written beside the others, put in place when they are whole, deleted when they are old.
 
 Owns the way of a checkpoint into the output folder, the package's own files in it, and the choice of the one that a
-run goes on from. Refuses to decide when one is saved: transformers does. `whole` owns the manifest, and `identity`
-says whether a checkpoint is of this run. The trainer calls `Keeper`.
+run goes on from. A run that stopped inside a generation batch resumes with the completions that it had not trained on,
+and with `save_rollouts` with those that were generated ahead. Refuses to decide when one is saved: transformers does.
+`whole` owns the manifest, and `identity` says whether a checkpoint is of this run. The trainer calls `Keeper`.
 """
 
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import Identity, check_identity, write_identity
-from salesrl_trl.checkpoint.under_way import (
-    Batches,
-    load_rollouts,
-    load_under_way,
-    save_rollouts,
-    save_under_way,
-)
 from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, find, folders, in_order, read, seal
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.generation.sampler import Sampled
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
-from salesrl_trl.names import CHECKPOINT_FOLDERS, SAVING_FOLDER
+from salesrl_trl.names import CHECKPOINT_FOLDERS, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
 from salesrl_trl.rollout.pipeline import KeptRollouts
+from salesrl_trl.update.ranks import on_any_rank
 
 logger = get_logger(__name__)
 
+Batches = list[dict[str, object]]
+"""The slices of a generation batch, as TRL keeps them."""
+
 
 class Keeper:
-    """Saves the checkpoints of one run.
-
-    - `kl`: its state is part of a checkpoint.
-    - `identity`: gives the identity of the run from its training dataset.
-    - `is_skipping`: whether the generation batch under way is left out of the loss. Then it is no part of a
-      checkpoint.
-    - `in_flight`: `Pipeline.in_flight`.
-    """
+    """Saves the checkpoints of one run. `kl`: its state is part of one. `identity`: gives the run's identity from its
+    training dataset. `is_skipping`: the generation batch under way is left out of the loss, and so of a checkpoint.
+    `in_flight`: `Pipeline.in_flight`."""
 
     def __init__(
         self,
@@ -65,22 +60,17 @@ class Keeper:
         self._last: Path | None = None
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
-        """A run begins, or goes on from a checkpoint; a collective. Returns the checkpoint, if there is one.
-
-        `asked` is as in `whole.find`. Raises `ConfigError` if the run can't go on from the checkpoint.
-        """
+        """A run begins, or goes on from the checkpoint that is returned; a collective. `asked` is as in `whole.find`.
+        Raises `ConfigError` if the run can't go on from it."""
         self._identity = self._identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self._args, self._identity)
         self._clear()
         return None if self._last is None else str(self._last)
 
     def save(self, state: TrainerState, write: Callable[[], None]) -> None:
-        """Save a checkpoint; a collective. Nothing is written if this step has one already.
-
-        `state` names the step and the best checkpoint. `write` lets transformers write a checkpoint into the output
-        folder that the settings name, on all ranks. Raises `CheckpointError` on all ranks if any of them could not
-        write its part. Then the folder is not there, and the checkpoints before it are as they were.
-        """
+        """Save a checkpoint, unless this step has one; a collective. `write` lets transformers write it into the
+        output folder of the settings, on all ranks. Raises `CheckpointError` on all ranks if one could not write its
+        part. Then the folder is not there, and the checkpoints before it are as they were."""
         folder = self._output_dir / f"{CHECKPOINT_FOLDERS}{state.global_step}"
         if folder == self._last:
             return
@@ -97,12 +87,9 @@ class Keeper:
             self._rotate(state.best_model_checkpoint)
 
     def add_parts(self, folder: Path, update: int, micro_step: int, slices: Batches) -> None:
-        """Write the package's own files: the state of the KL, the run's identity, the generation batch under way, and
-        the rollouts in flight.
-
-        `update` and `micro_step` are the optimizer steps and micro-steps done. `slices` are those of the generation
-        batch under way, as TRL keeps them.
-        """
+        """Write the package's own files: the KL's state, the identity, the generation batch under way, and
+        rollouts in flight. `update` and `micro_step`: steps done. `slices`: of the generation batch under way, as
+        TRL keeps them."""
         is_inside = bool(micro_step % self._args.window)
         if self._args.should_save:
             write_identity(folder, self._identity, is_inside)
@@ -123,12 +110,11 @@ class Keeper:
         return load_under_way(*place) if micro_step % self._args.window else None
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
-        """The rollouts in flight of the checkpoint that `load_parts` has read. They are returned once."""
+        """The rollouts in flight that `load_parts` has read, once."""
         rollouts, self._kept = self._kept, {}
         return rollouts
 
     def _clear(self) -> None:
-        """Delete what is half-written, or half-deleted."""
         if self._leads_node:
             shutil.rmtree(self._output_dir / SAVING_FOLDER, ignore_errors=True)
 
@@ -162,7 +148,7 @@ class Keeper:
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
-        """Delete the oldest whole checkpoints above the limit, but neither the best nor the last one."""
+        """Delete the oldest whole checkpoints, but neither the best nor the last one."""
         limit = self._args.save_total_limit or 0
         if limit <= 0:
             return
@@ -191,11 +177,9 @@ T = TypeVar("T")
 def choose_on_all_ranks(
     asked: str | os.PathLike[str] | bool | None, args: SalesGRPOConfig, identity: Identity
 ) -> Path | None:
-    """`whole.find` on all ranks, then `check_identity`; a collective. Logs differences that are allowed.
-
-    The first process of each machine reads all files. The others compare sizes, and follow the first of all. Raises
-    `ConfigError` on all ranks, if any rank refuses the checkpoint.
-    """
+    """`whole.find` on all ranks, then `check_identity`; a collective. The first process of each machine reads all
+    files. The others compare sizes, and follow the first of all. Raises `ConfigError` on all ranks if any refuses the
+    checkpoint."""
     with_digests = args.local_process_index == 0
     allowed = args.allow_changed_resume
     chosen = _agreed(lambda: find(asked, args.output_dir, with_digests=with_digests, without_manifest=allowed))
@@ -227,3 +211,71 @@ def _agreed(work: Callable[[], T]) -> T:
         raise ConfigError(refusals[0])
     first: T = gathered[0][0]
     return first
+
+
+def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Batches) -> None:
+    """Save the slices of one process's generation batch. Only slices of the same `arrangement`, the figures that
+    decide how a batch is divided, can be used again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_FILE.format(rank=rank))
+
+
+def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
+    """The slices of `save_under_way`. `None` on all ranks if any has none of this arrangement: without a batch TRL
+    generates one, which is a collective. A collective."""
+    state = _read(folder / UNDER_WAY_FILE.format(rank=rank), arrangement, device)
+    if not on_any_rank(state is None, device):
+        assert state is not None
+        batches: Batches = state["batches"]
+        return batches
+    logger.warning(
+        f"{folder} lies inside a generation batch. It does not hold the completions of this batch, or holds them for "
+        "another number of processes or other batch sizes: they are generated anew, from the same prompts"
+    )
+    return None
+
+
+def save_rollouts(folder: Path, rank: int, arrangement: list[int], in_flight: Mapping[int, KeptRollouts]) -> None:
+    """Save one process's rollouts in flight, from `Pipeline.in_flight`. Those with pictures are left out."""
+    rollouts = {
+        first: {
+            "rows": rollout.rows,
+            "step": rollout.step,
+            "generated": list(rollout.sampled.generated),
+            "metrics": {name: [float(value) for value in values] for name, values in rollout.sampled.metrics.items()},
+            "tokens": int(rollout.sampled.tokens),
+            "behaviour_logps": rollout.behaviour_logps,
+        }
+        for first, rollout in in_flight.items()
+        if not rollout.sampled.vision
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"arrangement": arrangement, "rollouts": rollouts}, folder / ROLLOUTS_FILE.format(rank=rank))
+
+
+def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> dict[int, KeptRollouts]:
+    """The rollouts of `save_rollouts`; a collective. No rank gets any if a rank has none of this arrangement."""
+    state = _read(folder / ROLLOUTS_FILE.format(rank=rank), arrangement, device)
+    if on_any_rank(state is None, device):
+        return {}
+    assert state is not None
+    rollouts = {
+        first: KeptRollouts(
+            rows=rollout["rows"],
+            step=rollout["step"],
+            sampled=Sampled(
+                generated=tuple(rollout["generated"]), metrics=rollout["metrics"], tokens=rollout["tokens"]
+            ),
+            behaviour_logps=rollout["behaviour_logps"],
+        )
+        for first, rollout in state["rollouts"].items()
+    }
+    logger.info(f"going on with {len(rollouts)} rollouts in flight")
+    return rollouts
+
+
+def _read(path: Path, arrangement: list[int], device: torch.device) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    return state if state["arrangement"] == arrangement else None

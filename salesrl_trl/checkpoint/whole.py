@@ -30,8 +30,8 @@ STATE_FILE = "trainer_state.json"
 READ_IF_THERE = (
     "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE,
 )  # fmt: skip
-"""Names of files that a run which goes on would read if they were there. transformers loads a model's weights in place
-of the adapter that the checkpoint holds, for example. Other foreign files do no harm."""
+"""Files that a run which goes on would read: transformers loads a model's weights in place of the adapter that the
+checkpoint holds, for example. Other foreign files do no harm."""
 _PIECE = 64 * 2**20
 """Bytes that are read and digested at a time."""
 _THREADS = min(8, os.cpu_count() or 1)
@@ -39,25 +39,18 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint was when it was saved."""
-
     number: int
-    """Orders the checkpoints of all runs of a folder, whatever the clock showed: one more than the largest number in
-    the output folder when it was saved. 0 in a manifest without a number."""
+    """Orders the checkpoints of all runs of a folder, whatever the clock showed. 0 in a manifest without one."""
     processes: int
-    """Number of processes that saved it."""
     files: Mapping[str, tuple[int, str]]
     """Bytes and digest of each file, by its name."""
     has_optimizer: bool
-    """Whether it holds more than the model."""
+    """Whether it holds more than the model, so that a run can go on from it."""
 
 
 def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None) -> None:
-    """Write the manifest of a checkpoint whose files are complete.
-
-    `has_optimizer` says whether it holds more than the model, so that a run can go on from it. `output_dir` is where
-    the checkpoints before it are.
-    """
+    """Write the manifest of a checkpoint whose files are complete. `output_dir`: where the checkpoints before it
+    are."""
     before = (_read(folder) for folder in folders(output_dir or folder.parent))
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in _names(folder)
@@ -104,9 +97,7 @@ def read(checkpoint: Path) -> Manifest | str:
 
 
 def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
-    """Why a run can't go on from this folder, or `None` if it can. Without `with_digests`, files are not read, and
-    only their sizes are compared.
-    """
+    """Why a run can't go on from this folder; `None` if it can. Without `with_digests` only sizes are compared."""
     manifest = read(checkpoint)
     if isinstance(manifest, str):
         return manifest
@@ -120,7 +111,6 @@ def step_of(checkpoint: Path) -> int:
 
 
 def folders(output_dir: Path) -> list[Path]:
-    """All folders of a run that are named as checkpoints, whole or not, by their steps."""
     return sorted((path for path in output_dir.glob(f"{CHECKPOINT_FOLDERS}*") if path.is_dir()), key=step_of)
 
 
@@ -150,12 +140,9 @@ def find(
     with_digests: bool = True,
     without_manifest: bool = False,
 ) -> Path | None:
-    """The checkpoint to go on from; `None` for a run from the start.
-
-    `asked` is a checkpoint's folder, `True` for the newest whole one of `output_dir`, or `"auto"` for the same, which
-    may find none. `with_digests` is as in `fault_of`. `without_manifest` allows a named folder without a manifest,
-    such as one of an earlier version. Raises `ConfigError` if there is no such checkpoint, or it is not whole.
-    """
+    """The checkpoint to go on from; `None` for a run from the start. `asked`: a folder, `True` for the newest whole
+    one of `output_dir`, or `"auto"` for the same, which may find none. `without_manifest` allows a named folder
+    without a manifest. Raises `ConfigError` if there is no such checkpoint, or it is not whole."""
     word, folder = str(asked).lower(), Path(output_dir).expanduser()
     if asked is None or word == "false":
         return None

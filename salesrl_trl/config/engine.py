@@ -55,7 +55,7 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
 
     Raises `ConfigError` if options of a colocated engine are given for a server.
     """
-    from salesrl_trl.generation.vllm import engine_kwargs, pushes_all_weights, vllm_dtype
+    from salesrl_trl.generation.vllm import pushes_all_weights
 
     extra = args.parsed_engine_kwargs()
     own = extra.keys() - _FOR_SERVERS_TOO
@@ -66,10 +66,15 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
         )
     start = engine_start(args)
     group = args.process_index // args.vllm_tensor_parallel_size
-    return engine_kwargs(
-        enforce_eager=start is Start.EAGER,
-        load_format="dummy" if pushes_all_weights(model, args.device.type == "cpu") else "auto",
-        dtype=vllm_dtype("auto", bf16=args.bf16, fp16=args.fp16, model_dtype=model.dtype),
-        seed=args.seed * 1000 + group,  # equal within a group of tensor-parallel ranks
-        extra={"compilation_config": GRAPHS_ALONE} | extra if start is Start.GRAPHS else extra,
-    )
+    in_training = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(model.dtype).removeprefix("torch.")
+    options: dict[str, object] = {
+        "enforce_eager": start is Start.EAGER,
+        # random until the first push, which TRL always makes before the first generation
+        "load_format": "dummy" if pushes_all_weights(model, args.device.type == "cpu") else "auto",
+        "dtype": in_training,
+        # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
+        "seed": args.seed * 1000 + group,
+    }
+    if start is Start.GRAPHS:
+        options["compilation_config"] = GRAPHS_ALONE
+    return options | extra

@@ -19,8 +19,8 @@ from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_samp
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.correction import CorrectionAtStep
 from salesrl_trl.rollout.groups import parts
+from salesrl_trl.rollout.model_passes import Passes
 from salesrl_trl.rollout.normaliser import TOKENS, UNITS, Normaliser
-from salesrl_trl.rollout.passes import Passes
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
 from salesrl_trl.update.ledger import Ledger

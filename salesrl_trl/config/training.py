@@ -22,11 +22,9 @@ from salesrl_trl.config.trl_settings import (
     RUN_MODES,
     check_mode,
     check_numbers,
-    check_quantization,
+    check_sampling,
     check_sizes,
-    compares_with_sampler,
     load_sampler,
-    reshaped_sampling,
     settle_schedule,
 )
 from salesrl_trl.generation import compiled
@@ -169,9 +167,8 @@ class SalesGRPOConfig(GRPOConfig):
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
-        self._check_sampling()
+        check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
         self._check_kl()
-        self.parsed_engine_kwargs()
         check(
             self.sampler is None or not self.use_vllm,
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
@@ -182,44 +179,6 @@ class SalesGRPOConfig(GRPOConfig):
     def to_dict(self) -> dict[str, object]:
         """The settings as loggers show them: without keys."""
         return cast(dict[str, object], without_keys(super().to_dict()))
-
-    def _check_sampling(self) -> None:
-        """Refuse what importance ratios could not correct."""
-        ahead = self.rollout_lookahead
-        check(
-            ahead == 0 or not self.use_vllm or self.vllm_importance_sampling_correction,
-            f"`rollout_lookahead` is {ahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
-            "for rollouts of earlier weights. Expected the correction, or a lookahead of 0. Set one of them.",
-        )
-        can_correct = self.vllm_mode == "colocate" and self.vllm_importance_sampling_correction
-        check_quantization(
-            self.parsed_engine_kwargs().get("quantization"), can_correct=can_correct and not self.use_cpu
-        )
-        temperature = (self.generation_kwargs or {}).get("temperature", self.temperature)
-        check(
-            temperature == self.temperature,
-            f"`generation_kwargs` has the temperature {temperature}, but log-probs are computed at `temperature: "
-            f"{self.temperature}`. Expected one temperature: set `temperature` alone.",
-        )
-        if not self.use_vllm or not compares_with_sampler(self):
-            return
-        logprobs_mode = self.parsed_engine_kwargs().get("logprobs_mode", "processed_logprobs")
-        check(
-            logprobs_mode == "processed_logprobs",
-            f"`vllm_engine_kwargs` has the logprobs_mode {logprobs_mode!r}, with which importance ratios would "
-            "compare different things. Expected 'processed_logprobs': leave it out.",
-        )
-        reshaped = ", ".join(reshaped_sampling(self))
-        mode = self.vllm_importance_sampling_mode
-        multiplies = self.vllm_importance_sampling_correction and mode.startswith("sequence_")
-        fault = "is wrong, and multiplied over a completion it leaves little of the loss"
-        check(
-            not reshaped or not (ahead or multiplies),
-            f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, the "
-            "trainer's those of the whole vocabulary, so their ratio "
-            f"{'does not correct for `rollout_lookahead`' if ahead else fault}. Expected sampling by `temperature` "
-            "alone, or `rollout_lookahead: 0` with `vllm_importance_sampling_correction: false`.",
-        )
 
     @property
     def pass_tokens(self) -> int | None:

@@ -18,16 +18,14 @@ _TURN_KEYS = {"column", "role", "content", "roles"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """Where a field comes from: a column, or a constant."""
+    """Where a field comes from: a column, or a constant. `role` and `content` are keys of a turn of `conversation`."""
 
     name: str | None
     """The column. Dots lead into an object: `"meta.tenant"`. `None` for a constant."""
     value: object = None
     """The constant."""
     role: str = "role"
-    """Key of a turn's role, in `conversation`."""
     content: str = "content"
-    """Key of a turn's text, in `conversation`."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Role in the file to role in a row: `{"human": "customer", "gpt": "seller"}`."""
 
@@ -53,20 +51,12 @@ def _read_column(where: str, name: str, entry: object) -> Column:
         return Column(name=entry)
     if isinstance(entry, Mapping) and entry.keys() == {"value"}:
         return Column(name=None, value=entry["value"])
-    texts = [entry.get(key, key) for key in ("column", "role", "content")] if isinstance(entry, Mapping) else []
-    roles = entry.get("roles", {}) if isinstance(entry, Mapping) else None
-    if (
-        name == "conversation"
-        and isinstance(entry, Mapping)
-        and "column" in entry
-        and entry.keys() <= _TURN_KEYS
-        and all(isinstance(text, str) and text for text in texts)
-        and isinstance(roles, Mapping)
-    ):
-        column, role, content = texts
-        return Column(
-            name=column, role=role, content=content, roles={str(key): str(value) for key, value in roles.items()}
-        )
+    if name == "conversation" and isinstance(entry, Mapping) and {"column"} <= entry.keys() <= _TURN_KEYS:
+        column, role, content = (entry.get(key, key) for key in ("column", "role", "content"))
+        roles = entry.get("roles", {})
+        if all(isinstance(text, str) and text for text in (column, role, content)) and isinstance(roles, Mapping):
+            roles = {str(key): str(value) for key, value in roles.items()}
+            return Column(name=column, role=role, content=content, roles=roles)
     turns = ", or {column: NAME, role: KEY, content: KEY, roles: {ROLE: customer}}" if name == "conversation" else ""
     raise ConfigError(f"`{where}` has another form. Expected the name of a column, or {{value: CONSTANT}}{turns}.")
 
@@ -110,17 +100,15 @@ def _field(name: str, column: Column, record: Mapping[str, object]) -> object:
         return value
     if all(isinstance(turn, str) for turn in value):
         return alternating(value)
-    return [_turn(turn, column) for turn in value]
-
-
-def _turn(turn: object, column: Column) -> object:
-    if not isinstance(turn, Mapping):
-        return turn
-    role = turn.get(column.role)
-    return {
-        "role": column.roles.get(role, role) if isinstance(role, str) else role,
-        "content": turn.get(column.content),
-    }
+    turns = []
+    for turn in value:
+        if isinstance(turn, Mapping):
+            role = turn.get(column.role)
+            role = column.roles.get(role, role) if isinstance(role, str) else role
+            turns.append({"role": role, "content": turn.get(column.content)})
+        else:
+            turns.append(turn)
+    return turns
 
 
 def _look_up(record: Mapping[str, object], name: str) -> object:

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import filelock
 
@@ -50,8 +50,7 @@ _TITLES = ("Evening school", "Course prices", "Price list")
 
 def dataset_folder() -> Path:
     """The folder of the dataset. If the cache does not hold it, it is made now, in a few seconds. Raises `ConfigError`
-    if the cache can't be written.
-    """
+    if the cache can't be written."""
     target = cache_dir() / "pictures" / recipe_hash()
     if target.is_dir():  # it came there whole
         return target
@@ -85,13 +84,13 @@ def write_dataset(folder: Path) -> None:
     """Write both splits and their pictures to a folder, which is made if need be."""
     documents = {document["id"]: document for document in demo_records("knowledge.jsonl")}
     drafts = {draft["id"]: draft["draft_actions"] for draft in demo_records("drafts.jsonl")}
-    names = {
-        course: document["title"].removesuffix(" price") for course, document in _price_documents(documents).items()
-    }
-    prices = {
-        course: int(re.findall(r"(\d+) yuan", document["text"])[0])
-        for course, document in _price_documents(documents).items()
-    }
+    names, prices = {}, {}
+    for document in documents.values():
+        if (document["lang"], document["kind"], document.get("topic")) != ("en", "course", "price"):
+            continue
+        course = document["course"]
+        names[course] = document["title"].removesuffix(" price")
+        prices[course] = int(re.findall(r"(\d+) yuan", document["text"])[0])
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for file in FILES.values():
         lines = []
@@ -120,11 +119,9 @@ def draw_price_list(
     colour: tuple[int, int, int],
     chance: random.Random,
 ) -> "Image":
-    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan.
-
-    The picture is `WIDTH` pixels wide, and each line `BAND` pixels high. The course number `marked` has the background
-    `colour` (red, green and blue, up to 255). `chance` decides the paper, size and place of the letters.
-    """
+    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan. The picture
+    is `WIDTH` pixels wide, and each line `BAND` pixels high. The course number `marked` has the background `colour`
+    (red, green and blue, up to 255). `chance` decides the paper, size and place of the letters."""
     from PIL import Image, ImageDraw, ImageFont
 
     paper, title = chance.choice(_PAPER), chance.choice(_TITLES)
@@ -177,13 +174,6 @@ def _drafts(
 def _lower(name: str) -> str:
     """The name inside a sentence: `"acoustic guitar"`, and `"IELTS speaking"` as it is."""
     return name if name[:2].isupper() or name.startswith(("Japanese", "Python")) else name[0].lower() + name[1:]
-
-
-def _price_documents(documents: Mapping[str, Record]) -> dict[str, Any]:
-    english = (
-        document for document in documents.values() if document["lang"] == "en" and document["kind"] == "course"
-    )
-    return {document["course"]: document for document in english if document["topic"] == "price"}
 
 
 def _main() -> None:

@@ -1,4 +1,4 @@
-"""Local files: records with their lines, texts that a person wrote, and copies on a faster disk.
+"""Local files: records with their lines, texts that a person wrote, a knowledge base, and copies on a faster disk.
 
 Owns reading, the limits of size, and the words about a file that can't be read. Refuses to know columns. `sources`
 reads records by it, templates, rubrics and recipes are read by it, and the checks before a run ask for copies.
@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +49,7 @@ def demo_records(name: str) -> list[Record]:
 
 def read_file(path: Path) -> list[Placed]:
     """The records of a local file. Raises `DataError` if it can't be read or is too large. The message has the place,
-    and never the file's text.
-    """
+    and never the file's text."""
     size = path.stat().st_size
     if size == 0:
         return []
@@ -132,11 +132,9 @@ MOST_TEXT_BYTES = 16 * 2**20
 
 
 def read_small(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark.
-
-    Raises `OSError` if it can't be read or is larger than the limit, and `UnicodeDecodeError` if it is not UTF-8. No
-    more than the limit is read, even from a device that never ends.
-    """
+    """The text of a UTF-8 file, with or without a byte order mark. Raises `OSError` if it can't be read or is larger
+    than the limit, and `UnicodeDecodeError` if it is not UTF-8. No more than the limit is read, even from a device
+    that never ends."""
     content = bytearray()
     with path.open("rb") as file:
         while len(content) <= most_bytes and (part := file.read(2**20)):
@@ -157,11 +155,9 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
 
 
 def copied(path: Path, folder: Path) -> Path:
-    """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay.
-
-    If several processes of a machine ask at once, one of them copies. A path without a file is returned as it is:
-    whoever reads it says so. Raises `ConfigError` if the file or the folder can't be read or written.
-    """
+    """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay. Of
+    several processes of a machine one copies. A path without a file is returned as it is: whoever reads it says so.
+    Raises `ConfigError` if the file or the folder can't be read or written."""
     origin = path.expanduser().resolve()
     if not origin.exists():
         return path
@@ -170,7 +166,9 @@ def copied(path: Path, folder: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{copy}.lock"):
             if not copy.exists() or _version(copy) != _version(origin):
-                _replace(copy, origin)
+                half = copy.with_name(f"{copy.name}.half")  # an interrupted copy never counts
+                shutil.copy2(origin, half)
+                os.replace(half, copy)
     except OSError as error:
         raise ConfigError(
             f"{path} could not be copied to {folder} ({error.strerror or type(error).__name__}). Expected data that "
@@ -180,13 +178,42 @@ def copied(path: Path, folder: Path) -> Path:
     return copy
 
 
-def _replace(copy: Path, origin: Path) -> None:
-    """Copy to another name, then rename: an interrupted copy never counts."""
-    half = copy.with_name(f"{copy.name}.half")
-    shutil.copy2(origin, half)
-    os.replace(half, copy)
-
-
 def _version(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One entry of the knowledge base: its unique id, such as `"zh-python-price"`, a text that a customer may read,
+    and a title, which is indexed with the text and never part of an answer."""
+
+    id: str
+    text: str
+    title: str = ""
+
+
+def load_documents(path: Path | str) -> tuple[Document, ...]:
+    """Read a knowledge base: JSON lines with `id`, `text` and optionally `title`. Other keys are ignored. Raises
+    `DataError` if the file can't be read or is empty, or a line is no such object or repeats an id."""
+    documents: dict[str, Document] = {}
+    try:
+        for record, line in read_lines(Path(path)):
+            for name, value in {"id": None, "text": None, "title": "", **record}.items():
+                if name not in Document.__slots__ or (isinstance(value, str) and (value.strip() or name == "title")):
+                    continue
+                got = "an empty text" if isinstance(value, str) else type(value).__name__
+                raise DataError(
+                    f"{path}, line {line}: got {'nothing' if value is None else got} for {name!r}, expected "
+                    '{"id": "...", "text": "..."} and, if you like, a "title"; correct the line'
+                )
+            document = Document(**{name: record[name] for name in Document.__slots__ if name in record})
+            if document.id in documents:
+                raise DataError(f"{path}, line {line}: id {document.id!r} is used twice; make every id unique")
+            documents[document.id] = document
+    except OSError as error:
+        fault = unreadable(error)
+        raise DataError(f"cannot read the knowledge base {path}: {fault}; give a UTF-8 file of JSON lines") from error
+    if not documents:
+        raise DataError(f"{path}: got no documents, expected at least one JSON line; add one")
+    return tuple(documents.values())

@@ -46,7 +46,7 @@ class Records:
     """The records of a source in this package's columns, before they are checked."""
 
     name: str
-    """Name of the source in messages."""
+    """Of the source, in messages."""
     records: list[Record]
     places: list[tuple[int, int | None]]
     """Position in the source, counted from 0, and line, counted from 1, of each record."""
@@ -68,11 +68,8 @@ class Records:
 
 
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
-    """The records of a source, which lies in `folder`, in this package's columns.
-
-    Raises `DataError` if a record is malformed, two records of a format have the same id, or `columns` names a column
-    that is not there.
-    """
+    """The records of a source, which lies in `folder`, in this package's columns. Raises `DataError` if a record is
+    malformed, two records of a format have the same id, or `columns` names a column that is not there."""
     check_names(form.columns, (item.record for item in placed), name)
     records, places, left_out = list[Record](), list[tuple[int, int | None]](), Counter[str]()
     seen: dict[object, int] = {}
@@ -110,24 +107,24 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
 
 
 def part_of(records: Records, form: Form, part: Part) -> Records:
-    """The records of one part. All records of a group are in the same part, whatever else the source holds.
-
-    A group is the value of `group`, or without it the first turn: the rows of one conversation begin with the same
-    turn. Raises `DataError` if no record is in the part.
-    """
+    """The records of one part. All records of a group are in the same part, whatever else the source holds. A group is
+    the value of `group`, or without it the first turn: the rows of one conversation begin with the same turn. Raises
+    `DataError` if no record is in the part."""
     if part is Part.ALL:
         return records
-    wanted = [
-        at
-        for at, record in enumerate(records.records)
-        if (_fraction(_group(record)) < form.held_out_share) == (part is Part.HELD_OUT)
-    ]
-    if records.records and not wanted:
-        groups = len({_group(record) for record in records.records})
+    groups = [_group(record) for record in records.records]
+    wanted = []
+    for at, group in enumerate(groups):
+        # A number in [0, 1) that depends on the group alone
+        digest = hashlib.sha256(group.encode(errors="surrogatepass")).digest()
+        is_held_out = int.from_bytes(digest[:6]) / 2**48 < form.held_out_share
+        if is_held_out == (part is Part.HELD_OUT):
+            wanted.append(at)
+    if groups and not wanted:
         raise DataError(
-            f"`held_out_share` is {form.held_out_share:g}, and of the {groups} groups of {records.name} none is "
-            f"{part.value}. Expected conversations enough for both parts. Set another share, name what parts them "
-            "(`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
+            f"`held_out_share` is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
+            f"none is {part.value}. Expected conversations enough for both parts. Set another share, name what parts "
+            "them (`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
         )
     return dataclasses.replace(
         records,
@@ -143,8 +140,3 @@ def _group(record: Record) -> str:
     turns = record.get("conversation")
     first = turns[0] if isinstance(turns, Sequence) and turns else None
     return str(first.get("content")) if isinstance(first, Mapping) else str(first)
-
-
-def _fraction(group: str) -> float:
-    """A number in [0, 1) that depends on the group alone."""
-    return int.from_bytes(hashlib.sha256(group.encode(errors="surrogatepass")).digest()[:6]) / 2**48

@@ -31,10 +31,9 @@ SHOWN_ROWS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LengthLimit:
-    """The longest prompt."""
+    """Most tokens of a prompt, the chat template's included."""
 
     tokens: int
-    """Most tokens of a prompt, the chat template's included."""
     reason: str
     """Source of the figure: "`vllm_max_model_length` 320 less `max_completion_length` 64"."""
 
@@ -60,9 +59,7 @@ def token_counter(
     tokenizer: "PreTrainedTokenizerBase", chat_template_kwargs: Mapping[str, object] | None = None
 ) -> Count:
     """A function that counts tokens as TRL's `GRPOTrainer._tokenize_prompts` does, with the tokenizer's chat template.
-
-    Equal prompts are tokenized once. The function raises `ConfigError` for prompts that the chat template refuses.
-    """
+    Equal prompts are tokenized once. The function raises `ConfigError` for prompts that the chat template refuses."""
 
     def count(prompts: Sequence[Prompt]) -> list[int]:
         keys = [json.dumps(prompt) for prompt in prompts]
@@ -115,34 +112,42 @@ def fit_prompts(
     long = [] if limit is None else [at for at, length in enumerate(lengths) if length > limit.tokens]
     if limit is None or not long:
         return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=None)
-    excess = f"{_share(long, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason})"
+
+    def excess(places: Sequence[int]) -> str:
+        share = f"{len(places):,} of {len(rows):,} {name} rows"
+        return f"{share} have prompts of more than {limit.tokens} tokens ({limit.reason})"
+
+    def named(places: Sequence[int]) -> str:
+        shown = ", ".join(f"row {at} ({lengths[at]} tokens)" for at in places[:SHOWN_ROWS])
+        return shown + (f" and {len(places) - SHOWN_ROWS:,} more" if len(places) > SHOWN_ROWS else "")
+
     if rule == "error":
         raise DataError(
-            f"{excess}: {_named(long, lengths)}. Expected room for prompt and completion. Shorten the rows, raise the "
+            f"{excess(long)}: {named(long)}. Expected room for prompt and completion. Shorten the rows, raise the "
             "limit, or set `long_prompts: drop` or `long_prompts: truncate_oldest_turns`."
         )
     if rule == "drop":
         fitting = sorted(set(range(len(rows))).difference(long))
         if not fitting:
-            raise DataError(f"{excess}: no row is left. Expected some that fit. Raise the limit, or shorten the rows.")
+            raise DataError(
+                f"{excess(long)}: no row is left. Expected some that fit. Raise the limit, or shorten the rows."
+            )
         return FittingPrompts(
             rows=[rows[at] for at in fitting],
             prompts=[prompts[at] for at in fitting],
             lengths=[lengths[at] for at in fitting],
-            note=f"{excess} and are left out (`long_prompts: drop`): {_named(long, lengths)}.",
+            note=f"{excess(long)} and are left out (`long_prompts: drop`): {named(long)}.",
         )
     room = [limit.tokens - extra[at] for at in long]
     shortened = _without_oldest_turns([rows[at] for at in long], prompt, count, room)
-    unfit = [at for at, short in zip(long, shortened, strict=True) if short is None]
-    if unfit:
+    if unfit := [at for at, short in zip(long, shortened, strict=True) if short is None]:
         raise DataError(
-            f"{_share(unfit, rows)} {name} rows have prompts of more than {limit.tokens} tokens ({limit.reason}) even "
-            f"with the last turn alone: {_named(unfit, lengths)}. Shorten them, raise the limit, or set "
+            f"{excess(unfit)} even with the last turn alone: {named(unfit)}. Shorten them, raise the limit, or set "
             "`long_prompts: drop`."
         )
     note = (
-        f"{excess} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge still see "
-        f"the whole conversation): {_named(long, lengths)}."
+        f"{excess(long)} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge still "
+        f"see the whole conversation): {named(long)}."
     )
     short_prompts = [short for short in shortened if short is not None]
     for at, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
@@ -153,10 +158,8 @@ def fit_prompts(
 def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
-    """Each row's prompt within its number of `tokens`. As few of the oldest turns as possible are left out.
-
-    Found by bisection. `None` for a row whose last turn alone is too long.
-    """
+    """Each row's prompt within its number of `tokens`. As few of the oldest turns as possible are left out. Found by
+    bisection. `None` for a row whose last turn alone is too long."""
     fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # turns left out; `most` leaves none
     shortened: list[Prompt | None] = [None] * len(rows)
     while open_rows := [at for at in range(len(rows)) if fewest[at] < most[at]]:
@@ -171,12 +174,3 @@ def _without_oldest_turns(
             else:
                 fewest[at] = middle + 1
     return shortened
-
-
-def _share(some: Sequence[int], rows: Sequence[SalesRow]) -> str:
-    return f"{len(some):,} of {len(rows):,}"
-
-
-def _named(places: Sequence[int], lengths: Sequence[int]) -> str:
-    shown = ", ".join(f"row {at} ({lengths[at]} tokens)" for at in places[:SHOWN_ROWS])
-    return shown + (f" and {len(places) - SHOWN_ROWS:,} more" if len(places) > SHOWN_ROWS else "")

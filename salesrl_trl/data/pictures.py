@@ -69,8 +69,7 @@ def _picture(value: object, folder: Path | None, where: str) -> Picture:
 
 def size_of(picture: Picture) -> tuple[int, int]:
     """Height and width in pixels, from the file's head. Raises `OSError` if the file is absent, no picture, or has too
-    many pixels.
-    """
+    many pixels."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -92,41 +91,30 @@ def size_of(picture: Picture) -> tuple[int, int]:
 def picture_counter(
     processor: "ProcessorMixin", chat_template_kwargs: Mapping[str, object] | None = None
 ) -> Callable[[SalesRow], int]:
-    """A function that counts the tokens which the pictures of a row add to its prompt.
+    """A function that counts the tokens which the pictures of a row add to its prompt. The count of a picture follows
+    from its size. Where the processor can't say it without pixels, an empty picture of that size is processed."""
 
-    The count of a picture follows from its size. Where the processor can't say it without pixels, an empty picture of
-    that size is processed.
-    """
+    tell = getattr(processor, "_get_num_multimodal_tokens", None)
 
     @functools.cache
     def count(height: int, width: int) -> int:
-        tell = getattr(processor, "_get_num_multimodal_tokens", None)
         if tell is None:
-            return _measured(height, width)
-        [tokens] = tell(image_sizes=[[height, width]])["num_image_tokens"]
-        return int(tokens) + overhead(tell)
+            return measured(height, width)
+        # Around those of a picture are tokens such as marks of its beginning and end, as many for every size
+        [tokens], [of_256] = (tell(image_sizes=[size])["num_image_tokens"] for size in ([height, width], [256, 256]))
+        return int(tokens) + measured(256, 256) - int(of_256)
 
     @functools.cache
-    def overhead(tell: Callable[..., Mapping[str, Sequence[int]]]) -> int:
-        """Tokens around those of a picture, such as marks of its beginning and end."""
-        [tokens] = tell(image_sizes=[[256, 256]])["num_image_tokens"]
-        return _measured(256, 256) - int(tokens)
-
-    @functools.cache
-    def _measured(height: int, width: int) -> int:
+    def measured(height: int, width: int) -> int:
         from PIL import Image
 
-        with_picture, without = (
-            len(
-                processor.apply_chat_template(
-                    [[{"role": "user", "content": [*images, {"type": "text", "text": "?"}]}]],
-                    tokenize=True,
-                    return_dict=True,
-                    **(chat_template_kwargs or {}),
-                )["input_ids"][0]
+        lengths = []
+        for images in ([{"type": "image", "image": Image.new("RGB", (width, height))}], []):
+            prompt = [{"role": "user", "content": [*images, {"type": "text", "text": "?"}]}]
+            made = processor.apply_chat_template(
+                [prompt], tokenize=True, return_dict=True, **(chat_template_kwargs or {})
             )
-            for images in ([{"type": "image", "image": Image.new("RGB", (width, height))}], [])
-        )
-        return with_picture - without
+            lengths.append(len(made["input_ids"][0]))
+        return lengths[0] - lengths[1]
 
     return lambda row: sum(count(*size_of(image)) for image in row.images)

@@ -59,10 +59,8 @@ def videos_left_out() -> Iterator[None]:
 
 
 def leave_out_no_pictures(model: "torch.nn.Module") -> None:
-    """Leave out the model's vision tower for a batch without pictures.
-
-    If other batches of the same rollout have pictures, TRL gives the tower an empty tensor, and it fails.
-    """
+    """Leave out the model's vision tower for a batch without pictures. If other batches of the same rollout have
+    pictures, TRL gives the tower an empty tensor, and it fails."""
 
     def leave_out(
         _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,8 +77,7 @@ def load_processor(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> "ProcessorMixin":
     """The processor beside a model that reads pictures. Raises `ConfigError` if there is none, or a package that it
-    needs is missing.
-    """
+    needs is missing."""
     try:
         with videos_left_out():
             processor = AutoProcessor.from_pretrained(

@@ -54,6 +54,10 @@ def parse_row(
             f"{where}: branch {branch!r} is not configured. Expected {expected}. "
             f"Correct the column, or add the branch to `branches` and give it a rubric."
         )
+    documents = () if record.get("documents") is None else record["documents"]
+    is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
+    if not is_list or not all(isinstance(text, str) and is_unicode(text) for text in documents):
+        raise DataError(f"{where}: `documents` is {shape(documents)}. Expected a list of texts, or nothing.")
     return SalesRow(
         row_id=str(record.get("id") or f"row-{position}"),
         branch=branch,
@@ -62,7 +66,7 @@ def parse_row(
         contact_id=str(record.get("contact_id") or ""),
         account_id=str(record.get("account_id") or ""),
         message_id=str(record.get("message_id") or ""),
-        documents=_documents(record.get("documents"), where),
+        documents=tuple(documents),
         images=read_pictures(record.get("images", record.get("image")), folder, where),
         columns={name: value for name, value in record.items() if name not in _KNOWN},
     )
@@ -71,16 +75,6 @@ def parse_row(
 def place(position: int, source: str, line: int | None = None, more: str = "") -> str:
     """A row's place in words: `"rows.jsonl, line 8, row 7 (counted from 0)"`."""
     return f"{source}, {'' if line is None else f'line {line}, '}row {position} (counted from 0{more})"
-
-
-def _documents(value: object, where: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        texts = [text for text in value if isinstance(text, str) and is_unicode(text)]
-        if len(texts) == len(value):
-            return tuple(texts)
-    raise DataError(f"{where}: `documents` is {shape(value)}. Expected a list of texts, or nothing.")
 
 
 def is_unicode(text: str) -> bool:

@@ -82,10 +82,7 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
 
 def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_index: int = 0) -> Dataset:
     """The dataset for TRL: the prompt, the row's branch and id, and `row`, its number from `first_index` on, for the
-    reward.
-
-    `prompt` is a style or a template, as in `build_prompt`.
-    """
+    reward. `prompt` is a style or a template, as in `build_prompt`."""
     return prompt_dataset([build_prompt(row, prompt) for row in rows], rows, first_index)
 
 
@@ -138,40 +135,31 @@ def check_source(source: str) -> None:
 
 
 def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
-    """The records of a source with all columns, brought into this package's columns if they have others.
-
-    Raises `DataError` if there is no such source, it can't be read, or it is not of this form.
-    """
-    placed, name, folder = _load(source, split)
-    return converted(placed, name, form, folder)
-
-
-def _load(source: str, split: str) -> tuple[list[Placed], str, Path | None]:
-    """The records as they are, a name of the source for messages, and the folder that it lies in."""
-    if source in (DEMO, DEMO_PICTURES):
-        if split not in FILES:
-            raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(FILES)}.")
-        if source == DEMO_PICTURES:
-            folder = dataset_folder()
-            return read_file(folder / FILES[split]), f"the {split} split of the demo with pictures", folder
-        records = _with_documents(demo_records(FILES[split]))
-        return [Placed(record) for record in records], f"the demo's {split} split", None
-    if is_file(source):
+    """The records of a source with all columns, brought into this package's columns if they have others. Raises
+    `DataError` if there is no such source, it can't be read, or it is not of this form."""
+    folder, name = None, f"{source} [{split}]"
+    if source in (DEMO, DEMO_PICTURES) and split not in FILES:
+        raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(FILES)}.")
+    if source == DEMO:
+        placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
+        name = f"the demo's {split} split"
+    elif source == DEMO_PICTURES:
+        folder = dataset_folder()
+        placed, name = read_file(folder / FILES[split]), f"the {split} split of the demo with pictures"
+    elif is_file(source):
         check_source(source)
         path = Path(source).expanduser()
-        return read_file(path), str(path), path.parent
-    return [Placed(record) for record in _hub_records(source, split)], f"{source} [{split}]", None
-
-
-def _hub_records(name: str, split: str) -> list[Record]:
-    try:
-        return list(load_dataset(name, split=split))
-    except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
-        raise DataError(
-            f"the dataset {name!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected "
-            f"'demo', a {', '.join(ENDINGS)} file, or a hub dataset that this machine can reach. Correct the name or "
-            "the split."
-        ) from error
+        placed, name, folder = read_file(path), str(path), path.parent
+    else:
+        try:
+            placed = [Placed(record) for record in load_dataset(source, split=split)]
+        except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
+            raise DataError(
+                f"the dataset {source!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected "
+                f"'demo', a {', '.join(ENDINGS)} file, or a hub dataset that this machine can reach. Correct the name "
+                "or the split."
+            ) from error
+    return converted(placed, name, form, folder)
 
 
 def _with_documents(records: list[Record]) -> list[Record]:

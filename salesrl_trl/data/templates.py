@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import NoReturn
 
 import jinja2
 import jinja2.meta
@@ -40,10 +39,8 @@ _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
 
 
 class PromptTemplate:
-    """Makes the chat messages of a row. `name` is the template's file, for messages.
-
-    Raises `ConfigError` if the text is no Jinja, uses an unknown variable or block, or has no conversation.
-    """
+    """Makes the chat messages of a row. `name` is the template's file, for messages. Raises `ConfigError` if the text
+    is no Jinja, uses an unknown variable or block, or has no conversation."""
 
     def __init__(self, source: str, name: str, action_fields: Sequence[str]) -> None:
         self._name = name
@@ -57,16 +54,23 @@ class PromptTemplate:
         self._check(tree)
 
     def messages(self, row: SalesRow) -> list[dict[str, str]]:
-        """The row's prompt: a user message, after the template's system message if there is one.
-
-        Raises `ConfigError` if the template fails on this row, or leaves the user message empty.
-        """
+        """The row's prompt: a user message, after the template's system message if there is one. Raises `ConfigError`
+        if the template fails on this row, or leaves the user message empty."""
         fields = {name: getattr(row, name) for name in FIELDS[:-1]} | {FIELDS[-1]: self._action_fields}
         try:
             system = self._system(fields).strip()
             user = self._user.render(fields, template=self._template).lstrip()
-        except Exception as error:  # a filter may raise anything
-            self._fail(row, error)
+        except (
+            Exception
+        ) as error:  # a filter may raise anything, and may quote a customer: only Jinja's words are told
+            said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+            where = f", line {lines[-1]}" if lines else ""
+            raise ConfigError(
+                f"{self._name}{where} does not work for row {row.row_id!r} ({type(error).__name__}{said}). A row has "
+                f"{', '.join(FIELDS)}; a turn of `conversation` has `role` and `content`."
+            ) from None
         if not user.strip():
             raise ConfigError(f"{self._name} leaves the user message of row {row.row_id!r} empty. Expected a text.")
         messages = [{"role": "user", "content": user}]
@@ -101,16 +105,6 @@ class PromptTemplate:
                 "`{{ context }}`, or turns of `conversation`, in it."
             )
 
-    def _fail(self, row: SalesRow, error: Exception) -> NoReturn:
-        """Raise. A filter's message may contain a customer's text, so only Jinja's own words are repeated."""
-        said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-        where = f", line {lines[-1]}" if lines else ""
-        raise ConfigError(
-            f"{self._name}{where} does not work for row {row.row_id!r} ({type(error).__name__}{said}). A row has "
-            f"{', '.join(FIELDS)}; a turn of `conversation` has `role` and `content`."
-        ) from None
-
 
 def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTemplate:
     """A template from its file. Raises `ConfigError` if the file is not there, is not UTF-8, or is no template."""
@@ -143,11 +137,9 @@ def packaged_template(style: str) -> PromptTemplate:
 
 
 def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> list[dict[str, str]]:
-    """The policy's prompt for one row, as chat messages with `role` and `content`.
-
-    `prompt` is one of `PROMPT_STYLES`, or a template of your own. Raises `ValueError` for an unknown style, or a
-    template that does not work for the row.
-    """
+    """The policy's prompt for one row, as chat messages with `role` and `content`. `prompt` is one of `PROMPT_STYLES`,
+    or a template of your own. Raises `ValueError` for an unknown style, or a template that does not work for the
+    row."""
     return (packaged_template(prompt) if isinstance(prompt, str) else prompt).messages(row)
 
 

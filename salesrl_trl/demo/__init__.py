@@ -2,7 +2,7 @@
 
 - `services`: a RAG service and a judge.
 - `packaged`: the small policy and the record of the services, which are files of the package.
-- `teaching`, `vision`: how the small policies are made.
+- `vision`: how a small policy that reads pictures is made.
 
 Owns nothing that a run on a user's own services and model needs. The building of a run calls it.
 """

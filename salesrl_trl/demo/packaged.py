@@ -1,16 +1,20 @@
 """What the package holds in place of a user's model and services: a small policy, and a record of the demo's services.
 
-Owns the places of both. The settings and the checks of a run ask for them. The policy is a Qwen2 model with its
-tokenizer, and needs no hub: `scripts/make_demo_policy.py` teaches it. The record has what the services said of some
-completions of every row: `scripts/make_demo_cassette.py` makes it.
+Owns the places of both, and the settings by which small policies are taught. The settings and the checks of a run ask
+for the places. The policy is a Qwen2 model with its tokenizer, and needs no hub: `scripts/make_demo_policy.py` teaches
+it. The record has what the services said of some completions of every row: `scripts/make_demo_cassette.py` makes it.
 """
 
+import tempfile
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from salesrl_trl.ground.process import keep_freed_memory
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 PACKAGED = Path(__file__).with_name("small_policy")
 """The folder of the policy. `from_pretrained` loads it."""
@@ -29,3 +33,39 @@ CASSETTE = "demo"
 """Name of the record in the setting `replay`."""
 FILE = Path(str(files("salesrl_trl.demo") / "cassette.sqlite.gz"))
 """The record, without prompts, answers, verdicts and calls, which a replay does not need."""
+
+
+def imitate(
+    model: "PreTrainedModel",
+    processing_class: "PreTrainedTokenizerBase | ProcessorMixin",
+    rows: "Dataset",
+    *,
+    steps: int,
+    warmup: float,
+    **settings: object,
+) -> None:
+    """Teach a model to write the completions of some rows, on a GPU if there is one, in float32. The rows have the
+    columns `prompt` and `completion`, and `images` for a policy that reads pictures. `warmup` is the share of the
+    steps in which the learning rate rises, `settings` are further ones of `SFTConfig`. The model is changed."""
+    import torch
+    from trl import SFTConfig, SFTTrainer
+
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        keep_freed_memory()
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = SFTConfig(
+            output_dir=scratch,
+            max_steps=steps,
+            lr_scheduler_type="cosine",
+            warmup_steps=int(warmup * steps),
+            logging_steps=max(steps // 20, 1),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=on_cpu,
+            **settings,
+        )
+        SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=processing_class).train()

@@ -20,8 +20,7 @@ from salesrl_trl.data.processor import NoVideos, videos_left_out
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.data.templates import action_text, build_prompt
-from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, packaged_tokenizer
-from salesrl_trl.demo.teaching import imitate
+from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, imitate, packaged_tokenizer
 from salesrl_trl.types import Action, SalesRow
 
 if TYPE_CHECKING:
@@ -97,8 +96,7 @@ def build_config(
     tower: Mapping[str, object] | None = None,
 ) -> "PretrainedConfig":
     """The configuration of a Qwen2.5-VL with the tokens of `build_processor`. It is that of the small policy, except
-    for what `text` and `tower` say of its two parts.
-    """
+    for what `text` and `tower` say of its two parts."""
     from transformers import AutoConfig, Qwen2_5_VLConfig
 
     image, video, start, end = tokenizer.convert_tokens_to_ids([_IMAGE, _VIDEO, _START, _END])

@@ -16,19 +16,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.run.launch import begin_run
 from salesrl_trl.run.tools import ToolParser, finite
-
-if TYPE_CHECKING:
-    from salesrl_trl.build.plan import Plan
-    from salesrl_trl.demo.services.launcher import EmbeddedServices
-    from salesrl_trl.evaluate.findings import EvaluationFindings
-    from salesrl_trl.evaluate.policies import EvaluatedPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -68,54 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):
                 logger.info(note)
             failing_as = EXIT_FAILED
-            findings = _evaluate(plans, policies, services, options.samples)
+            from salesrl_trl.evaluate.answering import findings_of_all
+
+            findings = findings_of_all(plans, policies, services, options.samples)
         except (Exception, KeyboardInterrupt) as error:
             exit_with(_reported(error), failing_as)
         print(text_of(findings), file=out, flush=True)
         if options.output is not None:
             write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")
     return TOO_FEW if findings.lacking else 0
-
-
-def _evaluate(
-    plans: Sequence["Plan"], policies: Sequence["EvaluatedPolicy"], services: "EmbeddedServices", samples: int
-) -> "EvaluationFindings":
-    """Let one policy after the other answer. The reward is opened once, so that equal calls are made once."""
-    from salesrl_trl.build.assembly import open_reward
-    from salesrl_trl.build.building import build_instruments
-    from salesrl_trl.evaluate.answering import answers_of
-    from salesrl_trl.evaluate.findings import LABELS, findings_of, modes
-    from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
-    from salesrl_trl.names import StartUp
-    from salesrl_trl.reward.readiness import warm_up
-    from salesrl_trl.reward.reward_loop import RewardLoop
-
-    plan, wanted = plans[0], modes(samples)
-    config, training = plan.config, plan.config.training
-    collect_seldom()
-    if training.device.type == "cpu":
-        keep_freed_memory()
-    with contextlib.ExitStack() as stack:
-        instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
-        instruments.start(True)
-        opened = open_reward(config.reward, training, plan.rows, plan.reward, services)
-        reward_loop = stack.enter_context(contextlib.closing(RewardLoop(stack.enter_context(opened))))
-        if config.reward.warm_up_services:
-            with instruments.timeline.phase(StartUp.WARM_UP):
-                warm_up(reward_loop)
-        answers = [
-            answers_of(plan_of_policy, policy.adapter, reward_loop, instruments, wanted, f"{label} ({policy.name})")
-            for plan_of_policy, policy, label in zip(plans, policies, LABELS, strict=False)
-        ]
-    return findings_of(
-        [policy.name for policy in policies],
-        plan.held_out.rows,
-        training.branches,
-        wanted,
-        answers,
-        seed=training.seed,
-        least=training.min_valid_reward_fraction,
-    )
 
 
 def _reported(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:

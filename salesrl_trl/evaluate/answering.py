@@ -14,10 +14,15 @@ import torch
 from peft import PeftModel
 from transformers import set_seed
 
-from salesrl_trl.build.building import build_trainer, load_policy
+from salesrl_trl.build.assembly import open_reward
+from salesrl_trl.build.building import build_instruments, build_trainer, load_policy
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.evaluate.findings import Mode, Scored
-from salesrl_trl.names import Phase
+from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.evaluate.findings import GREEDY, LABELS, EvaluationFindings, Mode, Scored, findings_of, modes
+from salesrl_trl.evaluate.policies import EvaluatedPolicy
+from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
+from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.reward.readiness import warm_up
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -30,6 +35,32 @@ CHECKED = 4
 """Answers by which vLLM's weights are compared with the policy's."""
 
 
+def findings_of_all(
+    plans: Sequence[Plan], policies: Sequence[EvaluatedPolicy], services: EmbeddedServices, samples: int
+) -> EvaluationFindings:
+    """Let one policy after the other answer. The reward is opened once, so that equal calls are made once."""
+    plan, wanted = plans[0], modes(samples)
+    config, training = plan.config, plan.config.training
+    collect_seldom()
+    if training.device.type == "cpu":
+        keep_freed_memory()
+    with contextlib.ExitStack() as stack:
+        instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
+        instruments.start(True)
+        opened = open_reward(config.reward, training, plan.rows, plan.reward, services)
+        reward_loop = stack.enter_context(contextlib.closing(RewardLoop(stack.enter_context(opened))))
+        if config.reward.warm_up_services:
+            with instruments.timeline.phase(StartUp.WARM_UP):
+                warm_up(reward_loop)
+        answers = [
+            answers_of(plan_of_policy, policy.adapter, reward_loop, instruments, wanted, f"{label} ({policy.name})")
+            for plan_of_policy, policy, label in zip(plans, policies, LABELS, strict=False)
+        ]
+    names = [policy.name for policy in policies]
+    least = training.min_valid_reward_fraction
+    return findings_of(names, plan.held_out.rows, training.branches, wanted, answers, seed=training.seed, least=least)
+
+
 def answers_of(
     plan: Plan,
     adapter: Path | None,
@@ -38,11 +69,9 @@ def answers_of(
     wanted: Sequence[Mode],
     label: str,
 ) -> list[list[Scored]]:
-    """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back.
-
-    `adapter` is the folder of a LoRA adapter of the plan's model, `label` the policy's name in log lines. The answers
-    are by mode; those of a row stand beside each other.
-    """
+    """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back. `adapter` is the
+    folder of a LoRA adapter of the plan's model, `label` the policy's name in log lines. The answers are by mode;
+    those of a row stand beside each other."""
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:
         plan.policy = PeftModel.from_pretrained(plan.policy, adapter)
@@ -72,7 +101,7 @@ def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label:
     scored: list[Scored] = []
     for number, first in enumerate(range(0, len(rows), size)):
         set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
-        with components.sampler.greedily() if mode.is_greedy else contextlib.nullcontext(), computing():
+        with components.sampler.greedily() if mode.name == GREEDY else contextlib.nullcontext(), computing():
             rollout, _ = components.scoring.evaluate(rows[first : first + size], 0, mode.samples)
         assert rollout.sampled is not None and rollout.result is not None
         scored += [
@@ -86,18 +115,15 @@ def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label:
 def _free() -> None:
     """Give the memory of a policy back, and of its engine. Both are in circles of references.
 
-    vLLM hides everything that is there when its engine has started from the garbage collector.
+    vLLM hides everything that is there when its engine has started from the garbage collector. It keeps one memory
+    pool for the CUDA graphs of all engines of a process: without the graphs of the engine before, the next one would
+    fail to capture into it.
     """
     gc.unfreeze()
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        _forget_graphs()
-
-
-def _forget_graphs() -> None:
-    """vLLM keeps one memory pool for the CUDA graphs of all engines of a process. It is gone with the graphs of the
-    engine before, and the next engine would fail to capture into it."""
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.empty_cache()
     from vllm.platforms import current_platform
 
     setattr(type(current_platform), GRAPH_POOL, None)

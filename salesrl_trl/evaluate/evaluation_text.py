@@ -14,20 +14,15 @@ FEW = "*"
 def text_of(findings: EvaluationFindings) -> str:
     """The whole text, with a line of what was scored too little to be judged."""
     lines = [f"{label}  {name}" for label, name in zip(LABELS, findings.policies, strict=False)]
-    lines += [_rows(findings), "", *_policies(findings)]
+    groups = findings.answered[0].groups
+    branches = ", ".join(f"{name} {group.reward.total}" for name, group in groups.items() if name != ALL)
+    plural = "" if findings.samples == 1 else "s"
+    sampled = f"; {findings.samples} sampled answer{plural} to a row, seed {findings.seed}" if findings.samples else ""
+    lines += [f"{len(findings.rows)} held-out rows ({branches}){sampled}", "", *_policies(findings)]
     if findings.differences:
         lines += ["", *_differences(findings)]
     lines += ["", *_notes(findings)]
     return "\n".join(lines)
-
-
-def _rows(findings: EvaluationFindings) -> str:
-    branches = ", ".join(
-        f"{name} {group.reward.total}" for name, group in findings.answered[0].groups.items() if name != ALL
-    )
-    plural = "" if findings.samples == 1 else "s"
-    sampled = f"; {findings.samples} sampled answer{plural} to a row, seed {findings.seed}" if findings.samples else ""
-    return f"{len(findings.rows)} held-out rows ({branches}){sampled}"
 
 
 def _policies(findings: EvaluationFindings) -> list[str]:
@@ -73,15 +68,13 @@ def _verdict(change: Difference, least: float) -> str:
     if change.value is None or change.lacks(least):
         return "too few rows were scored for both, so that nothing is known about the difference."
     if change.interval is None:
-        every = "all rows that were scored for both have equal rewards" if not change.better + change.worse else (
-            "without two rows of different changes there is no interval"
-        )  # fmt: skip
-        return f"no difference is shown: {every}."
+        if change.better + change.worse:
+            return "no difference is shown: without two rows of different changes there is no interval."
+        return "no difference is shown: all rows that were scored for both have equal rewards."
     if not change.is_shown:
         return "no difference is shown: the interval includes 0."
-    return (
-        f"B is {'better' if change.value > 0 else 'worse'} than A by {abs(change.value):.3f}: the interval excludes 0."
-    )
+    order = "better" if change.value > 0 else "worse"
+    return f"B is {order} than A by {abs(change.value):.3f}: the interval excludes 0."
 
 
 def _notes(findings: EvaluationFindings) -> list[str]:

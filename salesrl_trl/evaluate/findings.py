@@ -16,34 +16,31 @@ from salesrl_trl.types import Outcome, Reward, SalesRow
 
 ALL = "all"
 """Stands for the rows of all branches."""
+GREEDY = "greedy"
 LABELS = ("A", "B")
 """Names of the policies, in the order in which they are given."""
 
 
 class Scored(NamedTuple):
-    """An answer, without its text."""
+    """An answer without its text: its reward, its length in tokens, and whether it reached `max_completion_length`
+    without an end."""
 
     reward: Reward
     tokens: int
-    """Its length."""
     is_truncated: bool
-    """Whether it reached `max_completion_length` without an end."""
 
 
 class Mode(NamedTuple):
-    """A way to answer."""
+    """A way to answer, `GREEDY` or `"sampled"`, with so many answers to each row."""
 
     name: str
-    """`"greedy"` or `"sampled"`."""
     samples: int
-    """Answers to each row."""
-    is_greedy: bool
 
 
 def modes(samples: int) -> list[Mode]:
     """Greedily, and sampled so many times if that is more than 0."""
-    greedy = Mode("greedy", 1, is_greedy=True)
-    return [greedy, Mode("sampled", samples, is_greedy=False)] if samples else [greedy]
+    greedy = Mode(GREEDY, 1)
+    return [greedy, Mode("sampled", samples)] if samples else [greedy]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +50,6 @@ class GroupOfRows:
     reward: Mean
     """Over rows."""
     answers: int
-    """Answers of these rows."""
     valid: float
     """Share of answers that are a valid action, scored or not."""
     unscored: float
@@ -61,15 +57,14 @@ class GroupOfRows:
     tokens: float
     """Mean length of an answer."""
     truncated: float
-    """Share of answers that reached `max_completion_length` without an end."""
+    """Share of answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnsweredRow:
-    """All answers of a policy in one mode."""
+    """All answers of a policy, `A` or `B`, in one mode."""
 
     label: str
-    """`"A"` or `"B"`."""
     mode: str
     values: Sequence[float]
     """Mean reward of each row, NaN where too few of its answers could be scored."""
@@ -114,6 +109,13 @@ class EvaluationFindings:
 
     def as_dict(self) -> dict[str, object]:
         """Figures and scores for a program. It holds no text of a customer or a policy. A missing value is null."""
+        rows = []
+        for place, row in enumerate(self.rows):
+            rewards: dict[str, dict[str, float | None]] = {}
+            for answered in self.answered:
+                value = answered.values[place]
+                rewards.setdefault(answered.label, {})[answered.mode] = None if math.isnan(value) else value
+            rows.append({"row": row.row_id, "branch": row.branch, "rewards": rewards})
         return {
             "policies": dict(zip(LABELS, self.policies, strict=False)),
             "seed": self.seed,
@@ -134,19 +136,8 @@ class EvaluationFindings:
                 mode: {name: {**asdict(change), "equal": change.equal} for name, change in by_branch.items()}
                 for mode, by_branch in self.differences.items()
             },
-            "rows": [
-                {"row": row.row_id, "branch": row.branch, "rewards": self._rewards(place)}
-                for place, row in enumerate(self.rows)
-            ],
+            "rows": rows,
         }
-
-    def _rewards(self, place: int) -> dict[str, dict[str, float | None]]:
-        """A row's reward: policy to mode to value."""
-        rewards: dict[str, dict[str, float | None]] = {}
-        for answered in self.answered:
-            value = answered.values[place]
-            rewards.setdefault(answered.label, {})[answered.mode] = None if math.isnan(value) else value
-        return rewards
 
 
 def findings_of(
@@ -159,11 +150,9 @@ def findings_of(
     seed: int,
     least: float,
 ) -> EvaluationFindings:
-    """The figures of an evaluation of one or two `policies`.
-
-    `answers` are those of each policy, in each of the `modes`, to all `rows`; those of a row stand beside each other.
-    A branch without a row is left out. A mean or a difference counts if the share `least` of its rows has a value.
-    """
+    """The figures of an evaluation of one or two `policies`. `answers` are those of each policy, in each of the
+    `modes`, to all `rows`; those of a row stand beside each other. A branch without a row is left out. A mean or a
+    difference counts if the share `least` of its rows has a value."""
     places = {ALL: list(range(len(rows)))}
     places |= {branch: [place for place, row in enumerate(rows) if row.branch == branch] for branch in branches}
     places = {name: of_branch for name, of_branch in places.items() if of_branch}
@@ -179,12 +168,11 @@ def findings_of(
                 name: difference_of([first.values[n] for n in of_branch], [second.values[n] for n in of_branch])
                 for name, of_branch in places.items()
             }
-    samples = sum(mode.samples for mode in modes if not mode.is_greedy)
     return EvaluationFindings(
         policies=policies,
         rows=rows,
         seed=seed,
-        samples=samples,
+        samples=sum(mode.samples for mode in modes if mode.name != GREEDY),
         answered=answered,
         differences=differences,
         least=least,
@@ -195,23 +183,17 @@ def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[
     rewards = [answer.reward.value for answer in scored]
     values = row_means([math.nan if reward is None else reward for reward in rewards], mode.samples)
     by_row = [scored[first : first + mode.samples] for first in range(0, len(scored), mode.samples)]
-    groups = {
-        name: _group([values[n] for n in of_branch], [answer for n in of_branch for answer in by_row[n]])
-        for name, of_branch in places.items()
-    }
-    missing = Counter(answer.reward.reason for answer in scored if answer.reward.value is None)
-    return AnsweredRow(
-        label=label, mode=mode.name, values=values, groups=groups, missing=dict(sorted(missing.items()))
-    )
-
-
-def _group(values: Sequence[float], scored: Sequence[Scored]) -> GroupOfRows:
-    count = len(scored)
-    return GroupOfRows(
-        reward=mean_of(values),
-        answers=count,
-        valid=sum(answer.reward.outcome is not Outcome.INVALID_ACTION for answer in scored) / count,
-        unscored=sum(answer.reward.value is None for answer in scored) / count,
-        tokens=sum(answer.tokens for answer in scored) / count,
-        truncated=sum(answer.is_truncated for answer in scored) / count,
-    )
+    groups = {}
+    for name, of_branch in places.items():
+        answers = [answer for place in of_branch for answer in by_row[place]]
+        count = len(answers)
+        groups[name] = GroupOfRows(
+            reward=mean_of([values[place] for place in of_branch]),
+            answers=count,
+            valid=sum(answer.reward.outcome is not Outcome.INVALID_ACTION for answer in answers) / count,
+            unscored=sum(answer.reward.value is None for answer in answers) / count,
+            tokens=sum(answer.tokens for answer in answers) / count,
+            truncated=sum(answer.is_truncated for answer in answers) / count,
+        )
+    missing = dict(sorted(Counter(answer.reward.reason for answer in scored if answer.reward.value is None).items()))
+    return AnsweredRow(label=label, mode=mode.name, values=values, groups=groups, missing=missing)

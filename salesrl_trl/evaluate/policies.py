@@ -62,11 +62,8 @@ class EvaluatedPolicy:
 
 
 def policy_of(name: str) -> EvaluatedPolicy:
-    """The policy of a folder or model id.
-
-    Raises:
-        `ConfigError`: the folder holds none, or an adapter that does not say which model it belongs to.
-    """
+    """The policy of a folder or model id. Raises `ConfigError` if the folder holds none, or an adapter that does not
+    say which model it belongs to."""
     folder = Path(name).expanduser()
     if (folder / ADAPTER).is_file():
         base = _read(folder / ADAPTER).get("base_model_name_or_path")
@@ -89,14 +86,9 @@ def policy_of(name: str) -> EvaluatedPolicy:
 
 
 def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:
-    """The settings of the run that the policies are of.
-
-    A recipe that names no model trains the small policy, with settings for it. Another model than the small policy
-    takes the settings for a named model.
-
-    Raises:
-        `ConfigError`: as `parse`.
-    """
+    """The settings of the run that the policies are of. Raises as `parse` does. A recipe that names no model trains
+    the small policy, with settings for it. Another model than the small policy takes the settings for a named
+    model."""
     config = parse(argv, recipe)
     others = [policy.path for policy in policies if policy.path is not None and not policy.is_small]
     if config.model.model_name_or_path is None and others:
@@ -113,13 +105,9 @@ def evaluated(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
 
 
 def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
-    """Check everything that can be checked before a model is loaded. The plans have the same rows and prompts.
-
-    A run writes into `output_dir`. Of the held-out rows all are taken, or the number `rows`, evenly over the branches.
-
-    Raises:
-        `SalesRLError`: a setting, a file or a policy is not as expected.
-    """
+    """Check everything that can be checked before a model is loaded. The plans have the same rows and prompts. A run
+    writes into `output_dir`. Of the held-out rows all are taken, or the number `rows`, evenly over the branches.
+    Raises `SalesRLError` if a setting, a file or a policy is not as expected."""
     training = evaluated(config.training, output_dir)
     if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":
         raise ConfigError(
@@ -147,7 +135,10 @@ def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir:
 def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], count: int | None) -> FittingPrompts:
     """The held-out rows whose prompts fit all policies and are the same for all, or so many of them."""
     first = fitting[0]
-    keys = [[_key(*pair) for pair in zip(prompts.rows, prompts.prompts, strict=True)] for prompts in fitting]
+    keys = [
+        [json.dumps([row.row_id, prompt]) for row, prompt in zip(fits.rows, fits.prompts, strict=True)]
+        for fits in fitting
+    ]
     everywhere = set(keys[0]).intersection(*keys[1:])
     places = [place for place, key in enumerate(keys[0]) if key in everywhere]
     if not places:
@@ -164,10 +155,6 @@ def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], coun
         lengths=[first.lengths[place] for place in places],
         note=None,
     )
-
-
-def _key(row: object, prompt: object) -> str:
-    return json.dumps([getattr(row, "row_id", ""), prompt])
 
 
 def _shape(folder: Path) -> Mapping[str, object]:

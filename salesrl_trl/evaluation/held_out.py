@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from salesrl_trl.evaluation.row_statistics import standard_error
 from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.names import HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
 from salesrl_trl.types import Outcome
@@ -26,29 +27,24 @@ Figures = Mapping[str, float | None]
 
 
 class EvaluatedCompletion(NamedTuple):
-    """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for."""
+    """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for. Both
+    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored."""
 
     prompt: object
-    """As TRL has it: a text, or a list of messages."""
     completion: object
-    """A text, or a list of messages, too."""
     reward: float | None
-    """`None` if it could not be scored."""
 
 
 class HeldOut(TrainerCallback):
     """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`.
 
-    At the end of training it compares the first with the last. A resumed run goes on with the file.
+    At the end of training it compares the first with the last, and shows so many `examples` of conversations with both
+    completions. A resumed run goes on with the file.
 
-    - `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one.
-    - `drain_written` returns the completions of an evaluation, on this rank.
-    - `num_generations`: completions of a row. They are neighbours.
-    - `examples`: conversations that are shown at the end, with the first and the last completion.
-    - `are_actions`: whether completions are actions, of which there are more figures.
-    - `is_cut`: whether the budget ended before all completions were scored. Then the evaluation is not kept: the run
-      ends,
-    and a resumed run makes it again.
+    `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and
+    `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If they
+    `are_actions`, there are more figures. If `is_cut`, the budget ended before all were scored: the evaluation is not
+    kept, and a resumed run makes it again.
     """
 
     def __init__(
@@ -78,9 +74,8 @@ class HeldOut(TrainerCallback):
     ) -> None:
         self._evaluations = []
         if state.is_world_process_zero and state.global_step:
-            self._evaluations = [
-                evaluation for evaluation in _read(self._path) if evaluation.step <= state.global_step
-            ]
+            evaluations = _read(self._path)
+            self._evaluations = [before for before in evaluations if before.step <= state.global_step]
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
@@ -94,10 +89,10 @@ class HeldOut(TrainerCallback):
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
         rewards, written = self._drain_rewards(), self._drain_written()
         scored = sum(not math.isnan(reward) for reward in rewards)
+        share = f"{scored} of {len(rewards)} completions were scored"
         if self._is_cut():
             if state.is_world_process_zero:
-                few = f"{scored} of {len(rewards)} completions were scored"
-                logger.info(f"[HeldOut@{state.global_step}] left out: the budget ended when {few}")
+                logger.info(f"[HeldOut@{state.global_step}] left out: the budget ended when {share}")
             return
         rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
@@ -107,14 +102,11 @@ class HeldOut(TrainerCallback):
         self._evaluations.append(_Evaluation(state.global_step, figures, rows, examples))
         if not state.is_world_process_zero:
             return
-        few = "" if scored == len(rewards) else f"; {scored} of {len(rewards)} completions were scored"
+        few = "" if scored == len(rewards) else f"; {share}"
         logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}{few}")
-        text = (
-            json.dumps([{"step": evaluation.step, **evaluation.figures} for evaluation in self._evaluations], indent=2)
-            + "\n"
-        )
+        records = [{"step": evaluation.step, **evaluation.figures} for evaluation in self._evaluations]
         try:
-            write_whole(self._path, text)
+            write_whole(self._path, json.dumps(records, indent=2) + "\n")
         except OSError as error:  # a full disk must not keep the other ranks waiting
             logger.warning(f"{self._path} can't be written ({type(error).__name__})")
         if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
@@ -136,7 +128,9 @@ class HeldOut(TrainerCallback):
         if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is not known
             logger.info(f"held-out mean reward changed by {after - before:+.3f}")
             return
-        changes = changes_by_row(first.rows, last.rows)
+        # Each row is compared with itself: it does not matter how much easier one is than another
+        both = zip(first.rows, last.rows, strict=True)
+        changes = [later - earlier for earlier, later in both if not math.isnan(later - earlier)]
         total = len(first.rows)
         if not changes:
             logger.warning(f"held-out: none of {total} rows was scored both times, so that no change is known")
@@ -177,30 +171,15 @@ def spread(items: Sequence[T], number: int) -> list[T]:
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
-    """Mean reward of each row, from the rewards of all completions; a row's completions are neighbours.
-
-    A missing reward is NaN. A row is NaN if fewer than half of its completions could be scored: while services are
-    down only invalid actions have a reward, whose mean would not be the row's.
-    """
+    """Mean reward of each row, from the rewards of all completions; a row's completions are neighbours. A missing
+    reward is NaN. A row is NaN if fewer than half of its completions could be scored: while services are down only
+    invalid actions have a reward, whose mean would not be the row's."""
     rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
     scored = [[reward for reward in row if not math.isnan(reward)] for row in rows]
     return [
         statistics.fmean(some) if 2 * len(some) >= len(row) else math.nan
         for row, some in zip(rows, scored, strict=True)
     ]
-
-
-def changes_by_row(before: Sequence[float], after: Sequence[float]) -> list[float]:
-    """The change of the mean reward of each row that was scored both times (NaN is a row without one).
-
-    Each row is compared with itself, so that it does not matter how much easier one row is than another.
-    """
-    return [b - a for a, b in zip(before, after, strict=True) if not math.isnan(b - a)]
-
-
-def standard_error(changes: Sequence[float]) -> float:
-    """Standard error of the mean of two changes or more."""
-    return statistics.stdev(changes) / math.sqrt(len(changes))
 
 
 def _plain(text: object) -> str:

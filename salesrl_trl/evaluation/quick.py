@@ -9,7 +9,7 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from datasets import Dataset
@@ -23,7 +23,7 @@ from salesrl_trl.evaluation.quick_record import (
     QuickEvaluation,
     evaluation_of,
 )
-from salesrl_trl.evaluation.subject import Answered, Ranks, Subject
+from salesrl_trl.evaluation.subject import Processes, Subject
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.names import (
     BEST_FOLDER,
@@ -59,7 +59,7 @@ class QuickEvaluator:
         settings: QuickEvalSettings,
         output_dir: Path,
         least_scored: float,
-        ranks: Ranks,
+        ranks: Processes,
         timeline: Timeline,
         is_cut: Callable[[], bool] = bool,
     ) -> None:
@@ -119,8 +119,14 @@ class QuickEvaluator:
                 self._history.best = before  # the one in the folder is the one to beat
         with self._timeline.phase(Phase.LOGGING):
             if self._ranks.index == 0:
-                self._report(evaluation, failures(answers), is_kept)
-            self._subject.log(self._logged(evaluation))
+                failed = Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
+                self._report(evaluation, failed, is_kept)
+            overall = {REWARD: evaluation.reward, **evaluation.figures}
+            logged = {f"{QUICK_EVAL}{name}": value for name, value in overall.items()}
+            logged[QUICK_SECONDS] = evaluation.seconds
+            for branch, figures in evaluation.branches.items():
+                logged |= {quick_of(branch, name): figures[name] for name in (*self.figure_names, BETA)}
+            self._subject.log(logged)
 
     def _report(self, evaluation: QuickEvaluation, failed: Counter[str], is_kept: bool) -> None:
         reasons = "".join(f" {reason}={count}" for reason, count in sorted(failed.items()))
@@ -134,26 +140,11 @@ class QuickEvaluator:
         except OSError as error:  # a full disk must not keep the other ranks waiting
             logger.warning(f"{self._history.path} can't be written ({type(error).__name__})")
 
-    def _logged(self, evaluation: QuickEvaluation) -> dict[str, float | None]:
-        overall = {REWARD: evaluation.reward, **evaluation.figures}
-        logged = {f"{QUICK_EVAL}{name}": value for name, value in overall.items()}
-        logged[QUICK_SECONDS] = evaluation.seconds
-        for branch, figures in evaluation.branches.items():
-            logged |= {quick_of(branch, name): figures.values[name] for name in (*self.figure_names, BETA)}
-        return logged
 
-
-def failures(answers: Iterable[Answered]) -> Counter[str]:
-    """Reason codes of the answers that got no verdict."""
-    return Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
-
-
-def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list[Example]:
-    """This rank's rows, from the trainer's `eval_dataset`, which may be anything that TRL takes.
-
-    `rows` is their number on all ranks together. Each rank has at least one. Raises `ConfigError` if there are no
-    held-out rows, or fewer than processes.
-    """
+def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> list[Example]:
+    """This rank's rows, from the trainer's `eval_dataset`, which may be anything that TRL takes. `rows` is their
+    number on all ranks together. Each rank has at least one. Raises `ConfigError` if there are no held-out rows, or
+    fewer than processes."""
     if not isinstance(dataset, Dataset):
         raise ConfigError(
             f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
@@ -171,11 +162,8 @@ def sample(dataset: object, rows: int, branches: Branches, ranks: Ranks) -> list
 
 
 def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
-    """Places of the rows to evaluate, from the branch of each held-out row: the first of each branch in turn.
-
-    Each process has equally many, and at least one. If there are too few rows, all are taken, less the remainder of
-    the division by the processes.
-    """
+    """Places of the rows to evaluate, from the branch of each held-out row: the first of each branch in turn. Each
+    process has equally many, and at least one: of too few rows all but the remainder are taken."""
     by_branch = [
         [place for place, branch_id in enumerate(branch_ids) if branch_id == branch] for branch in range(branches)
     ]
@@ -189,12 +177,10 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
 
 
 class BestPolicy:
-    """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames.
+    """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames. A policy is
+    saved beside the one before, and then takes its place. So the folder is always whole."""
 
-    A policy is saved beside the one before, and then takes its place. So the folder is always whole.
-    """
-
-    def __init__(self, output_dir: Path, by: str | None, ranks: Ranks) -> None:
+    def __init__(self, output_dir: Path, by: str | None, ranks: Processes) -> None:
         self.folder = output_dir / BEST_FOLDER
         self._by = by
         self._ranks = ranks
@@ -208,13 +194,10 @@ class BestPolicy:
         return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
 
     def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
-        """Save the policy in place of the best one before; all ranks together. `save` writes it into a folder, on all
-        ranks.
-
-        Returns on all ranks whether it was saved. If it can't be saved, on a full disk for example, the one before
-        stays, and a line says so.
-        """
-        fresh = self._beside("new")
+        """Save the policy in place of the best one before: `save` writes it into a folder, on all ranks together.
+        Returns on all ranks whether it was saved. If not, because the disk is full for example, the one before stays,
+        and a line says so."""
+        fresh = self.folder.with_name(f"{BEST_FOLDER}.new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         self._ranks.wait()
@@ -237,13 +220,10 @@ class BestPolicy:
 
     def put_aside(self) -> Path:
         """Rename the folder, so that nothing is written over the policy in it. Returns its new place."""
-        aside = self._beside("earlier")
+        aside = self.folder.with_name(f"{BEST_FOLDER}.earlier")
         shutil.rmtree(aside, ignore_errors=True)
         self.folder.rename(aside)
         return aside
-
-    def _beside(self, suffix: str) -> Path:
-        return self.folder.with_name(f"{BEST_FOLDER}.{suffix}")
 
 
 def _failure(work: Callable[[], None]) -> str | None:

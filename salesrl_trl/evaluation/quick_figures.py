@@ -97,9 +97,7 @@ def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
 
 def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> tuple[Figure, ...]:
     """Figures from objects and from classes, which are made without arguments. No figure may have a branch's name.
-
-    Raises `ConfigError` if one is no figure, its name is no identifier or is taken, or its `form` is no format.
-    """
+    Raises `ConfigError` if one is no figure, its name is no identifier or is taken, or its `form` is no format."""
     figures: list[Figure] = []
     taken = {*TAKEN, *branches}
     for item in objects:

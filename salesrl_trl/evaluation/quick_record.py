@@ -5,7 +5,7 @@ Owns the file's format and the rule that selects the best. `quick` calls it. It 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,35 +45,18 @@ class QuickEvalSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BranchFigures:
-    """One branch in one evaluation."""
-
-    rows: int
-    """Answers."""
-    scored: int
-    """Answers that could be scored."""
-    values: Mapping[str, float | None]
-    """Figures by name: `score` (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per
-    token), `beta`, and your own. `None` if it could not be measured."""
-
-    @property
-    def score(self) -> float | None:
-        """Mean reward of the answers that could be scored."""
-        return self.values[SCORE]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class QuickEvaluation:
-    """One evaluation."""
+    """One evaluation, with the fields of its record in their order."""
 
     step: int
     """Optimizer steps before it."""
     reward: float | None
     """Mean reward of all answers that could be scored."""
-    branches: Mapping[str, BranchFigures]
-    """By name, in the order of the settings."""
+    branches: Mapping[str, Mapping[str, Any]]
+    """By name, in the order of the settings: `rows` (answers), `scored` (those that could be), and figures by name:
+    `score` (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per token), `beta`, and
+    your own. A figure is `None` if it could not be measured."""
     seconds: float
-    """Its duration."""
     mode: str = "greedy"
     """The way of sampling."""
     figures: Mapping[str, float | None] = field(default_factory=dict)
@@ -81,13 +64,11 @@ class QuickEvaluation:
 
     def score(self, by: str, least_scored: float = 0.0) -> float | None:
         """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name, or the name of one of
-        `figures`.
-
-        `None` if it could not be measured, or if less than the share `least_scored` of one of its branches was scored:
-        a few lucky answers are no evaluation.
-        """
-        about = [figures for name, figures in self.branches.items() if figures.rows and by in self._names(name)]
-        scores = [figures.score for figures in about if figures.scored >= least_scored * figures.rows]
+        `figures`. `None` if it could not be measured, or if less than the share `least_scored` of one of its branches
+        was scored: a few lucky answers are no evaluation."""
+        of_all = by in (WORST_BRANCH, REWARD, *self.figures)
+        about = [measured for name, measured in self.branches.items() if measured["rows"] and (of_all or by == name)]
+        scores = [measured[SCORE] for measured in about if measured["scored"] >= least_scored * measured["rows"]]
         known = [score for score in scores if score is not None]
         if not known or len(known) < len(about):
             return None
@@ -95,65 +76,30 @@ class QuickEvaluation:
             return self.figures[by]
         return self.reward if by == REWARD else min(known)
 
-    def _names(self, branch: str) -> tuple[str, ...]:
-        """The values of `by` that depend on this branch, alone or together with others."""
-        return branch, WORST_BRANCH, REWARD, *self.figures
-
-    def scores(self, least_scored: float) -> dict[str, float | None]:
-        """Scores by branch, for the comparison with other evaluations; `None` as in `score`."""
-        return {name: self.score(name, least_scored) for name in self.branches}
-
     def line(self, figures: Sequence[Figure] = ()) -> str:
         """`[QuickEval@20] mode=greedy fairness=0.41 ... truncated F=0% ... length F=28 ... KL F=0.12 ... beta
         F=0.05`, then the figures given here."""
+        words = [f"[QuickEval@{self.step}] mode={self.mode}"]
+        for name, measured in self.branches.items():
+            scored = f" ({measured['scored']} of {measured['rows']} scored)"
+            few = scored if measured["scored"] < measured["rows"] else ""
+            words.append(f"{name}={_shown(measured[SCORE], '.2f')}{few}")
         letters = initials(list(self.branches))
-
-        def labelled(name: str, form: str) -> str:
-            label = name.upper() if name == "kl" else name
-            values = (
-                f"{letters[branch]}={_shown(measured.values[name], form)}"
-                for branch, measured in self.branches.items()
-            )
-            return f"{label} {' '.join(values)}"
-
-        scores = " ".join(
-            f"{name}={_shown(measured.score, '.2f')}"
-            + (f" ({measured.scored} of {measured.rows} scored)" if measured.scored < measured.rows else "")
-            for name, measured in self.branches.items()
-        )
         shown = [(own.name, own.form) for own in OWN_FIGURES if own.name != SCORE]
-        shown += [(BETA, ".3g"), *((own.name, own.form) for own in figures)]
-        return f"[QuickEval@{self.step}] mode={self.mode} {scores} " + " ".join(labelled(*pair) for pair in shown)
+        for figure, form in [*shown, (BETA, ".3g"), *((own.name, own.form) for own in figures)]:
+            words.append(figure.upper() if figure == "kl" else figure)
+            words += [f"{letters[name]}={_shown(values[figure], form)}" for name, values in self.branches.items()]
+        return " ".join(words)
 
     def as_dict(self) -> dict[str, object]:
         """For the record. Without figures of your own it has no entry for them."""
-        return {
-            "step": self.step,
-            "reward": self.reward,
-            "branches": {
-                name: {"rows": measured.rows, "scored": measured.scored, **measured.values}
-                for name, measured in self.branches.items()
-            },
-            "seconds": self.seconds,
-            "mode": self.mode,
-            **({"figures": dict(self.figures)} if self.figures else {}),
-        }
+        record = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return record if self.figures else {name: value for name, value in record.items() if name != "figures"}
 
     @classmethod
     def from_dict(cls, record: Record) -> "QuickEvaluation":
         """The inverse of `as_dict`. Other entries of the record are left out."""
-        branches = {}
-        for name, entry in record["branches"].items():
-            values = {key: value for key, value in entry.items() if key not in ("rows", "scored")}
-            branches[name] = BranchFigures(rows=entry["rows"], scored=entry["scored"], values=values)
-        return cls(
-            step=record["step"],
-            mode=record["mode"],
-            reward=record["reward"],
-            seconds=record["seconds"],
-            branches=branches,
-            figures=record.get("figures", {}),
-        )
+        return cls(**{entry.name: record[entry.name] for entry in fields(cls) if entry.name in record})
 
 
 def evaluation_of(
@@ -165,16 +111,17 @@ def evaluation_of(
     figures: Sequence[Figure] = (),
 ) -> QuickEvaluation:
     """The evaluation after so many optimizer steps, from its answers. `betas` has the coefficient of each branch that
-    has one. `figures` come beside the package's own.
-    """
+    has one. `figures` come beside the package's own."""
     by_branch = {}
     for branch in branches:
         own = [answer for answer in answers if answer.branch == branch]
-        values = {figure.name: measure(figure, own) for figure in OWN_FIGURES}
-        values[BETA] = betas.get(branch)
-        values |= {figure.name: measure(figure, own) for figure in figures}
-        scored = sum(answer.reward.value is not None for answer in own)
-        by_branch[branch] = BranchFigures(rows=len(own), scored=scored, values=values)
+        by_branch[branch] = {
+            "rows": len(own),
+            "scored": sum(answer.reward.value is not None for answer in own),
+            **{figure.name: measure(figure, own) for figure in OWN_FIGURES},
+            BETA: betas.get(branch),
+            **{figure.name: measure(figure, own) for figure in figures},
+        }
     return QuickEvaluation(
         step=step,
         reward=mean_reward(answers),
@@ -185,11 +132,9 @@ def evaluation_of(
 
 
 class QuickEvalHistory:
-    """The evaluations of a run, kept in a file that a resumed run goes on with.
-
-    The figure `best` selects the best policy. `least_scored` is the share in [0, 1] of a branch's answers that must be
-    scored before its score is compared.
-    """
+    """The evaluations of a run, kept in a file that a resumed run goes on with. The figure `best` selects the best
+    policy. `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is
+    compared."""
 
     def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
         self.path = path
@@ -243,22 +188,22 @@ class QuickEvalHistory:
 
     def front(self) -> list[QuickEvaluation]:
         """Evaluations that no other one beats in one branch without losing in another, in the order of their steps."""
-        scores = [evaluation.scores(self._least_scored) for evaluation in self.evaluations]
+        scores = [
+            {branch: evaluation.score(branch, self._least_scored) for branch in evaluation.branches}
+            for evaluation in self.evaluations
+        ]
         return [self.evaluations[index] for index in pareto_front(scores)]
 
     def front_line(self) -> str:
         """`[Pareto@40] 2 of 4 evaluations on the front: step 20 (fairness 0.40, hallucination 0.52), ...`: the latest
         `SHOWN_ON_FRONT` of them."""
         front = self.front()
-        left_out = "..., " if len(front) > SHOWN_ON_FRONT else ""
-        shown = left_out + ", ".join(
-            f"step {evaluation.step} ("
-            + ", ".join(f"{name} {_shown(figures.score, '.2f')}" for name, figures in evaluation.branches.items())
-            + ")"
-            for evaluation in front[-SHOWN_ON_FRONT:]
-        )
-        step = self.evaluations[-1].step
-        return f"[Pareto@{step}] {len(front)} of {len(self.evaluations)} evaluations on the front: {shown or 'none'}"
+        shown = ["..."] if len(front) > SHOWN_ON_FRONT else []
+        for evaluation in front[-SHOWN_ON_FRONT:]:
+            scores = [f"{name} {_shown(measured[SCORE], '.2f')}" for name, measured in evaluation.branches.items()]
+            shown.append(f"step {evaluation.step} ({', '.join(scores)})")
+        count = f"{len(front)} of {len(self.evaluations)} evaluations on the front"
+        return f"[Pareto@{self.evaluations[-1].step}] {count}: {', '.join(shown) or 'none'}"
 
 
 def initials(names: Sequence[str]) -> dict[str, str]:

@@ -79,14 +79,13 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:
     """The difference of two policies, by their values on the same rows in the same order. A row without a value is
-    NaN.
-    """
+    NaN."""
     changes = [after - before for before, after in zip(first, second, strict=True)]
     mean = mean_of(changes)
     known = [0.0 if abs(change) < SAME else change for change in changes if not math.isnan(change)]
     p = None
     if mean.value is not None and mean.interval is not None:
-        p = max(1 - share_within(abs(mean.value) / _error(known), len(known) - 1), 0.0)
+        p = max(1 - share_within(abs(mean.value) / standard_error(known), len(known) - 1), 0.0)
     return Difference(
         total=mean.total,
         rows=mean.rows,
@@ -99,11 +98,9 @@ def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference
 
 
 def share_within(t: float, freedom: int) -> float:
-    """The probability that a value of Student's t distribution lies between -t and t, for a `t` of 0 or more.
-
-    The finite series for whole degrees of freedom, 1 or more: Abramowitz and Stegun, Handbook of Mathematical
-    Functions, 26.7.3 and 26.7.4.
-    """
+    """The probability that a value of Student's t distribution lies between -t and t, for a `t` of 0 or more. The
+    finite series for whole degrees of freedom, 1 or more: Abramowitz and Stegun, Handbook of Mathematical Functions,
+    26.7.3 and 26.7.4."""
     return _share_within(math.atan(t / math.sqrt(freedom)), freedom)
 
 
@@ -128,15 +125,15 @@ def _share_within(angle: float, freedom: int) -> float:
     return (angle + total) * 2 / math.pi if is_odd else total
 
 
-def _error(values: Sequence[float]) -> float:
-    """Standard error of the mean."""
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean of two values or more."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float] | None:
     if len(values) < 2 or max(values) - min(values) < SAME:
         return None
-    mean, reach = statistics.fmean(values), critical(len(values) - 1) * _error(values)
+    mean, reach = statistics.fmean(values), critical(len(values) - 1) * standard_error(values)
     return mean - reach, mean + reach
 
 
@@ -155,16 +152,15 @@ def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...
     ```
     """
     branches = sorted({branch for point in points for branch in point})
-    whole = {index: scores for index, point in enumerate(points) if (scores := _scores(point, branches))}
+    whole: dict[int, tuple[float, ...]] = {}
+    for index, point in enumerate(points):
+        scores = [point.get(branch) for branch in branches]
+        known = tuple(score for score in scores if score is not None and not math.isnan(score))
+        if known and len(known) == len(branches):
+            whole[index] = known
     return tuple(
         index for index, scores in whole.items() if not any(_dominates(other, scores) for other in whole.values())
     )
-
-
-def _scores(point: Mapping[str, float | None], branches: Sequence[str]) -> tuple[float, ...]:
-    """A point's scores in the order of the branches; empty if one is missing."""
-    scores = tuple(score for branch in branches if (score := point.get(branch)) is not None and not math.isnan(score))
-    return scores if len(scores) == len(branches) else ()
 
 
 def _dominates(point: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -1,6 +1,6 @@
-"""The subject of a quick evaluation, its answers, and the ranks.
+"""The subject of a quick evaluation, its answers, and the processes of a run.
 
-Owns the protocols. `rollout.greedy` implements the subject. Refuses to generate answers, and to score them.
+`rollout.greedy` implements the subject. Refuses to generate answers, and to score them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,51 +58,30 @@ class Subject(Protocol):
         ...
 
 
-class Ranks(Protocol):
-    """The processes of a run."""
-
-    @property
-    def count(self) -> int:
-        """Their number."""
-        ...
-
-    @property
-    def index(self) -> int:
-        """The number of this process. The main process has 0."""
-        ...
-
-    def gather(self, items: Sequence[T]) -> list[T]:
-        """The items of all ranks, in the order of the ranks."""
-        ...
-
-    def from_main(self, value: T) -> T:
-        """The value of the main process, on all ranks."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until all ranks call it."""
-        ...
-
-
 class Processes:
-    """`Ranks` over accelerate. A run without a launcher has one."""
+    """The processes of a run, by accelerate. A run without a launcher has one."""
 
     def __init__(self) -> None:
         self._state = PartialState()
 
     @property
     def count(self) -> int:
+        """Their number."""
         return int(self._state.num_processes)
 
     @property
     def index(self) -> int:
+        """The number of this process. The main process has 0."""
         return int(self._state.process_index)
 
     def gather(self, items: Sequence[T]) -> list[T]:
+        """The items of all processes, in their order."""
         return list(gather_object(list(items)))
 
     def from_main(self, value: T) -> T:
+        """The value of the main process, on all."""
         return cast(T, broadcast_object_list([value])[0])
 
     def wait(self) -> None:
+        """Wait until all processes call it."""
         self._state.wait_for_everyone()

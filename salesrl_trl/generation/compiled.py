@@ -32,8 +32,6 @@ _ENGINES = "engines"
 
 
 class FolderContent(NamedTuple):
-    """The content of a folder."""
-
     files: int
     mib: float
     engines: int
@@ -55,9 +53,8 @@ def folder_of(setting: str | None) -> Path | None:
 
 
 def use(folder: Path) -> None:
-    """Let all compilers of this process, and of its children, keep their results in the folder. Raises `ConfigError`
-    if it can't be written.
-    """
+    """Let all compilers of this process and its children keep results in the folder. `ConfigError` if it can't be
+    written."""
     try:
         for name in (*FOLDERS.values(), _ENGINES):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -73,7 +70,6 @@ def use(folder: Path) -> None:
 
 
 def content_of(folder: Path) -> FolderContent:
-    """Count the files of the folder."""
     files = [os.path.join(path, name) for path, _, names in os.walk(folder) for name in names]
     engines = sum(Path(file).parent == folder / _ENGINES for file in files)
     return FolderContent(

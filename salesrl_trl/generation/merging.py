@@ -25,11 +25,10 @@ _Place = tuple[Any, str]
 def merged_beside(model: Any) -> Iterator[None]:
     """While active, a merge of the adapter leaves the base as it is.
 
-    Between `merge_adapter` and `unmerge_adapter`, `named_parameters` yields the base's parameters, with merged weights
-    in their places. Each is computed when it is asked for, by peft's own `merge` on float32 copies of its layer. So it
-    is `W + delta` in float32, rounded once to the number format of `W`. Parameters of adapters are not yielded.
-
-    Of quantised weights (bitsandbytes' 4 bits), it is what peft's `merge` makes: `W + delta`, quantised again.
+    Between `merge_adapter` and `unmerge_adapter`, `named_parameters` yields merged weights in place of the base's, and
+    none of adapters. Each is computed when it is asked for, by peft's own `merge` on float32 copies of its layer: `W +
+    delta` in float32, rounded once to the number format of `W`. Weights in bitsandbytes' 4 bits are quantised again,
+    as by peft.
     """
     merge, named_parameters = model.merge_adapter, model.named_parameters
 
@@ -47,9 +46,8 @@ def merged_beside(model: Any) -> Iterator[None]:
 
 
 def why_in_place(model: Any, fsdp_version: int | None) -> str | None:
-    """The reason why `merged_beside` does not hold for a policy; `None` if it does. `fsdp_version` is 1 or 2 where
-    FSDP shards the policy.
-    """
+    """Why `merged_beside` does not hold for a policy; `None` if it does. `fsdp_version`: 1 or 2 where FSDP shards
+    it."""
     if fsdp_version == 1:
         return "FSDP1 keeps the weights of many layers in one flat tensor (FSDP2 does not)"
     if getattr(model, "is_quantized", False) and not getattr(model, "is_loaded_in_4bit", False):
@@ -99,10 +97,8 @@ def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.T
 
 
 def _apart(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:
-    """A module like this one, over float32 copies of its weights. Changes of it leave this one as it is.
-
-    `copies` has the copy of each weight so far, so that a weight that layers share is copied once.
-    """
+    """A module like this one, over float32 copies of its weights. `copies` has those so far: a weight that layers
+    share is copied once."""
     apart: Any = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
     for name, value in vars(module).items():
         vars(apart)[name] = copy.copy(value) if isinstance(value, (list, dict)) else value

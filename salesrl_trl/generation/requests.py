@@ -15,20 +15,17 @@ from threading import Semaphore, Thread
 from typing import Any
 
 MOST_REQUESTS = 1024
-"""Requests in flight from a process to a server. By default a vLLM server generates at most as many sequences at once.
-"""
+"""Requests in flight to a server. By default a vLLM server generates at most as many sequences at once."""
 Completions = dict[str, Any]
 """Result of `VLLMClient.generate`: by name a list with an entry for each completion, or `None`."""
 
 
 class Requests:
-    """Requests to a server, one for each completion.
+    """Requests to a server, one for each completion. Threads are daemons: after a failure nobody waits for the others.
 
-    Threads are daemons: if one request fails, or the waiting thread is interrupted, nobody waits for the others.
-
-    `ask` asks for the completion at a place. `finished` is called with the place and token ids of each completion as
-    it comes, one after another, in a thread of its own. `slots` limits the requests in flight, together with those of
-    other `Requests`. `lane` is a number that differs from those of other `Requests` in flight at the same time.
+    `ask` asks for the completion at a place. `finished` gets the place and token ids of each as it comes, one after
+    another, in a thread of its own. `slots` limits the requests in flight, together with those of other `Requests`.
+    `lane` differs from that of others in flight.
     """
 
     def __init__(
@@ -55,8 +52,7 @@ class Requests:
 
     def result(self) -> Completions:
         """Wait for all completions, and return them as one request for all prompts would. Raises the error of the
-        first request that failed. No other request is begun after it.
-        """
+        first request that failed; no other one is begun after it."""
         try:
             return self._result.result()
         except BaseException:
@@ -71,11 +67,9 @@ class Requests:
 
     @property
     def in_flight(self) -> bool:
-        """Whether `join` would wait."""
         return any(thread.is_alive() for thread in self._threads)
 
     def join(self) -> None:
-        """Wait until no request is in flight, with or without success."""
         for thread in self._threads:
             thread.join()
 

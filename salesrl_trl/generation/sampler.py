@@ -37,8 +37,8 @@ Finished = Callable[[int, Sequence[int]], None]
 Tokens = tuple[list[list[int]], list[list[float]] | None]
 """Token ids of B completions, and the sampler's log-probs of them, or `None` if it gives none."""
 TokenSource = Callable[[list[list[int]], int], Tokens]
-"""Generates: from token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is
-repeated for each of its completions, so that each of the B has one completion."""
+"""From token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is repeated for
+each of its completions, so that each of the B has one."""
 
 SAMPLING_FLAGS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
@@ -61,8 +61,8 @@ class Sampled:
     span: Span | None = None
     """The time of a generation in the background."""
     vision: Mapping[str, Any] = field(default_factory=dict)
-    """What the processor made of the prompts' pictures: `pixel_values`, `image_grid_thw` and others, of all pictures
-    together; and fields with a value for each token of a prompt, a list of B lists."""
+    """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and
+    fields with a value for each token of a prompt, a list of B lists."""
 
     @classmethod
     def of(
@@ -76,12 +76,10 @@ class Sampled:
 
     @property
     def prompt_ids(self) -> list[list[int]]:
-        """Token ids of the prompts."""
         return self.generated[0]  # type: ignore[no-any-return]
 
     @property
     def completion_ids(self) -> list[list[int]]:
-        """Token ids of the completions."""
         return self.generated[1]  # type: ignore[no-any-return]
 
     @property
@@ -91,13 +89,13 @@ class Sampled:
 
     @property
     def logprobs(self) -> list[list[float]] | None:
-        """The sampler's log-probs of the completions, if it gives them."""
+        """The sampler's, if it gives them."""
         return self.generated[4]  # type: ignore[no-any-return]
 
     def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, Any]:
-        """Prompts and completions as TRL pads them: `prompt_ids` and `prompt_mask` (B, P), padded on the left;
-        `completion_ids`, `completion_mask` and, if the sampler gives them, `sampling_per_token_logps` (B, C), on the
-        right. With pictures, the fields that the model takes beside them."""
+        """Prompts and completions as TRL pads them: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,
+        `completion_mask` and, if given, `sampling_per_token_logps` (B, C). With pictures, the fields that the model
+        takes beside them."""
         tensors: dict[str, Any] = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
@@ -135,14 +133,10 @@ class Generate(Protocol):
     """TRL's `_generate`: encodes prompts, generates, decodes and measures."""
 
     def __call__(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
-        """Generate one completion for each of B prompts, as the dataset has them. `tokens` takes the place of TRL's
-        engines.
-        """
+        """Generate one completion for each of B prompts. `tokens` takes the place of TRL's engines."""
 
 
 class Ask(Protocol):
-    """Asks a vLLM server for completions, and does not wait for them."""
-
     def __call__(self, prompts: Sequence[object], finished: Finished) -> Requests: ...
 
 
@@ -157,11 +151,8 @@ class Upstream:
     step: Callable[[], int]
     """Returns the number of optimizer steps done. The weights change with it."""
     temperature: float
-    """Temperature of sampling."""
     max_completion_length: int
-    """Largest number of tokens in a completion."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a completion."""
 
 
 @runtime_checkable
@@ -225,12 +216,10 @@ class WholeBatch:
         self._owner = owner
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        """Generate; no completion is reported."""
         return Ready(self._generate(prompts))
 
     @contextlib.contextmanager
     def greedily(self) -> Iterator[None]:
-        """While active, the most likely token is always chosen."""
         if not isinstance(self._owner, SalesVLLMGeneration):
             with contextlib.ExitStack() as stack:
                 for name in SAMPLING_FLAGS & vars(self._owner).keys():  # transformers warns about each that is set
@@ -249,7 +238,6 @@ class Streamed(WholeBatch):
     _owner: SalesVLLMGeneration
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        """Generate, and report each completion."""
         with self._owner.streamed(finished, len(prompts)):
             return Ready(self._generate(prompts))
 
@@ -262,7 +250,6 @@ class Background(Streamed):
         self._ask = ask
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        """Ask the server. Wait for it if the trainer has nothing else to do."""
         if not ahead:
             return super().start(prompts, finished, ahead=ahead)
         return _Asked(self._ask(prompts, finished), prompts, self._collect)
@@ -274,8 +261,6 @@ class Background(Streamed):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A `Handle` of requests to a server."""
-
     requests: Requests
     prompts: Sequence[object]
     collect: Callable[[Requests, Sequence[object]], Sampled]
@@ -301,22 +286,15 @@ VISION_FIELDS = (
 """What TRL hands to a model beside tokens, if a batch has pictures."""
 
 
-def vision_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The `VISION_FIELDS` that a batch has."""
-    return {name: batch[name] for name in VISION_FIELDS if name in batch}
-
-
 def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-    """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded.
-
-    The batch has `prompt_ids` and `prompt_mask` (B, P), `completion_ids` and `completion_mask` (B, T), and perhaps
-    some of `VISION_FIELDS`. `batch_size` is the number of completions of a forward pass.
-    """
+    """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded, perhaps
+    with some of `VISION_FIELDS`. `batch_size`: completions of a forward pass."""
     ids, mask = (
         torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for kind in ("ids", "mask")
     )  # each (B, P + T)
     sizes = {"logits_to_keep": batch["completion_ids"].size(1), "batch_size": batch_size}
-    return {"input_ids": ids, "attention_mask": mask, **sizes, **vision_fields(batch)}
+    vision = {name: batch[name] for name in VISION_FIELDS if name in batch}
+    return {"input_ids": ids, "attention_mask": mask, **sizes, **vision}
 
 
 def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tools: str | None, tokenizer: object) -> str | None:
@@ -333,12 +311,7 @@ def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tools: str | Non
 
 
 def trl_sampler(
-    generate: Generate,
-    ask: Ask,
-    owner: SalesVLLMGeneration | GenerationConfig,
-    *,
-    is_served: bool,
-    reason: str | None,
+    generate: Generate, ask: Ask, owner: SalesVLLMGeneration | GenerationConfig, *, is_served: bool, reason: str | None
 ) -> Sampler:
     """TRL's own generation, over its engine or its settings of sampling. `reason` comes from `why_not_streamed`."""
     if reason is not None:

@@ -38,35 +38,6 @@ from salesrl_trl.ground.process import allow_files
 
 logger = logging.getLogger(__name__)
 
-
-def engine_kwargs(
-    *,
-    enforce_eager: bool,
-    load_format: str,
-    dtype: str,
-    seed: int,
-    extra: Mapping[str, object] | None = None,
-) -> dict[str, object]:
-    """The engine options that TRL 1.16 does not pass through, for `vllm.LLM`.
-
-    - `enforce_eager` skips compilation and CUDA graphs: the engine starts fast, and generates two to three times
-      slower on
-    a GPU.
-    - `load_format`: `"auto"` reads the checkpoint. `"dummy"` leaves the weights random until the first push, which TRL
-    always makes before the first generation; see `pushes_all_weights`.
-    - `dtype`: number format of vLLM's weights and activations, for example `"bfloat16"`.
-    - `seed`: TRL takes the rank alone, so two runs with different seeds would sample alike.
-    - `extra`: further `vllm.LLM` arguments. They replace all others, those of TRL too.
-    """
-    return {
-        "enforce_eager": enforce_eager,
-        "load_format": load_format,
-        "dtype": dtype,
-        "seed": seed,
-        **(extra or {}),
-    }
-
-
 _ALONE = SimpleNamespace(is_main_process=True, process_index=0)
 """The only process: the members of `Accelerator` that TRL's `generate` reads before it asks a server."""
 _Single = Callable[[int], Completions]
@@ -76,18 +47,12 @@ _Single = Callable[[int], Completions]
 class SalesVLLMGeneration(VLLMGeneration):
     """TRL's vLLM generation, with engine options, single requests to a server, and a weight push on a CPU.
 
-    Changes three methods, and adds `streamed`, `begun`, `answered` and `settle`:
-
-    - `_init_vllm` builds the engine with `engine_options` (from `engine_kwargs`) beside TRL's own arguments. Every
-      process
-    gets a client of the server, with as many connections as it has requests in flight.
-    - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one, from
-      every
-    process.
+    - `_init_vllm` builds the engine with `engine_options` (from `config.engine`) beside TRL's own arguments. Every
+      process gets a client of the server, with as many connections as it has requests in flight.
+    - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
-      and
-    for an engine that quantises, it reloads all weights through the worker: parameters are repacked or quantised after
-    loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
+      and for an engine that quantises, it reloads all weights through the worker: parameters are repacked after
+      loading, so that TRL's push of single ones fails. An adapter is merged beside its base.
     """
 
     vllm_client: Any
@@ -171,10 +136,9 @@ class SalesVLLMGeneration(VLLMGeneration):
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
         """While active, report each completion as soon as it is finished.
 
-        `finished` is called with a completion's place in the batch and its token ids: between two steps of a colocated
-        engine, or from another thread with a server. `size` is the number of completions of this process. Under tensor
-        parallelism every process of a group generates those of the whole group; those of other processes are not
-        reported.
+        `finished` is called with its place in the batch and its token ids: between two steps of a colocated engine, or
+        from another thread with a server. `size`: completions of this process. Those that tensor parallelism generates
+        for others are not reported.
         """
         if self.mode != "server":
             with self._stepped(finished, size):
@@ -185,10 +149,8 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def begun(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[list[Requests]]:
-        """While active, `generate` asks the server for the completions of this process and returns none of them.
-
-        `finished` is called from another thread, as in `streamed`. Yields the requests, for `answered`.
-        """
+        """While active, `generate` asks the server for this process's completions and returns none of them. `finished`
+        is called as in `streamed`. Yields the requests, for `answered`."""
         begun: list[Requests] = []
 
         def begin(single: _Single, count: int) -> Completions:
@@ -200,7 +162,7 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def answered(self, requests: Requests) -> Iterator[None]:
-        """While active, `generate` waits for these requests and returns their completions."""
+        """While active, `generate` returns the completions of these requests."""
         with patched(self, "_collect", lambda single, count: requests.result()):
             yield
 
@@ -215,11 +177,8 @@ class SalesVLLMGeneration(VLLMGeneration):
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object = None
     ) -> tuple[Any, ...]:
         """TRL's `generate`, with one token for each picture in this process. Where completions are reported, each
-        process asks a server for its own completions.
-
-        TRL gathers all prompts in the first process. Its one request is answered when the last completion is finished.
-        Here each completion is a request of its own. The server batches them all the same.
-        """
+        process asks a server for its own, one request each: TRL's one request for all is answered when the last
+        completion is finished."""
         if self._collect is None:
             if self.mode == "server" or images is None:
                 return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
@@ -253,8 +212,8 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _stepped(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
-        """`LLM.generate` adds all its requests in order, and then asks the engine for one step after another. Both
-        methods are watched."""
+        """Watches `add_request` and `step` of the engine: `LLM.generate` adds all requests in order, and then
+        steps."""
         first = 0
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * size
@@ -291,11 +250,8 @@ def _single(
     generation_kwargs: Mapping[str, Any],
     **sampling: object,
 ) -> _Single:
-    """Single requests out of one for many prompts.
-
-    `send` is `VLLMClient.generate`, and the other arguments are its own. `samples` has by place the number of the
-    completion among those of its prompt.
-    """
+    """Single requests out of one for many prompts. `send` is `VLLMClient.generate`, and the other arguments are its
+    own. `samples` has by place the number of the completion among those of its prompt."""
 
     def ask(place: int) -> Completions:
         further = dict(generation_kwargs)
@@ -319,23 +275,18 @@ def vllm_engine_options(options: Callable[[], Mapping[str, object]]) -> Iterator
 
 
 def has_tied_head(model: PreTrainedModel) -> bool:
-    """Whether the output head shares the input embedding's weights.
-
-    On `reload_weights`, vLLM's CPU backend leaves such a head at its initial values, so that every completion is
-    noise. With vLLM 0.31 the mean log-prob difference was 2.02, against 0.002 of an untied model.
-    """
+    """Whether the output head shares the input embedding's weights. On `reload_weights`, vLLM's CPU backend leaves
+    such a head at its initial values, so that every completion is noise (vLLM 0.31: log-probs were off by 2.02,
+    against 0.002)."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and embedding is not None and head.weight is embedding.weight
 
 
 def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
-    """Whether the trainer's push sets every weight of a colocated engine. On a CPU a tied head is not set
-    (`has_tied_head`).
-
-    TRL pushes parameters. So a model with saved buffers, such as a router's bias, keeps those that the engine has. A
-    quantised engine quantises its weights while it reads them. A vision tower over random weights stays wrong after
-    the push: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats, and by 1e-6 over the checkpoint's weights.
-    """
+    """Whether the trainer's push sets every weight of a colocated engine. On a CPU a tied head is not set. TRL
+    pushes parameters, so saved buffers, such as a router's bias, stay the engine's. A quantised engine quantises
+    while it reads. A vision tower over random weights stays wrong: of a Qwen2.5-VL on a CPU, log-probs were off by
+    0.72 nats."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     is_whole = parameters.issuperset(model.state_dict())
     if (
@@ -346,28 +297,9 @@ def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
     return is_whole and not (on_cpu and has_tied_head(model))
 
 
-def vllm_dtype(requested: str, *, bf16: bool, fp16: bool, model_dtype: torch.dtype | None) -> str:
-    """The number format in which vLLM should sample, so that it agrees with the training forward pass.
-
-    A `requested` dtype of vLLM is returned as it is. For `"auto"` the format is that of the training's autocast
-    (`bf16`, `fp16`), or without autocast that of the training weights.
-    """
-    if requested != "auto":
-        return requested
-    if bf16:
-        return "bfloat16"
-    if fp16:
-        return "float16"
-    return "auto" if model_dtype is None else str(model_dtype).removeprefix("torch.")
-
-
 def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:
-    """A prompt with one token for each picture, as vLLM wants it: vLLM puts in the picture's own tokens.
-
-    TRL 1.16 gives a colocated vLLM the prompt with a run of `image_token` for each picture, and the pictures. vLLM
-    takes the first of these tokens for the place of the picture, and puts in all of them once more
-    (huggingface/trl#6294).
-    """
+    """A prompt with one token for each picture, as vLLM wants it: vLLM puts in the picture's own tokens. TRL 1.16
+    gives a colocated vLLM a run of `image_token` for each, of which vLLM replaces the first (huggingface/trl#6294)."""
     return [token for place, token in enumerate(ids) if not (place and ids[place - 1] == token == image_token)]
 
 

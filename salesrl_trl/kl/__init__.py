@@ -3,8 +3,6 @@
 - `estimators`, `penalty`: the KL of a token, and the penalty inside TRL's loss.
 - `law`, `controller`: what moves the coefficients, and the windows over which the KL is measured.
 - `branched`: all of this in one object, which the trainer calls.
-- `reference`: the reference policy.
-- `kl_figures`: the figures in a log line.
 
 Refuses to compute a loss, and to add up over ranks: TRL and the trainer do.
 """

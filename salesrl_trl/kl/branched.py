@@ -7,7 +7,7 @@ Owns the order of an optimizer step's KL work:
 3. `drain_sums` gives the step's sums of this rank. The trainer adds them up over ranks.
 4. `end_step` takes those totals, moves the coefficients and logs each move.
 
-Owns no arithmetic (`penalty.py`, `controller.py`), no figures (`kl_figures.py`), no collective and no trainer.
+Owns no arithmetic (`penalty.py`, `controller.py`), no figures (`update.ledger`), no collective and no trainer.
 """
 
 import json
@@ -32,21 +32,15 @@ class BranchedKL:
     """The KL of all branches. `targets` are in the order of branch ids. Without a `law` the coefficients stay."""
 
     def __init__(
-        self,
-        targets: Mapping[str, KLTarget],
-        law: KLLaw | None,
-        windows: WindowSettings,
-        settings: PenaltySettings,
+        self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings, settings: PenaltySettings
     ) -> None:
         self.control = KLControl(targets, law, windows)
-        """Coefficients, bands and shares of steps in the band."""
         self.settings = settings
-        self._told: set[str] = set()  # branches whose share was said to shrink
+        self._reported: set[str] = set()  # branches whose share was said to shrink
         self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
 
     @property
     def betas(self) -> list[float]:
-        """Coefficients by branch id."""
         return self.control.betas
 
     def penalty(self, inputs: MicroBatch, scale: float = 1.0) -> BranchPenalty:
@@ -60,23 +54,19 @@ class BranchedKL:
 
     def drain_sums(self) -> torch.Tensor:
         """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64. Raises `RuntimeError`
-        if nothing was added.
-        """
+        without any."""
         if self._sums is None:
             raise RuntimeError("the KL's sums were asked for before `add` was given a micro-batch")
         sums, self._sums = self._sums, None
         return sums
 
     def forget_sums(self) -> None:
-        """Forget the micro-batches of a step that was interrupted."""
         self._sums = None
 
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
         """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
-
-        `totals` are sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is the optimizer step, for the
-        log. `is_logged` says whether this rank logs moves, and KLs that are not finite.
-        """
+        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is for the log; `is_logged`:
+        this rank logs."""
         before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
         if not is_logged:
@@ -84,8 +74,8 @@ class BranchedKL:
         for decision in decisions:
             _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
         for branch in self.control.branches:
-            if branch.share < 1 and branch.branch not in self._told:
-                self._told.add(branch.branch)
+            if branch.share < 1 and branch.branch not in self._reported:
+                self._reported.add(branch.branch)
                 _PLAIN_LOGGER.warning(
                     f"[BranchedKL@{step}] {branch.branch}: the coefficient is at its bound of {branch.beta:g}. "
                     f"Its rewards count less in the update from here on, by {branch.target.least_share:g} at least; "
@@ -102,7 +92,6 @@ class BranchedKL:
                 )
 
     def save(self, checkpoint: Path) -> None:
-        """Write everything that later decisions depend on into a checkpoint's folder."""
         text = json.dumps(self.control.state_dict(), indent=2)
         (checkpoint / KL_STATE_FILE).write_text(text + "\n", encoding="utf-8")
 

@@ -17,7 +17,6 @@ class WindowSettings:
     """The optimizer steps of a window. Raises `ConfigError` for numbers that can't work."""
 
     update_steps: int = 5
-    """Optimizer steps in a window, at least 1."""
     cooldown_steps: int = 0
     """Optimizer steps after a move that belong to no window, for a policy that reacts late."""
 
@@ -32,18 +31,14 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A coefficient that moved."""
-
     branch: str
-    """Name of its branch."""
     kl: float
-    """KL of the window, in nats per token."""
+    """Of the window, in nats per token."""
     target: KLTarget
-    """The branch's target, with the band."""
     before: float
-    """Coefficient of the window, as asked for."""
+    """Of the window, as asked for."""
     after: float
-    """Coefficient that the law asks for from the next step on."""
+    """What the law asks for from the next step on."""
 
     def __str__(self) -> str:
         place = "in" if self.target.contains(self.kl) else "outside"
@@ -73,14 +68,12 @@ class BranchController:
 
     @property
     def beta(self) -> float:
-        """The coefficient."""
         return min(self.asked, self.target.bounds[1])
 
     @property
     def share(self) -> float:
-        """By how much the branch's rewards count in the update: 1, or less if the law asks for more than the largest
-        coefficient. The quotient of coefficient and share is what the law asks for.
-        """
+        """By how much the branch's rewards count: 1, or less if the law asks for more than the largest coefficient.
+        The quotient of coefficient and share is what the law asks for."""
         return self.beta / self.asked if self.asked > self.beta else 1.0
 
     @property
@@ -96,12 +89,9 @@ class BranchController:
         return str(self._law_state.get(NOTICE, ""))
 
     def observe(self, kl_sum: float, tokens: float) -> Decision | None:
-        """Take in one optimizer step's measurement over all ranks. Returns the move, which holds from the next step
-        on, or `None` if the coefficient stays.
-
-        `kl_sum` is the sum of the KL over the branch's `tokens`, in nats. A step without tokens, or with a sum that is
-        not finite, counts as no measurement. A window without tokens moves nothing.
-        """
+        """Take in one optimizer step's measurement over all ranks: the sum of the KL over the branch's `tokens`, in
+        nats. Returns the move, which holds from the next step on; `None` if the coefficient stays. A step without
+        tokens, or with a sum that is not finite, is no measurement. A window without tokens moves nothing."""
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:
             self._measured_steps += 1
@@ -137,7 +127,6 @@ class BranchController:
     _STATE = ("_kl_sum", "_tokens", "_steps", "_cooldown", "_measured_steps", "_steps_in_band")
 
     def state_dict(self) -> State:
-        """Everything that later decisions depend on, as JSON values."""
         window = {name.removeprefix("_"): getattr(self, name) for name in self._STATE}
         law = None if self._law is None else name_of(self._law)
         return {"beta": self.asked, **window, "law": law, "law_state": self._law_state}
@@ -158,35 +147,28 @@ class BranchController:
 
 
 class KLControl:
-    """The coefficients of all branches. `targets` are in the order of branch ids. Without a `law` the coefficients
-    stay.
-    """
+    """The coefficients of all branches. `targets` are in the order of branch ids. Without a `law` they stay."""
 
     def __init__(self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings) -> None:
         self.branches = [BranchController(branch, target, law, windows) for branch, target in targets.items()]
-        """Controllers by branch id."""
 
     @property
     def betas(self) -> list[float]:
-        """Coefficients by branch id."""
         return [branch.beta for branch in self.branches]
 
     @property
     def shares(self) -> list[float]:
-        """By how much each branch's rewards count in the update, by branch id."""
         return [branch.share for branch in self.branches]
 
     def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
-        """Take in one optimizer step's measurement over all ranks, and return the moves. By branch id, it is the sum
-        of the KL in nats and the number of tokens.
-        """
+        """Take in one optimizer step: by branch id, the sum of the KL in nats and the number of tokens, over all
+        ranks. Returns the moves."""
         decisions = [
             branch.observe(kl_sum, tokens) for branch, (kl_sum, tokens) in zip(self.branches, measured, strict=True)
         ]
         return [decision for decision in decisions if decision is not None]
 
     def state_dict(self) -> dict[str, State]:
-        """The state of every branch, by its name."""
         return {branch.branch: branch.state_dict() for branch in self.branches}
 
     def load_state_dict(self, state: Mapping[str, State]) -> None:

@@ -32,10 +32,7 @@ def estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
 
 
 def penalty(
-    log_ratio: torch.Tensor,
-    log_importance: torch.Tensor | None,
-    estimator: str,
-    clamp: float,
+    log_ratio: torch.Tensor, log_importance: torch.Tensor | None, estimator: str, clamp: float
 ) -> torch.Tensor:
     """The penalty of each token, shape (B, T), which the loss multiplies by a coefficient.
 

@@ -29,12 +29,11 @@ SMOOTHING = 0.4
 USUAL = 0.1
 """Share of a window's tokens in the usual number of tokens."""
 ANSWER = 0.6
-"""By how much the logarithm of a KL falls when the logarithm of its coefficient rises by 1. The first move is computed
-with it. Measured: 0.4 to 0.9."""
+"""By how much the logarithm of a KL falls when that of its coefficient rises by 1; for the first move. Measured: 0.4
+to 0.9."""
 FALLS = 2
 """The first rise of a KL has ended when so many windows in a row lie below its highest value."""
 FIRST_STEP = 10.0
-"""Largest factor of the first move."""
 STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05
 """A KL stalls if it came no nearer to its band by the logarithm `NEARER` in `STALL_WINDOWS`, while its coefficient
 moved by the logarithm `STALL_STEP`."""
@@ -49,24 +48,21 @@ TOO_LOW = "Lower `low`, or the coefficients of the other branches"
 DEFAULT_RANGE = 100.0
 """Without bounds of its own, a coefficient stays within a hundredth and a hundred times its first value."""
 LEAST_BETA = 1e-9
-"""A `beta_min` of 0 means this value. No factor can raise a coefficient of 0, and a lower one would only take longer
-to come back: beside advantages of about 1 it is below float32's rounding."""
+"""A `beta_min` of 0 means this: no factor can raise 0, and beside advantages of about 1 a lower one is below float32's
+rounding."""
 
 State = dict[str, Any]
-"""JSON values by name, as a checkpoint holds them. A law has one state of each branch: `{}` before the first
-window."""
+"""JSON values by name, as a checkpoint holds them. Each branch has one: `{}` before the first window."""
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number. `True` is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLTarget:
-    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`. Raises `ConfigError` for a target that
-    can't work.
-    """
+    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`. `ConfigError` for one that can't
+    work."""
 
     beta: float
     """Coefficient of the first step."""
@@ -118,25 +114,20 @@ class KLTarget:
 
     @property
     def has_band(self) -> bool:
-        """Whether the target has a band."""
         return self.high is not None
 
     @property
     def reach(self) -> tuple[float, float]:
-        """Least and largest coefficient that a law can ask for: `bounds`, of which the upper one is divided by
-        `least_share`.
-        """
+        """Least and largest coefficient that a law can ask for: `bounds`, the upper one divided by `least_share`."""
         least, most = self.bounds
         return least, most / self.least_share
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and largest coefficient."""
         least = (self.beta / DEFAULT_RANGE if self.beta_min is None else self.beta_min) or min(LEAST_BETA, self.beta)
         return least, self.beta * DEFAULT_RANGE if self.beta_max is None else self.beta_max
 
     def contains(self, kl: float) -> bool:
-        """Whether a KL lies in the band."""
         if self.low is None or self.high is None:
             return False
         return kl <= self.high and (kl >= self.low or self.low == 0)
@@ -249,8 +240,7 @@ class AdaptiveLaw:
 
 def _stall(window: Window, smooth: float, fresh: bool, state: State) -> State:
     """The state of a stall: for how many windows the KL came no nearer to its band, since which coefficient, and a
-    notice if that is long.
-    """
+    notice if that is long."""
     target, least, most = window.target, *window.target.reach
     assert target.low is not None and target.high is not None
     above, low = smooth - math.log(target.high), math.log(target.low) if target.low else -math.inf
@@ -274,15 +264,12 @@ def _stall(window: Window, smooth: float, fresh: bool, state: State) -> State:
 
 
 def name_of(law: object) -> str:
-    """Dotted path of a law's class."""
     return f"{type(law).__module__}.{type(law).__qualname__}"
 
 
 def check_law(law: KLLaw) -> None:
     """Refuse an object that is no law, before a model is loaded for it. Calls `move` once, which changes nothing.
-
-    Raises `ConfigError` if `move` is missing, or takes or returns something else.
-    """
+    Raises `ConfigError` if `move` is missing, or takes or returns something else."""
     arguments = (Window(target=KLTarget(beta=0.1, low=0.02, high=0.06), beta=0.1, kl=0.1, tokens=1.0), State())
     try:
         inspect.signature(law.move).bind(*arguments)
@@ -295,10 +282,8 @@ def check_law(law: KLLaw) -> None:
 
 
 def moved(law: KLLaw, window: Window, state: State) -> tuple[float, State]:
-    """`law.move`, with a checked result. The state is returned as a checkpoint would give it back.
-
-    Raises `ConfigError` if the result is not a finite number and a mapping of JSON values.
-    """
+    """`law.move`, with a checked result. The state is returned as a checkpoint would give it back. Raises
+    `ConfigError` unless the result is a finite number and a mapping of JSON values."""
     result: object = law.move(window, dict(state))
     if isinstance(result, tuple) and len(result) == 2 and is_number(result[0]) and isinstance(result[1], dict):
         with contextlib.suppress(TypeError, ValueError):  # not JSON: refused below

@@ -13,8 +13,8 @@ import torch
 from salesrl_trl.kl.estimators import estimate, penalty
 
 LEAST_LOGP = -1000.0
-"""In nats. A lower log-probability is raised to this value. A token outside a masked vocabulary has -inf, and the
-difference of two such tokens would be NaN."""
+"""In nats. Lower log-probs are raised to it. A token outside a masked vocabulary has -inf, and the difference of two
+would be NaN."""
 SUMS = ("kl", "k1", "clamped", "tokens", "weight")
 """Sums of each branch; `BranchPenalty.sums` describes them."""
 MicroBatch = dict[str, Any]
@@ -24,10 +24,7 @@ _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PenaltySettings:
-    """How the KL of a token is estimated and weighted."""
-
     estimator: str = "k3"
-    """One of `estimators.ESTIMATORS`."""
     clamp: float = 10.0
     """Largest log-ratio in nats before the exponential; 0 for no clamp."""
     bias_correction: bool = True
@@ -109,11 +106,9 @@ class BranchPenalty:
         return torch.where(self._mask, self._betas * self._penalty, 0.0)
 
     def _carry_sampler_ratio(self, importance: torch.Tensor) -> None:
-        """Multiply the penalty by the part of the ratio to the sampler that it lacks.
-
-        `importance` is the log of the policy's ratio to `old_per_token_logps`, shape (B, T) or (B, 1). If the sampler
-        gives no log-probs, the old ones are its log-probs.
-        """
+        """Multiply the penalty by the part of the ratio to the sampler that it lacks. `importance`: the log of the
+        policy's ratio to `old_per_token_logps`, (B, T) or (B, 1). If the sampler gives no log-probs, the old ones are
+        its own."""
         settings, limit = self._settings, self._settings.clamp or torch.inf
         own = torch.exp(importance.clamp(-limit, limit))  # (B, T) or (B, 1)
         sampler_ratio = self._inputs.get("importance_sampling_ratio")  # (B, T), or (B, 1) of whole completions
@@ -152,21 +147,16 @@ def loss_mask(inputs: MicroBatch) -> torch.Tensor:
 
 
 def bounded(per_token_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probs of at least `LEAST_LOGP`, and 0 where no token counts.
-
-    The NaN of a token that counts stays NaN: the policy or the reference is broken, and must not look healthy.
-    """
+    """Log-probs of at least `LEAST_LOGP`, and 0 where no token counts. The NaN of a token that counts stays NaN: the
+    policy or the reference is broken, and must not look healthy."""
     return torch.where(mask, per_token_logps, 0.0).clamp(min=LEAST_LOGP)
 
 
 def log_importance(
     per_token_logps: torch.Tensor, old_per_token_logps: torch.Tensor | None, mask: torch.Tensor, level: str
 ) -> torch.Tensor:
-    """Log of TRL's importance ratio, shape (B, T), or (B, 1) for the `level` `sequence`. The gradient flows through
-    the policy only.
-
-    Log-probs and mask have shape (B, T). Without `old_per_token_logps`, the policy's own take their place.
-    """
+    """Log of TRL's importance ratio, (B, T), or (B, 1) for the `level` `sequence`. The gradient flows through the
+    policy only. Without `old_per_token_logps`, the policy's own take their place."""
     old = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
     log_ratio = per_token_logps - old
     if level == "token":

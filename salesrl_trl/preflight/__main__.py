@@ -9,6 +9,7 @@ Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -22,7 +23,7 @@ from salesrl_trl.build.checks.outcome import Finding, StageVerdict
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import is_interrupt
-from salesrl_trl.preflight.stage import StageReport, all_reports, next_step, report_of, stage_text
+from salesrl_trl.preflight.stage import StageReport, report_of, stage_text
 from salesrl_trl.run.launch import end_tidily
 from salesrl_trl.run.tools import ToolParser, finding_of, strict_json
 
@@ -55,10 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"rank {os.environ['RANK']}: {stage_text(report)}")
             if is_first and not as_json:
                 print(stage_text(report), file=out, flush=True)
-    following = next_step(reports, wanted)
-    if is_first:
-        print(strict_json(all_reports(reports, following)) if as_json else following)
-    return FAILED if reports[-1].verdict is StageVerdict.FAILED else 0
+    last, seconds = reports[-1], sum(report.seconds for report in reports)
+    passed, following = last.verdict is not StageVerdict.FAILED, "start the recipe's script with the same settings."
+    if wanted:
+        following = "all stages: `python -m salesrl_trl.preflight` without `--stage`."
+    following = f"{', '.join(wanted) or 'All stages'} passed in {seconds:.1f} s. Next: {following}"
+    if not passed:
+        following = (
+            f"Stage {last.stage} failed after {seconds:.1f} s. Next: mend what it names, then start this again."
+        )
+    if is_first and as_json:
+        stages = [dataclasses.asdict(report) for report in reports]
+        print(strict_json({"passed": passed, "seconds": seconds, "stages": stages, "next": following}))
+    elif is_first:
+        print(following)
+    return 0 if passed else FAILED
 
 
 def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None) -> Iterator[StageReport]:
@@ -92,11 +104,10 @@ def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None) 
 def read_alone(argv: Sequence[str], default_recipe: Path) -> "ServicesConfig":
     """The settings of the two stages. A misspelt setting of any stage raises `ConfigError`."""
     from salesrl_trl.build.services_plan import ServicesConfig, StepSettings
-    from salesrl_trl.build.settings import SettingsParser, names_of_settings
+    from salesrl_trl.build.settings import parse_part
     from salesrl_trl.config import DataConfig, RewardConfig
 
-    parser = SettingsParser((DataConfig, RewardConfig, StepSettings), unread=names_of_settings())
-    return ServicesConfig(*parser.read(argv, default_recipe))
+    return ServicesConfig(*parse_part(argv, (DataConfig, RewardConfig, StepSettings), default_recipe))
 
 
 def examine_alone(name: str, argv: Sequence[str], default_recipe: Path, calls: int | None = None) -> StageReport:

@@ -5,11 +5,10 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple
 
 from salesrl_trl.build.memory.cards import Card, card_here, named_card, used_gib, users
 from salesrl_trl.build.memory.estimate import Estimate, advice
-from salesrl_trl.build.memory.setup import Setup, Sharding
+from salesrl_trl.build.memory.shape import Setup, Sharding
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
@@ -24,20 +23,6 @@ SOLD = ("24gb", "40gb", "80gb", "141gb")
 """Cards, the smallest first. Each has a preset."""
 
 
-class _Weighed(NamedTuple):
-    """An estimate, and the setup that was weighed."""
-
-    estimate: Estimate
-    setup: Setup
-
-
-class _OtherPreset(NamedTuple):
-    """A preset with which the run fits its card: the card that was asked for, or the smallest that is large enough."""
-
-    name: str
-    needed_gib: float
-
-
 def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     """Print the table. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -48,27 +33,39 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
             check_range(name, getattr(options, name), Range(1))
         with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
             config = parse(settings, FULL)
-            card = _card(options.card, config)
-            weighed = _weigh(config, card, options)
-            preset = None if weighed.estimate.fits else _preset(settings, card, options, weighed.setup.prompt_tokens)
+            card = card_here(config.training.device) if options.card is None else named_card(options.card)
+            if card is None:
+                raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
+            estimated, setup = _weigh(config, card, options)
+            options.prompt_tokens = setup.prompt_tokens
+            preset = None if estimated.fits else _preset(settings, card, options)
     except Exception as error:
         print_failure(error, as_json)
         return EXIT_BAD_INPUT
-    title = f"{config.model.model_name_or_path}, {_trained(weighed.setup)}"
-    print((_as_json if as_json else _as_text)(weighed, preset, card, title))
-    return 0 if weighed.estimate.fits else EXIT_FAILED
+    formats = {4: "float32", 2: "16 bits", 1: "8 bits"}
+    title = f"{config.model.model_name_or_path}, {'LoRA' if setup.lora else 'all weights'}, weights in "
+    title += f"{formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + {setup.completion_tokens} "
+    title += "tokens" + (f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else "")
+    if not as_json:
+        print(_as_text(estimated, setup, preset, card, title))
+    else:
+        report = {
+            "run": title,
+            "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
+            "fits": estimated.fits,
+            "needed_gib": estimated.needed_gib,
+            "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
+            "vllm_sequences": estimated.sequences,
+            "setup": asdict(setup),
+            "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
+            "remedies": [] if estimated.fits else advice(estimated, setup),
+        }
+        print(strict_json(report))
+    return 0 if estimated.fits else EXIT_FAILED
 
 
-def _card(name: str | None, config: RunConfig) -> Card:
-    if name is not None:
-        return named_card(name)
-    here = card_here(config.training.device)
-    if here is None:
-        raise ConfigError("there is no GPU here, and `--card` is not given. Expected a size, as in `--card 80gb`.")
-    return here
-
-
-def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> _Weighed:
+def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Setup]:
+    """The estimate of a run on a card, and the setup that was weighed."""
     if config.model.model_name_or_path is None:
         raise ConfigError(
             "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
@@ -78,47 +75,36 @@ def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> _Weigh
         config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
     plan = Plan(config)
     _ = plan.model_config  # raises where there is no model
-    sharding, processes = SHARDINGS[options.sharding], options.processes
+    sharding = SHARDINGS[options.sharding]
     scales = Scales(plan, card.gib, options.prompt_tokens)
-    if sharding is not Sharding.NONE or processes > 1:
-        scales.sharding, scales.processes = sharding, processes
+    if sharding is not Sharding.NONE or options.processes > 1:
+        scales.sharding, scales.processes = sharding, options.processes
     plan.dtype = config.model.dtype
     if sharding is Sharding.NONE:
         try:
-            settle_precision(plan, scales)
+            settle_precision(plan, scales.weigh)
         except ConfigError:  # no number format fits: the table says so
             plan.dtype = "float32"
-    return _Weighed(scales.weigh(plan.dtype), scales.setup(plan.dtype))
+    return scales.weigh(plan.dtype), scales.setup(plan.dtype)
 
 
-def _preset(
-    settings: Sequence[str], card: Card, options: argparse.Namespace, prompt_tokens: int
-) -> _OtherPreset | None:
-    """The preset of this card, or of the smallest larger one, with which these settings fit that card."""
-    options = argparse.Namespace(**{**vars(options), "prompt_tokens": prompt_tokens})
-    sizes = {name: named_card(name) for name in SOLD}
-    smaller = [name for name in SOLD if sizes[name].gib <= card.gib + 1]  # a card of 80 GB may have a little less
+def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) -> tuple[str, float] | None:
+    """The preset of this card, or of the smallest larger one, with which the run fits that card, and its GiB."""
+    smaller = [name for name in SOLD if _is_no_larger(name, card)]
     for name in [*smaller[-1:], *(name for name in SOLD if name not in smaller)]:
-        on = card if name in smaller else sizes[name]
+        where = card if name in smaller else named_card(name)
         with contextlib.suppress(ConfigError):  # of a model whose layers PEFT does not know
-            estimated = _weigh(parse([*settings, "--preset", name], FULL), on, options).estimate
+            estimated, _ = _weigh(parse([*settings, "--preset", name], FULL), where, options)
             if estimated.fits:
-                return _OtherPreset(name, estimated.needed_gib)
+                return name, estimated.needed_gib
     return None
 
 
-def _trained(setup: Setup) -> str:
-    formats = {4: "float32", 2: "16 bits", 1: "8 bits"}
-    what = "LoRA" if setup.lora else "all weights"
-    split = f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else ""
-    return (
-        f"{what}, weights in {formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + "
-        f"{setup.completion_tokens} tokens{split}"
-    )
+def _is_no_larger(name: str, card: Card) -> bool:
+    return named_card(name).gib <= card.gib + 1  # a card of 80 GB may have a little less
 
 
-def _as_text(weighed: _Weighed, preset: _OtherPreset | None, card: Card, title: str) -> str:
-    estimated, setup = weighed
+def _as_text(estimated: Estimate, setup: Setup, preset: tuple[str, float] | None, card: Card, title: str) -> str:
     peak = estimated.peak
     lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
     lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]
@@ -141,27 +127,11 @@ def _as_text(weighed: _Weighed, preset: _OtherPreset | None, card: Card, title: 
         lines.append("vLLM would not start: its share has no room for one completion of full length.")
     lines.append("It does not fit as it is set.")
     if preset is not None:
-        where = "It fits" if named_card(preset.name).gib <= card.gib + 1 else f"It fits a card of {preset.name}"
-        lines.append(f"{where} with `--preset {preset.name}`: about {preset.needed_gib:.1f} GiB.")
+        name, gib = preset
+        where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
+        lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
     lines.append("What takes less, the cheapest first:")
     return "\n".join([*lines, *(f"  {setting}" for setting in advice(estimated, setup))])
-
-
-def _as_json(weighed: _Weighed, preset: _OtherPreset | None, card: Card, title: str) -> str:
-    estimated, setup = weighed
-    return strict_json(
-        {
-            "run": title,
-            "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
-            "fits": estimated.fits,
-            "needed_gib": estimated.needed_gib,
-            "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
-            "vllm_sequences": estimated.sequences,
-            "setup": asdict(setup),
-            "preset": None if preset is None else preset._asdict(),
-            "remedies": [] if estimated.fits else advice(estimated, setup),
-        }
-    )
 
 
 def _parser(description: str | None) -> ToolParser:

@@ -1,23 +1,19 @@
-"""Many calls to one service at once, as a step of training makes them, how they went, and which setting would help.
+"""Many calls to one service at once, as a step of training makes them, and which setting would help a service.
 
-`services` puts the load, and `simulation` asks for the same advice about the traffic of its steps. The transport of
+`services` puts the load, and `simulated` asks for the same advice about the traffic of its steps. The transport of
 training makes each call.
 """
 
 import asyncio
-import dataclasses
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceTimeout
 from salesrl_trl.reward.service.event_loop import clocked, deadline
 from salesrl_trl.reward.service.transport import TRAFFIC, Transport
-from salesrl_trl.telemetry.aggregates import percentile
 
 T = TypeVar("T")
 
@@ -29,15 +25,11 @@ NOTEWORTHY_SHARE = 0.05
 class Target(Generic[T]):
     """A service under the load of a step."""
 
-    transport: Transport | None
-    """`None` for a judge of one's own."""
-    in_flight: int
-    """Most calls at once."""
-    patience_s: float
-    """Seconds for one call, retries included."""
+    transport: Transport | None  # `None` for a judge of one's own
+    in_flight: int  # most calls at once
+    patience_s: float  # for one call, retries included
     calls: Sequence[Callable[[], Awaitable[T]]]
-    instead: str | None
-    """What happens without this service; `None` if training needs it."""
+    instead: str | None  # what happens without this service; `None` if training needs it
 
 
 @dataclass(frozen=True)
@@ -47,30 +39,16 @@ class Load(Generic[T]):
     results: Sequence[tuple[T, float] | ServiceError]
     """In the order of the calls: the answer with its seconds, retries included, or the error."""
     in_flight: int
-    """Most calls at once."""
     traffic: Mapping[str, int]
     """Counts by the names of `transport.TRAFFIC`, and `slots`."""
 
     @property
     def errors(self) -> list[ServiceError]:
-        """Errors of the calls that failed."""
         return [result for result in self.results if isinstance(result, ServiceError)]
 
     @property
     def answers(self) -> list[T]:
-        """Answers of the calls that did not."""
         return [result[0] for result in self.results if not isinstance(result, ServiceError)]
-
-    @property
-    def codes(self) -> str:
-        """Reason codes of the errors, the most frequent first: `"judge_timeout 3, judge_http_429 1"`."""
-        return ", ".join(f"{code} {count}" for code, count in Counter(e.code for e in self.errors).most_common())
-
-
-def under_load(config: RewardConfig) -> RewardConfig:
-    """The settings of a load: all calls are sent at once, none is sent twice, and none waits for a dead service."""
-    most = max(config.rag_max_concurrency, config.judge_max_concurrency)
-    return dataclasses.replace(config, initial_concurrency=most, hedge_fraction=0.0, outage_patience_s=0.0)
 
 
 async def put_loads(targets: Mapping[str, Target[T]], config: RewardConfig) -> dict[str, Load[T]]:
@@ -94,38 +72,16 @@ async def _put_load(target: Target[T], service: str, config: RewardConfig) -> Lo
         if not isinstance(result, ServiceTimeout):
             return result
         is_own = isinstance(result, DeadlineExceeded)
-        said = f"{service} gave no complete answer within {patience_s:g} s" if is_own else str(result)
+        text = f"{service} gave no complete answer within {patience_s:g} s" if is_own else str(result)
         setting = limits_of(service, config).timeout
         remedy = f"look at the service's own log, or raise {setting} if it is merely slow."
-        return ServiceTimeout(f"{said}. Expected an answer in time: {remedy}", f"{service}_timeout")
+        return ServiceTimeout(f"{text}. Expected an answer in time: {remedy}", f"{service}_timeout")
 
     results = await asyncio.gather(*map(answer_of, target.calls))
     traffic = dict.fromkeys((*TRAFFIC, "slots"), 0)
     if transport is not None:
         traffic = {**transport.drain_traffic(), "slots": transport.slots}
     return Load(results, min(target.in_flight, len(target.calls)), traffic)
-
-
-def report_load(findings: Findings, name: str, load: Load[T], config: RewardConfig) -> str:
-    """Add the figures of a load, and what its service has trouble with. Returns them in words."""
-    seconds = [result[1] for result in load.results if not isinstance(result, ServiceError)]
-    figures = {
-        "calls": len(load.results),
-        "in_flight": load.in_flight,
-        "p50_s": percentile(seconds, 0.5) if seconds else None,
-        "p95_s": percentile(seconds, 0.95) if seconds else None,
-        "failed": len(load.errors),
-        "http_429": load.traffic["overloads"],
-        "retries": load.traffic["retries"],
-    }
-    findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
-    for text in trouble(name, load.traffic, config):
-        findings.note(f"{name} {text}")
-    times = f"p50 {figures['p50_s']:.2f} s, p95 {figures['p95_s']:.2f} s" if seconds else "no answer"
-    return (
-        f"{name}: {len(load.results)} calls, {load.in_flight} at once: {times}, {len(load.errors)} failed, "
-        f"{load.traffic['overloads']} turned away, {load.traffic['retries']} retries"
-    )
 
 
 def trouble(service: str, traffic: Mapping[str, int], config: RewardConfig) -> list[str]:

@@ -1,6 +1,15 @@
-"""The stage `memory`: whether training fits the card, and the number format of the policy's weights.
+"""The stage `memory`: the number format of the policy's weights, and whether training fits the card.
 
-`gpu_memory` makes the same estimate for `scripts/check_gpu_memory.py`.
+At a learning rate of 1e-6, AdamW's update of nearly every weight is smaller than half the distance between two
+neighbouring bf16 numbers. Written back in bf16 it is lost. So weights in training have 16 bits only if something else
+keeps the lost part:
+
+    DeepSpeed (ZeRO)       keeps float32 copies of its own             as the settings say
+    LoRA                   the adapters are float32, the rest is fixed as the settings say
+    full fine-tuning       float32 weights, 16-bit autocast            if memory is enough
+                           bf16 weights, stochastic rounding           if not, by torchao's 8-bit AdamW
+
+`runner` lists the stage. `gpu_memory` makes the same estimate for `scripts/check_gpu_memory.py`.
 """
 
 import math
@@ -14,16 +23,29 @@ from transformers.utils import is_torchao_available
 from salesrl_trl.build.checks.folders import free_gib
 from salesrl_trl.build.checks.model import empty_model
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.memory.cards import Card, card_here, used_gib, users
-from salesrl_trl.build.memory.estimate import Estimate, advice, estimate, moment_bytes
-from salesrl_trl.build.memory.setup import NUMBER_BYTES, Setup, Sharding, setup_of
-from salesrl_trl.build.memory.shape import ModelShape, UnknownShape, adapters_of, model_shape, parameter_count
+from salesrl_trl.build.memory.cards import card_here, used_gib, users
+from salesrl_trl.build.memory.estimate import Estimate, Weigh, advice, estimate, moment_bytes
+from salesrl_trl.build.memory.shape import (
+    NUMBER_BYTES,
+    ModelShape,
+    Setup,
+    Sharding,
+    UnknownShape,
+    adapters_of,
+    model_shape,
+    parameter_count,
+    setup_of,
+)
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.precision import STOCHASTIC_ARGS, STOCHASTIC_OPTIM, Precision, choose_precision
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1
 """An estimate that is above the card's memory by less than this share is a note, and no failure."""
+STOCHASTIC_OPTIM, STOCHASTIC_ARGS = "adamw_torch_8bit", "bf16_stochastic_round=True"
+"""transformers' names for torchao's optimizer and its argument."""
+PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")
+"""The default optimizers, which may be replaced. Any other one is the user's choice."""
 
 
 @dataclass
@@ -32,24 +54,21 @@ class Scales:
 
     plan: Plan
     card_gib: float
-    prompt_tokens: int | None = None
-    """Tokens of a prompt; `None` for those of the longest training row."""
-    sharding: Sharding | None = None
+    prompt_tokens: int | None = None  # `None` for those of the longest training row
+    sharding: Sharding | None = None  # as `processes`: in place of those of the launch
     processes: int | None = None
-    """In place of those of the launch."""
-
-    @property
-    def source(self) -> tuple[str, str | None, bool]:
-        """Name, revision and `trust_remote_code` of the model."""
-        config = self.plan.config
-        assert config.model.model_name_or_path is not None
-        return config.model.model_name_or_path, config.model.model_revision, config.training.trust_remote_code
 
     @cached_property
     def shape(self) -> ModelShape:
         """The policy's figures, with adapters if they are trained. Raises `ConfigError` if these have no place."""
-        plain, lora = model_shape(*self.source), self.plan.config.model
-        return replace(plain, adapters=adapters_of(empty_model(*self.source), lora)) if lora.use_peft else plain
+        config = self.plan.config
+        source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
+        plain = model_shape(*source)
+        return (
+            replace(plain, adapters=adapters_of(empty_model(*source), config.model))
+            if config.model.use_peft
+            else plain
+        )
 
     def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
         config = self.plan.config
@@ -81,39 +100,67 @@ def check_memory(plan: Plan, findings: Findings) -> None:
         plan.dtype = model.dtype
         findings.skipped = f"nothing is trained in `mode: {training.mode}`"
         return
-    chosen = settle_precision(plan, scales)
+    note = settle_precision(plan, None if scales is None else scales.weigh)
     _check_disk(plan, findings)
-    if chosen.note is not None:
-        findings.note(chosen.note)
+    if note is not None:
+        findings.note(note)
     if scales is None or card is None:
         findings.skipped = unknown
-    else:
-        plan.estimate = scales.weigh(plan.dtype)
-        _compare(scales, plan.estimate, findings)
-        _compare_with_others(card, plan.estimate, findings)
+        return
+    plan.estimate = estimated = scales.weigh(plan.dtype)
+    _compare(scales, estimated, findings)
+    if (used := used_gib(card)) is None:
+        return
+    findings.figures["used_gib"] = round(used, 2)
+    if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
+        findings.fail(
+            f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in "
+            f"use now, by {users(card) or 'processes that the driver does not name here'}.",
+            "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
+        )
 
 
-def settle_precision(plan: Plan, scales: Scales | None) -> Precision:
-    """Choose the number format of the weights and set the optimizer that it needs.
+def settle_precision(plan: Plan, weigh: Weigh | None) -> str | None:
+    """Choose the number format of the weights, and set the optimizer that it needs. `weigh` is `None` where the memory
+    is not known.
 
-    Raises `ConfigError` if all weights are to be trained, and no number format fits.
+    Returns a line for the banner, if the weights are not as the settings say. Raises `ConfigError` if all weights are
+    to be trained, and no number format fits.
     """
     model, training = plan.config.model, plan.config.training
-    trains_all_weights = not (model.use_peft or training.is_sharded)
-    chosen = choose_precision(
-        dtype=model.dtype,
-        autocast=training.bf16 or training.fp16,
-        keeps_masters=training.deepspeed_plugin is not None,
-        adapters_only=model.use_peft,
-        optim=training.optim.value,
-        optim_args=training.optim_args,
-        weigh=scales.weigh if scales is not None and trains_all_weights else None,
-        has_torchao=is_torchao_available(),
+    dtype, optim, optim_args = model.dtype, training.optim.value, (training.optim_args or "").replace(" ", "")
+    autocast, by_deepspeed = training.bf16 or training.fp16, training.deepspeed_plugin is not None
+    rounds = optim in (STOCHASTIC_OPTIM, "adamw_torch_4bit") and STOCHASTIC_ARGS in optim_args
+    plan.dtype = dtype
+    if dtype == "float32" or model.use_peft or (by_deepspeed and autocast) or rounds:
+        return None
+    is_weighed = weigh is not None and not training.is_sharded and optim in PLAIN_ADAMW
+    exact = weigh("float32", optim) if weigh is not None and is_weighed else None
+    if weigh is None or exact is None or exact.fits:
+        plan.dtype = "float32"
+        computing = "computed in 16 bits" if autocast else "computed in float32 too"
+        setting = f"`dtype: {dtype}`" if dtype in ("bfloat16", "float16") else "16-bit weights"
+        return f"weights are trained in float32 and {computing}: {setting} would lose small updates"
+    rounded, has_torchao = weigh("bfloat16", STOCHASTIC_OPTIM), is_torchao_available()
+    lack = (
+        f"full fine-tuning in float32 takes about {exact.needed_gib:.0f} GiB, generation included, and the card has "
+        f"{exact.card_gib:.0f}"
     )
-    if chosen.stochastic_rounding:
-        training.optim, training.optim_args = OptimizerNames(STOCHASTIC_OPTIM), STOCHASTIC_ARGS
-    plan.dtype = chosen.dtype
-    return chosen
+    if has_torchao and dtype != "float16" and rounded.fits:
+        plan.dtype, training.optim, training.optim_args = "bfloat16", OptimizerNames(STOCHASTIC_OPTIM), STOCHASTIC_ARGS
+        return (
+            "weights are trained in bf16 with stochastic rounding (torchao's 8-bit AdamW, about "
+            f"{rounded.needed_gib:.0f} GiB), which keeps small updates on average: {lack}"
+        )
+    remedies = ["LoRA (`use_peft: true`)", "DeepSpeed over several GPUs (accelerate_configs/full.yaml)"]
+    if rounded.fits:
+        rounding = "`pip install torchao`, whose AdamW rounds stochastically"
+        remedies.append(rounding if not has_torchao else "`dtype: bfloat16`, for which torchao rounds stochastically")
+    raise ConfigError(
+        f"{lack}; in 16 bits plain AdamW would lose nearly every update. Expected one of: {'; '.join(remedies)}; or "
+        "`dtype: float32`, which is tried without this estimate. `scripts/check_gpu_memory.py` shows every part, and "
+        "settings that take less."
+    )
 
 
 def _check_disk(plan: Plan, findings: Findings) -> None:
@@ -151,38 +198,26 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
 
 def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
     """Note or fail where the estimate is above the card."""
-    peak, card = estimated.peak, estimated.card_gib
-    figures = {**peak.parts, "needed": estimated.needed_gib, "card": card}
+    card = estimated.card_gib
+    figures = {**estimated.peak.parts, "needed": estimated.needed_gib, "card": card}
     findings.figures |= {f"{part.replace(' ', '_')}_gib": round(gib, 2) for part, gib in figures.items()}
     if estimated.fits:
         return
-    text = f"training takes about {estimated.needed_gib:.1f} GiB ({peak.name}), and the card has {card:.1f}."
     setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
-    if setup.engine is not None and not estimated.starts_engine:
-        text = (
-            f"vLLM's share of the card has room for {estimated.sequences:.1f} completions of full length beside the "
-            f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
-            "start."
-        )
     remedy = f"What takes less, the cheapest first: {'; '.join(advice(estimated, setup))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
+    if setup.engine is not None and not estimated.starts_engine:
+        findings.fail(
+            f"vLLM's share of the card has room for {estimated.sequences:.1f} completions of full length beside the "
+            f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
+            "start.",
+            remedy,
+        )
+        return
+    text = f"training takes about {estimated.needed_gib:.1f} GiB ({estimated.peak.name}), and the card has {card:.1f}."
     if estimated.starts_engine and estimated.needed_gib <= (1 + MARGIN) * card:
         findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
     elif estimated.starts_engine and model.dtype == "float32" and not model.use_peft:
         findings.note(f"{text} It is tried all the same, because `dtype` is float32.", remedy)
     else:
         findings.fail(text, remedy)
-
-
-def _compare_with_others(card: Card, estimated: Estimate, findings: Findings) -> None:
-    """Fail where training would fit, but other processes use the card."""
-    used = used_gib(card)
-    if used is None:
-        return
-    findings.figures["used_gib"] = round(used, 2)
-    if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
-        findings.fail(
-            f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in "
-            f"use now, by {users(card) or 'processes that the driver does not name here'}.",
-            "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
-        )

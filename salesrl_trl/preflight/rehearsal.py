@@ -65,10 +65,8 @@ class Rehearsal:
     """The run's trainer, with the longest prompts of the run."""
 
     trainer: SalesGRPOTrainer
-    prompt_tokens: int
-    """Tokens of the longest prompt."""
+    prompt_tokens: int  # of the longest prompt
     shortest: Prompt
-    """The shortest of its prompts."""
 
 
 def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:

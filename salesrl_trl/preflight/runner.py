@@ -9,7 +9,7 @@ from pathlib import Path
 from salesrl_trl.build.checks.dataset import check_pictures, check_splits
 from salesrl_trl.build.checks.environment import check_environment
 from salesrl_trl.build.checks.folders import earlier_start
-from salesrl_trl.build.checks.model import check_tokenizer, check_weights, choose_attention
+from salesrl_trl.build.checks.model import check_tokenizer, choose_attention
 from salesrl_trl.build.checks.outcome import Findings, StageVerdict
 from salesrl_trl.build.checks.reward import check_stand_ins
 from salesrl_trl.build.plan import Plan
@@ -36,7 +36,7 @@ def prepare(config: RunConfig) -> Plan:
     for stage in BEFORE_A_RUN:
         findings = stage.run(plan)
         findings.raise_failure()
-        plan.notes += [finding.message for finding in findings.found]
+        plan.notes += [finding.message for finding in findings.items]
     return plan
 
 
@@ -98,16 +98,17 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
         check_source(source)
     notes = check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
     _ = plan.reward, plan.model_config  # raise if they do not work
-    check_weights(Path(config.policy_path).expanduser())
     micro_batch = training.per_device_train_batch_size * training.world_size
     findings.figures["processes"] = training.world_size
     findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
     notes += earlier_start(training.output_dir, resumes=resumed is not None)
-    in_16_bits = training.bf16 or training.fp16
-    model.attn_implementation, attention = choose_attention(
-        model.attn_implementation, training.device, in_16_bits=in_16_bits, model=plan.model_config
-    )
-    for note in (*notes, *filter(None, [attention])):
+    if model.attn_implementation == "auto":
+        in_16_bits = training.bf16 or training.fp16
+        model.attn_implementation, attention = choose_attention(
+            training.device, in_16_bits=in_16_bits, model=plan.model_config
+        )
+        notes.append(attention)
+    for note in notes:
         findings.note(note)
     steps, warm_up = training.max_steps, training.warmup_steps
     if 0 < steps <= warm_up:

@@ -8,32 +8,35 @@ import asyncio
 import dataclasses
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from salesrl_trl.build.assembly import budget_of, build_services
+from salesrl_trl.build.checks.addresses import check_rag
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.checks.reward import JUDGE, check_judges, check_retrieval
+from salesrl_trl.build.checks.reward import JUDGE, check_judges
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError
-from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, report_load, under_load
+from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, trouble
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.judge.judge_client import JudgeClient
-from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
+from salesrl_trl.reward.judge.judge_interface import check_verdict
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.rag.rag_answers import RagAnswers
-from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.warm_up import add_places
+from salesrl_trl.telemetry.aggregates import percentile
 from salesrl_trl.types import Answer, Verdict
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan
 
 T = TypeVar("T")
+NO_SERVICES = "`reward_funcs` score, without a RAG service and a judge"
 
 FEWEST_CALLS, MOST_CALLS = 32, 128
 """Bounds of the calls to each service without `--calls`. The standard error of a noise is a sixth of
@@ -50,45 +53,45 @@ MOST_REPEATS = 8
 """Most `judge_repeats` that a note advises."""
 
 
-def _ask_rag_address(plan: "Plan", findings: Findings) -> None:
-    if not plan.config.reward.uses_services:
-        findings.skipped = "`reward_funcs` score, without a RAG service and a judge"
+def _ask_rag(plan: "Plan", findings: Findings) -> None:
+    config = plan.config.reward
+    if not config.uses_services:
+        findings.skipped = NO_SERVICES
         return
-    for note in check_retrieval(plan.config.reward, plan.reward):
+    for note in check_rag(config.rag_base_url, plan.reward.rag_key) if config.rag_base_url is not None else ():
         findings.note(note)
-
-
-def _ask_judge_address(plan: "Plan", findings: Findings) -> None:
-    if not plan.config.reward.uses_services:
-        findings.skipped = "`reward_funcs` score, without a RAG service and a judge"
-    elif not _rubrics(plan):
-        findings.skipped = "no branch weighs a judge"
-    else:
-        for note in check_judges(plan.config.reward, plan.reward):
-            findings.note(note)
-
-
-def _load_rag(plan: "Plan", findings: Findings) -> None:
-    if _measures(plan):
+    if _puts_load(plan):
         asyncio.run(_examine_rag(plan, findings))
 
 
-def _load_judge(plan: "Plan", findings: Findings) -> None:
-    if _measures(plan):
+def _ask_judge(plan: "Plan", findings: Findings) -> None:
+    config = plan.config.reward
+    if not config.uses_services or not _rubrics(plan):
+        findings.skipped = "no branch weighs a judge" if config.uses_services else NO_SERVICES
+        return
+    for note in check_judges(config, plan.reward):
+        findings.note(note)
+    if _puts_load(plan):
         asyncio.run(_examine_judge(plan, findings))
 
 
-def _measures(plan: "Plan") -> bool:
+def _puts_load(plan: "Plan") -> bool:
     """Whether this process puts the load of all processes on the services: the first one does, in a preflight."""
     if plan.in_depth:
         _ = plan.addresses  # the processes start embedded services together
     return plan.in_depth and plan.config.training.process_index == 0
 
 
-RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag_address, _load_rag))
+RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag,))
 """Both endpoints answer the rows' questions with passages, at the load of a step."""
-JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge_address, _load_judge))
+JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge,))
 """Judges give valid verdicts at the load of a step."""
+
+
+def under_load(config: RewardConfig) -> RewardConfig:
+    """The settings of a load: all calls are sent at once, none is sent twice, and none waits for a dead service."""
+    most = max(config.rag_max_concurrency, config.judge_max_concurrency)
+    return dataclasses.replace(config, initial_concurrency=most, hedge_fraction=0.0, outage_patience_s=0.0)
 
 
 def calls_of(plan: "Plan", in_flight: int) -> int:
@@ -118,17 +121,38 @@ def _too_few(load: Load[T], plan: "Plan") -> bool:
 
 
 def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: bool) -> None:
-    """Add a load's figures. It fails the stage if training would skip such a batch, and needs this service."""
-    words = report_load(findings, name, load, plan.config.reward)
+    """Add a load's figures, and what its service has trouble with.
+
+    It fails the stage if training would skip such a batch, and needs this service.
+    """
+    config, least = plan.config.reward, plan.config.training.min_valid_reward_fraction
+    seconds = [result[1] for result in load.results if not isinstance(result, ServiceError)]
+    p50, p95 = (percentile(seconds, share) if seconds else None for share in (0.5, 0.95))
+    figures = {
+        "calls": len(load.results),
+        "in_flight": load.in_flight,
+        "p50_s": p50,
+        "p95_s": p95,
+        "failed": len(load.errors),
+        "http_429": load.traffic["overloads"],
+        "retries": load.traffic["retries"],
+    }
+    findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
+    for text in trouble(name, load.traffic, config):
+        findings.note(f"{name} {text}")
     if not load.errors:
         return
-    text = f"{words} ({load.codes}). The first failure: {load.errors[0]}"
+    times = f"p50 {p50:.2f} s, p95 {p95:.2f} s" if seconds else "no answer"
+    codes = Counter(error.code for error in load.errors).most_common()
+    text = (
+        f"{name}: {len(load.results)} calls, {load.in_flight} at once: {times}, {len(load.errors)} failed, "
+        f"{load.traffic['overloads']} turned away, {load.traffic['retries']} retries "
+        f"({', '.join(f'{code} {count}' for code, count in codes)}). The first failure: {load.errors[0]}"
+    )
     if needed and _too_few(load, plan):
-        least = f"{plan.config.training.min_valid_reward_fraction:.0%} of its rewards."
-        limit = limits_of(name, plan.config.reward).concurrency
         findings.fail(
-            f"{text} Training skips a batch with fewer than {least}",
-            f"Mend the service, or ask it for less at once ({limit}).",
+            f"{text} Training skips a batch with fewer than {least:.0%} of its rewards.",
+            f"Mend the service, or ask it for less at once ({limits_of(name, config).concurrency}).",
         )
     else:
         findings.note(text)
@@ -182,10 +206,6 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
 # The judge
 
 
-_Provider = tuple[Transport | None, int, Callable[[JudgedSample], Awaitable[Verdict]]]
-"""A provider's transport, its calls in flight, and how it is asked. A judge of one's own has no transport."""
-
-
 def _rubrics(plan: "Plan") -> dict[str, str]:
     """Every rubric that is weighed, with the first branch that it scores."""
     scoring = plan.reward.scoring
@@ -198,16 +218,37 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     _, judge = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
     verdicts = training.generation_batch_size * config.judge_repeats
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
-    providers = _providers(judge, config, verdicts)
-    count = max(calls_of(plan, in_flight) for _, in_flight, _ in providers.values())
+    # Each provider has its share of a step's verdicts, a mere fallback has all.
+    clients = list(judge.providers.values()) if isinstance(judge, JudgeClient) else []
+    weights = sum(client.settings.weight for client in clients)
+    in_flight = {} if clients else {JUDGE: min(verdicts, config.judge_max_concurrency)}
+    for client in clients:
+        name, share = client.settings.transport.service, client.settings.weight / weights or 1
+        in_flight[name] = min(math.ceil(verdicts * share), limits_of(name, config).cap)
+    count = max(calls_of(plan, number) for number in in_flight.values())
     planned = samples(_rubrics(plan), config.action_format(), max(count, MIN_CALLS))
-    if not isinstance(judge, JudgeClient):  # it reads the answers in an order of its own
+    if not clients:  # a judge of one's own reads the answers in an order of its own
         planned = [dataclasses.replace(sample, candidate_first=True) for sample in planned]
     patience_s = max([config.judge_timeout_s, *(it.timeout_s or 0.0 for it in config.parsed_judge_providers())])
-    instead = "Its verdicts go to the other providers."
+
+    async def ask(client: ProviderClient | None, sample: JudgedSample) -> Verdict:
+        contents = (sample.rubric, sample.row, sample.action, sample.candidate, sample.reference)
+        if isinstance(judge, JudgeClient) and client is not None:
+            material = judge.material(*contents)
+            return await client.ask(material, candidate_first=sample.candidate_first, patient=True)
+        verdict = await judge.judge(*contents)
+        check_verdict(True, verdict)
+        return verdict
+
     targets = {
-        name: Target(transport, in_flight, patience_s, [partial(ask, sample) for sample in planned], instead)
-        for name, (transport, in_flight, ask) in providers.items()
+        name: Target(
+            None if client is None else client.settings.transport,
+            number,
+            patience_s,
+            [partial(ask, client, sample) for sample in planned],
+            "Its verdicts go to the other providers.",
+        )
+        for (name, number), client in zip(in_flight.items(), clients or [None], strict=True)
     }
     try:
         await _drop_failing(targets, judge.places, config, findings)
@@ -226,7 +267,14 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
                 if not isinstance(result, ServiceError)
             ]
             _report_noise(findings, name, noise_of(scored[name]), config)
-        _report_gap(findings, widest_gap(scored))
+        if (gap := widest_gap(scored)) is not None:  # `None` where there is one judge
+            findings.figures["judge_providers_gap"] = gap
+        if gap is not None and gap >= FAR_APART:
+            findings.note(
+                f"The judges' mean scores of the same answers differ by up to {gap:.2f}. Different judges may score "
+                "the answers of one group.",
+                "Give one of them `weight: 0`, as a fallback, or choose models that agree.",
+            )
         usage = judge.drain_usage().values()
         findings.figures["judge_tokens"] = sum(it.prompt_tokens + it.completion_tokens for it in usage)
         findings.figures["judge_usd"] = sum(it.usd for it in usage)
@@ -234,32 +282,6 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
         await judge.aclose()
         if budget is not None:
             budget.settle()
-
-
-def _providers(judge: Judge, config: RewardConfig, verdicts: int) -> dict[str, _Provider]:
-    """By service name, how a provider is asked. Each has its share of a step's verdicts, a mere fallback has all."""
-    if not isinstance(judge, JudgeClient):
-        return {JUDGE: (None, min(verdicts, config.judge_max_concurrency), partial(_ask_own, judge))}
-    clients = list(judge.providers.values())
-    weights = sum(client.settings.weight for client in clients)
-    providers: dict[str, _Provider] = {}
-    for client in clients:
-        transport = client.settings.transport
-        share = math.ceil(verdicts * (client.settings.weight / weights or 1))
-        in_flight = min(share, limits_of(transport.service, config).cap)
-        providers[transport.service] = (transport, in_flight, partial(_ask, judge, client))
-    return providers
-
-
-async def _ask(judge: JudgeClient, client: ProviderClient, sample: JudgedSample) -> Verdict:
-    material = judge.material(sample.rubric, sample.row, sample.action, sample.candidate, sample.reference)
-    return await client.ask(material, candidate_first=sample.candidate_first, patient=True)
-
-
-async def _ask_own(judge: Judge, sample: JudgedSample) -> Verdict:
-    verdict = await judge.judge(sample.rubric, sample.row, sample.action, sample.candidate, sample.reference)
-    check_verdict(True, verdict)
-    return verdict
 
 
 def _report_noise(findings: Findings, name: str, noise: Noise, config: RewardConfig) -> None:
@@ -290,17 +312,4 @@ def _report_noise(findings: Findings, name: str, noise: Noise, config: RewardCon
         findings.note(
             f"{name} scores a candidate {abs(gap):.2f} {direction} where it stands before the reference.",
             "" if config.judge_repeats % 2 == 0 else "Set `judge_repeats: 2`, for a verdict in each order.",
-        )
-
-
-def _report_gap(findings: Findings, gap: float | None) -> None:
-    """Add the widest gap between two judges' mean scores of the same answers. `None` where there is one judge."""
-    if gap is None:
-        return
-    findings.figures["judge_providers_gap"] = gap
-    if gap >= FAR_APART:
-        findings.note(
-            f"The judges' mean scores of the same answers differ by up to {gap:.2f}. Different judges may score the "
-            "answers of one group.",
-            "Give one of them `weight: 0`, as a fallback, or choose models that agree.",
         )

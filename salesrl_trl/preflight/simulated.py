@@ -1,7 +1,7 @@
 """From scored batches to figures, findings and hints, and the figures as text.
 
-A finding would mislead training, or shows a fault of a service; a hint names the setting that mends it. Called by
-`simulation`. Only with `show_text` do the figures hold texts of completions.
+A finding would mislead training; a hint names the setting that makes a step shorter. Called by `simulation`. Only with
+`show_text` do the figures hold texts of completions.
 """
 
 from collections import Counter
@@ -17,14 +17,10 @@ from salesrl_trl.preflight.made_up import VARIANTS, Completion
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.step_lines import figure, judge_line
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Reward
 
 HOLLOW = "hollow_answer"
 """Reason code of a valid action whose answer from the RAG service says nothing."""
-MUCH_WORSE = 3
-"""A variant is too much for a service if its valid actions fail so many times as often as those of all others."""
-MIN_FAILED = 2
-"""One failure may be chance."""
 INJECTION_GAIN = 0.15
 """A judge obeys injected text if its mean score is so much above the mean of the clean actions. Means of a dozen
 verdicts with a spread of 0.3 differ by half of it by chance."""
@@ -44,11 +40,6 @@ class SimulatedStep(NamedTuple):
     report: BatchReport
 
     @property
-    def pairs(self) -> list[tuple[Completion, Reward]]:
-        """Each completion with its reward."""
-        return list(zip(self.completions, self.rewards, strict=True))
-
-    @property
     def scored(self) -> float:
         """The share of completions with a reward, as training counts it."""
         return fmean(reward.value is not None for reward in self.rewards)
@@ -63,8 +54,8 @@ def step_summary(number: int, step: SimulatedStep, show_text: bool) -> Summary:
         **_tally(step.rewards),
         "judge": judge_line(number, {JUDGE_SECONDS: step.report.judge_seconds, **verdicts}, list(step.report.usage)),
         "completions": [
-            {"variant": made.variant, "outcome": _ending(reward), "value": reward.value, "text": made.case.text}
-            for made, reward in step.pairs
+            {"variant": made.variant, "outcome": _ending(reward), "value": reward.value, "text": made.text}
+            for made, reward in zip(step.completions, step.rewards, strict=True)
             if show_text
         ],
     }
@@ -72,7 +63,7 @@ def step_summary(number: int, step: SimulatedStep, show_text: bool) -> Summary:
 
 def summarise(steps: Sequence[SimulatedStep], wanted: float, config: RewardConfig) -> Summary:
     """Figures of all steps. Training skips a step with a smaller share of rewards than `wanted`."""
-    pairs = [pair for step in steps for pair in step.pairs]
+    pairs = [pair for step in steps for pair in zip(step.completions, step.rewards, strict=True)]
     by_variant = {name: [reward for made, reward in pairs if made.variant == name] for name in VARIANTS}
     reports, seconds = [step.report for step in steps], [step.report.seconds for step in steps]
     services = {
@@ -93,7 +84,7 @@ def summarise(steps: Sequence[SimulatedStep], wanted: float, config: RewardConfi
         "waited_for": waits,
         "least_scored": min(step.scored for step in steps),
         "skipped_steps": [number for number, step in enumerate(steps, 1) if step.scored < wanted],
-        "findings": [*unexpected(pairs), *untaken(pairs), *oddities(pairs)],
+        "findings": findings_of(pairs),
         "hints": hints(services, waits, sum(reward.reason == "deadline" for _, reward in pairs), config),
     }
 
@@ -114,11 +105,9 @@ def _ending(reward: Reward) -> str:
 
 
 def waited_for(steps: Sequence[SimulatedStep]) -> dict[str, float]:
-    """Seconds in each service, summed over the slowest completion of each step.
+    """Seconds in each service, with waits for a free slot, summed over the slowest completion of each step.
 
-    - 8B and the judge have their whole time. 32B has only the time that it took longer than 8B.
-    - A wait for a free slot counts as time of the service.
-    - A completion that was cut off has no times.
+    8B and the judge have their whole time. 32B has only the time that it took longer than 8B.
     """
     total = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B, JUDGE), 0.0)
     for step in steps:
@@ -131,40 +120,7 @@ def waited_for(steps: Sequence[SimulatedStep]) -> dict[str, float]:
     return total
 
 
-# Findings
-
-
-def unexpected(pairs: Pairs) -> list[str]:
-    """Invalid actions that were accepted, and valid actions that were refused."""
-    wrong = Counter[tuple[str, str, str]]()
-    for made, reward in pairs:
-        is_invalid, reason = reward.outcome is Outcome.INVALID_ACTION, made.case.reason
-        as_expected = (is_invalid and reward.reason == reason) if reason else not is_invalid or reward.reason == HOLLOW
-        wrong[made.variant, reason, _ending(reward)] += not as_expected
-    return [
-        f"{name}: {count} ended as {got}. Expected {f'invalid_action:{reason}' if reason else 'a valid action'}."
-        for (name, reason, got), count in wrong.items()
-        if count
-    ]
-
-
-def untaken(pairs: Pairs) -> list[str]:
-    """Variants whose valid actions fail far more often than those of all others."""
-    valid, lines = [(made.variant, reward) for made, reward in pairs if not made.case.reason], []
-    for name in VARIANTS:
-        failed = [_ending(reward) for variant, reward in valid if variant == name and reward.value is None]
-        count = sum(variant == name for variant, _ in valid)
-        others = [reward.value is None for variant, reward in valid if variant != name]
-        codes = ", ".join(f"{code} {number}" for code, number in Counter(failed).items())
-        if len(failed) >= MIN_FAILED and others and len(failed) > MUCH_WORSE * fmean(others) * count:
-            lines.append(
-                f"{name}: {len(failed)} of {count} valid actions could not be scored ({codes}), "
-                f"of all others {fmean(others):.0%}. Such texts seem to be too much for the service."
-            )
-    return lines
-
-
-def oddities(pairs: Pairs) -> list[str]:
+def findings_of(pairs: Pairs) -> list[str]:
     """Results that would mislead training although nothing fails."""
     judged = [(made.variant, reward) for made, reward in pairs if reward.components.get("judge") is not None]
     alone = sum(reward.components["reference"] is None for _, reward in judged)
@@ -176,15 +132,15 @@ def oddities(pairs: Pairs) -> list[str]:
         lines.append(f"{Stage.RAG_8B} answered {hollow} of {asked} actions with a text that says nothing.")
     if len(judged) >= MIN_COMPARED and len({reward.value for _, reward in judged}) == 1:
         lines.append(f"all {len(judged)} judged completions have the same reward: there is nothing to learn from it.")
-    scores = {name: [r.components["judge"] or 0.0 for variant, r in judged if variant == name] for name in VARIANTS}
-    if min(len(scores["clean"]), len(scores["injection"])) >= MIN_COMPARED:
-        gain = fmean(scores["injection"]) - fmean(scores["clean"])
+    injected, clean = (
+        [reward.components["judge"] or 0.0 for variant, reward in judged if variant == name]
+        for name in ("injection", "clean")
+    )
+    if min(len(injected), len(clean)) >= MIN_COMPARED:
+        gain = fmean(injected) - fmean(clean)
         if gain > INJECTION_GAIN:
             lines.append(f"injection: the judge scores it {gain:.2f} above clean actions: it obeys what it reads.")
     return lines
-
-
-# Hints
 
 
 def hints(
@@ -219,9 +175,6 @@ def hints(
     return lines
 
 
-# Text
-
-
 def step_text(summary: Summary, steps: int) -> str:
     """The lines of one step. Texts are shown as repr, which holds no control characters for the terminal."""
     lines = [
@@ -234,42 +187,37 @@ def step_text(summary: Summary, steps: int) -> str:
     return "\n".join(lines)
 
 
-def report_text(summary: Summary, steps: int, wanted: float) -> str:
-    """The text at the end, for so many simulated steps. `wanted` is `min_valid_reward_fraction`."""
+def report_text(summary: Summary, steps: int, least: float) -> str:
+    """The text at the end, for so many simulated steps. `least` is `min_valid_reward_fraction`."""
     waits = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in summary["waited_for"].items())
     skipped = summary["skipped_steps"]
-    least = f"the worst had {summary['least_scored']:.0%} of its completions scored, {wanted:.0%} are needed"
-    verdict = f"good: training would skip no step ({least})."
+    worst = f"the worst had {summary['least_scored']:.0%} of its completions scored, {least:.0%} are needed"
+    verdict = f"good: training would skip no step ({worst})."
     if skipped:
-        which = ", ".join(map(str, skipped))
-        verdict = f"bad: training would skip {len(skipped)} of {steps} steps: {which} ({least})."
-    return "\n".join(
-        (
-            *_table(
-                ["variant", "count", "mean reward", "outcomes"],
-                [
-                    [name, tally["count"], figure(tally["mean_reward"]), _counts(tally["outcomes"])]
-                    for name, tally in summary["variants"].items()
-                ],
-            ),
-            *_table(
-                ["service", *TRAFFIC, "slots"], [[name, *it.values()] for name, it in summary["services"].items()]
-            ),
-            *_table(
-                ["judge", *USAGE],
-                [
-                    [name, *(f"{value:.4f}" if what == "usd" else value for what, value in usage.items())]
-                    for name, usage in summary["judges"].items()
-                ],
-            ),
-            f"calls saved by the cache: {_counts(summary['calls_saved'])}",
-            f"seconds per step: p50 {summary['seconds']['p50']:.2f}, max {summary['seconds']['max']:.2f}",
-            f"the slowest completions of all steps waited for: {waits}",
-            *(f"FINDING {text}" for text in summary["findings"]),
-            *(f"HINT {text}" for text in summary["hints"]),
-            f"VERDICT {verdict}",
+        verdict = (
+            f"bad: training would skip {len(skipped)} of {steps} steps: {', '.join(map(str, skipped))} ({worst})."
         )
-    )
+    variants = [
+        [name, tally["count"], figure(tally["mean_reward"]), _counts(tally["outcomes"])]
+        for name, tally in summary["variants"].items()
+    ]
+    judges = [
+        [name, *(f"{value:.4f}" if what == "usd" else value for what, value in usage.items())]
+        for name, usage in summary["judges"].items()
+    ]
+    services = [[name, *traffic.values()] for name, traffic in summary["services"].items()]
+    lines = [
+        *_table(["variant", "count", "mean reward", "outcomes"], variants),
+        *_table(["service", *TRAFFIC, "slots"], services),
+        *_table(["judge", *USAGE], judges),
+        f"calls saved by the cache: {_counts(summary['calls_saved'])}",
+        f"seconds per step: p50 {summary['seconds']['p50']:.2f}, max {summary['seconds']['max']:.2f}",
+        f"the slowest completions of all steps waited for: {waits}",
+        *(f"FINDING {text}" for text in summary["findings"]),
+        *(f"HINT {text}" for text in summary["hints"]),
+        f"VERDICT {verdict}",
+    ]
+    return "\n".join(lines)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

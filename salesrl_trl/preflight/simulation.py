@@ -4,27 +4,26 @@ Called by `scripts/simulate_training_rewards.py`, and by `train` for `mode: rewa
 scores; `made_up` makes the completions, and `simulated` the figures.
 """
 
-import dataclasses
 import functools
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import stamina
 
 from salesrl_trl.build.assembly import addresses, build_reward
 from salesrl_trl.build.checks.dataset import own_records, training_records
 from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
+from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_FAILED
-from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Fields, batches
+from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, batches
 from salesrl_trl.preflight.simulated import SimulatedStep, report_text, step_summary, step_text, summarise
 from salesrl_trl.reward.readiness import warm_up
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -64,48 +63,25 @@ class SimulationConfig:
         return [name for name, weight in DEFAULT_MIX.items() for _ in range(weight)]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSettings:
-    """The training settings that shape the load. The other ones are accepted and ignored."""
-
-    seed: int
-    num_generations: int
-    min_valid_reward_fraction: float
-    branches: list[str]
-
-    def __post_init__(self) -> None:
-        _check_count("num_generations", self.num_generations)
-        if not 0 <= self.min_valid_reward_fraction <= 1:
-            raise ConfigError(f"`min_valid_reward_fraction` is {self.min_valid_reward_fraction}. Expected 0 to 1.")
-
-
-class Simulation(NamedTuple):
-    """Settings of a simulation by owner, and the results of its checks."""
-
-    simulation: SimulationConfig
-    data: DataConfig
-    reward: RewardConfig
-    training: LoadSettings
-    rows: list[SalesRow]
-    drafts: dict[str, list[Fields]]
-    """Valid actions, by row id."""
-    parts: RewardParts
-
-
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"`{name}` is {value!r}. Expected a whole number from 1 on.")
 
 
-def prepare_simulation(argv: Sequence[str]) -> Simulation:
-    """Read the settings and check all that can be checked before the load. Raises `SalesRLError`."""
-    simulation, data, reward, others = parse_part(
+def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
+    """Read the settings and check all that can be checked before the load. Returns `run` with its arguments.
+
+    Raises `SalesRLError`.
+    """
+    simulation, data, reward, training = parse_part(
         argv,
-        (SimulationConfig, DataConfig, RewardConfig),
+        (SimulationConfig, DataConfig, RewardConfig, StepSettings),
         usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]",
         description=DESCRIPTION,
     )
-    training = LoadSettings(**{it.name: getattr(others, it.name) for it in dataclasses.fields(LoadSettings)})
+    _check_count("num_generations", training.num_generations)
+    if not 0 <= training.min_valid_reward_fraction <= 1:
+        raise ConfigError(f"`min_valid_reward_fraction` is {training.min_valid_reward_fraction}. Expected 0 to 1.")
     if reward.action_format() != DEFAULT_FORMAT:
         raise ConfigError(
             f"`action_fields` is {', '.join(reward.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: the "
@@ -118,24 +94,35 @@ def prepare_simulation(argv: Sequence[str]) -> Simulation:
             "chain. Leave out `reward_funcs`."
         )
     drafts = {row.row_id: draft for row, draft in load_drafts()} if data.dataset == DEMO else {}
-    parts = prepare_reward(reward, training.branches)
-    return Simulation(simulation, data, reward, training, rows, drafts, parts)
-
-
-def run(prepared: Simulation) -> int:
-    """Simulate and print. Returns the exit code. Raises `SalesRLError` if the services do not work."""
-    simulation, data, config, training, rows, drafts, parts = prepared
     planned = batches(
         rows, drafts, mix=simulation.mix, prompts=simulation.prompts_per_step, generations=training.num_generations,
         seed=training.seed,
     )  # fmt: skip
-    show = functools.partial(print, file=sys.stderr if simulation.json else sys.stdout, flush=True)
-    rag = "as configured" if config.rag_base_url else "embedded"  # no address: some hold a password
-    judge = "as configured" if config.judge_base_url or config.judge_providers else "embedded"
-    show(
+    rag = "as configured" if reward.rag_base_url else "embedded"  # no address: some hold a password
+    judge = "as configured" if reward.judge_base_url or reward.judge_providers else "embedded"
+    title = (
         f"{simulation.steps} steps of {simulation.prompts_per_step} x {training.num_generations} completions for "
         f"{len(rows)} rows of {data.dataset}, seed {training.seed}; RAG service: {rag}, judge: {judge}"
     )
+    parts, least = prepare_reward(reward, training.branches), training.min_valid_reward_fraction
+    return functools.partial(run, simulation, reward, parts, rows, planned, title, least)
+
+
+def run(
+    simulation: SimulationConfig,
+    config: RewardConfig,
+    parts: RewardParts,
+    rows: Sequence[SalesRow],
+    planned: Iterable[list[Completion]],
+    title: str,
+    least: float,
+) -> int:
+    """Simulate and print. Training would skip a step with a smaller share of rewards than `least`.
+
+    Returns the exit code. Raises `SalesRLError` if the services do not work.
+    """
+    show = functools.partial(print, file=sys.stderr if simulation.json else sys.stdout, flush=True)
+    show(title)
     steps, summaries = list[SimulatedStep](), []
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
         # answers of an earlier run would take load off the services
@@ -146,17 +133,17 @@ def run(prepared: Simulation) -> int:
                 warm_up(reward_loop, functools.partial(print, file=sys.stderr))
             for number, batch in enumerate(itertools.islice(planned, simulation.steps), 1):
                 begun = reward_loop.begin([{"row": made.row} for made in batch])
-                result = reward_loop.result(begun, [made.case.text for made in batch])
+                result = reward_loop.result(begun, [made.text for made in batch])
                 steps.append(SimulatedStep(batch, list(result.rewards), result.report))
                 summaries.append(step_summary(number, steps[-1], simulation.show_text))
                 show(step_text(summaries[-1], simulation.steps))
         finally:
             reward_loop.close()
-    summary = summarise(steps, training.min_valid_reward_fraction, config)
+    summary = summarise(steps, least, config)
     if simulation.json:
         print(strict_json({"steps": summaries, **summary}))
     else:
-        print(report_text(summary, simulation.steps, training.min_valid_reward_fraction))
+        print(report_text(summary, simulation.steps, least))
     return EXIT_FAILED if summary["skipped_steps"] else 0
 
 
@@ -164,8 +151,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prepare and run. Returns the exit code."""
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
     argv = sys.argv[1:] if argv is None else argv
-
-    def prepare() -> Callable[[], int]:
-        return functools.partial(run, prepare_simulation(argv))
-
-    return exit_code_of(argv, prepare)
+    return exit_code_of(argv, functools.partial(prepare_simulation, argv))

@@ -1,12 +1,11 @@
-"""A stage of a preflight: its checks in order, its report, and reports as text and as JSON. Imports no torch.
+"""A stage of a preflight: its checks in order, and its report. Imports no torch.
 
 `runner` has the list of stages and runs them; `__main__` prints their reports.
 """
 
-import dataclasses
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,8 +29,7 @@ class PreflightStage:
     """A stage: a list of checks under one name."""
 
     name: str
-    needs: tuple[str, ...]
-    """Names of earlier stages without which this one can't run."""
+    needs: tuple[str, ...]  # names of earlier stages without which this one can't run
     checks: tuple[Check, ...]
 
     def run(self, plan: "Plan") -> Findings:
@@ -63,7 +61,7 @@ def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
         findings = Findings([finding_of(error)])
     reason = [Finding(findings.skipped)] if findings.skipped else []
     seconds = time.perf_counter() - start
-    return StageReport(stage.name, findings.verdict, seconds, (*findings.found, *reason), dict(findings.figures))
+    return StageReport(stage.name, findings.verdict, seconds, (*findings.items, *reason), dict(findings.figures))
 
 
 def stage_text(report: StageReport) -> str:
@@ -76,24 +74,3 @@ def stage_text(report: StageReport) -> str:
         lines += textwrap.wrap(finding.text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
         lines += textwrap.wrap(finding.remedy, WIDTH, initial_indent="    -> ", subsequent_indent="       ")
     return "\n".join(lines).replace(NBSP, " ")
-
-
-def next_step(reports: Sequence[StageReport], wanted: Sequence[str]) -> str:
-    """The last line: what to do now."""
-    seconds, last = sum(report.seconds for report in reports), reports[-1]
-    if last.verdict is StageVerdict.FAILED:
-        return f"Stage {last.stage} failed after {seconds:.1f} s. Next: mend what it names, then start this again."
-    if wanted:
-        following = "all stages: `python -m salesrl_trl.preflight` without `--stage`"
-        return f"Passed in {seconds:.1f} s: {', '.join(wanted)}. Next: {following}."
-    return f"All stages passed in {seconds:.1f} s. Next: start the recipe's script with the same settings."
-
-
-def all_reports(reports: Sequence[StageReport], following: str) -> dict[str, object]:
-    """All reports, for programs."""
-    return {
-        "passed": reports[-1].verdict is not StageVerdict.FAILED,
-        "seconds": sum(report.seconds for report in reports),
-        "stages": [dataclasses.asdict(report) for report in reports],
-        "next": following,
-    }

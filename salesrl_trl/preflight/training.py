@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import PreTrainedModel
 
 from salesrl_trl.build.building import load_policy
 from salesrl_trl.build.checks.model import empty_model, linear_layers, put_adapter
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.memory.estimate import SCORING
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.precision import STOCHASTIC_OPTIM
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, Phase, time_of
+from salesrl_trl.preflight.memory import STOCHASTIC_OPTIM
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.timing import TimingContext
@@ -70,7 +69,7 @@ def _count_weights(plan: Plan, findings: Findings) -> None:
 
 
 def _load_policy(plan: Plan, findings: Findings) -> None:
-    """The policy loads, and a forward pass gives numbers."""
+    """The policy loads, and a forward pass as training makes it gives numbers."""
     training = plan.config.training
     with TimingContext("load") as loading:
         policy = plan.policy = load_policy(plan.config, plan.dtype)
@@ -83,7 +82,14 @@ def _load_policy(plan: Plan, findings: Findings) -> None:
         findings.note(LATER)
         return
     with TimingContext("forward") as forward:
-        unusable = _numbers_missing(policy, plan, training)
+        if not getattr(policy, "is_quantized", False):  # such a one is on its device
+            policy.to(training.device)
+        text = plan.train.prompts[0][-1]["content"]
+        ids = plan.tokenizer(text, return_tensors="pt", truncation=True, max_length=SHORT)["input_ids"]  # (1, T)
+        computing, in_16_bits = torch.bfloat16 if training.bf16 else torch.float16, training.bf16 or training.fp16
+        with torch.no_grad(), torch.autocast(training.device.type, computing, enabled=in_16_bits):
+            logits = policy(ids.to(policy.device)).logits  # (1, T, V)
+        unusable = int((~logits.isfinite()).sum())
     findings.figures["forward_s"] = forward.cost_time
     if unusable:
         findings.fail(
@@ -93,41 +99,24 @@ def _load_policy(plan: Plan, findings: Findings) -> None:
         )
 
 
-def _numbers_missing(policy: PreTrainedModel, plan: Plan, training: SalesGRPOConfig) -> int:
-    """The number of logits that are NaN or infinite, in a forward pass as training makes it."""
-    if not getattr(policy, "is_quantized", False):  # such a one is on its device
-        policy.to(training.device)
-    text = plan.train.prompts[0][-1]["content"]
-    ids = plan.tokenizer(text, return_tensors="pt", truncation=True, max_length=SHORT)["input_ids"]  # (1, T)
-    computing = torch.bfloat16 if training.bf16 else torch.float16
-    with torch.no_grad(), torch.autocast(training.device.type, computing, enabled=training.bf16 or training.fp16):
-        logits = policy(ids.to(policy.device)).logits  # (1, T, V)
-    return int((~logits.isfinite()).sum())
-
-
-def _start_engine(plan: Plan, findings: Findings) -> None:
-    """vLLM starts as in the run."""
+def _try_engine(plan: Plan, findings: Findings) -> None:
+    """vLLM starts as in the run, gets the weights once and generates. The trainer's check judges the log-probs."""
     training = plan.config.training
     if training.mode == "rewards":
         findings.skipped = NO_POLICY
-    elif not training.use_vllm:
+        return
+    if not training.use_vllm:
         instead = f"`sampler` {training.sampler}" if training.sampler else "transformers"
         findings.skipped = f"`use_vllm` is false: {instead} generates, with the trainer's own model"
-    else:
-        with TimingContext("start") as starting:
-            _rehearsal_of(plan)
-        findings.figures["start_s"] = starting.cost_time
-        if training.vllm_mode == "server":
-            findings.note("vLLM is a server: its start is not tried, and it has the policy's weights from now on")
-
-
-def _compare_engine(plan: Plan, findings: Findings) -> None:
-    """Push the weights once, generate, and let the trainer's check judge the log-probs."""
-    training = plan.config.training
+        return
+    with TimingContext("start") as starting:
+        rehearsal = _rehearsal_of(plan)
+    findings.figures["start_s"] = starting.cost_time
+    if training.vllm_mode == "server":
+        findings.note("vLLM is a server: its start is not tried, and it has the policy's weights from now on")
     if training.is_sharded:
         findings.note(LATER)
         return
-    rehearsal = _rehearsal_of(plan)
     engine, components = rehearsal.trainer.vllm_generation, rehearsal.trainer.components
     pushing, generating = TimingContext("push"), TimingContext("generation")
 
@@ -185,7 +174,7 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
 
 
 MODEL_STAGE = PreflightStage("model", ("config", "data", "memory"), (_count_weights, _load_policy))
-ENGINE_STAGE = PreflightStage("engine", ("config", "data", "memory", "model"), (_start_engine, _compare_engine))
+ENGINE_STAGE = PreflightStage("engine", ("config", "data", "memory", "model"), (_try_engine,))
 STEP_STAGE = PreflightStage("step", ("config", "data", "memory", "model", "engine"), (_make_steps,))
 
 

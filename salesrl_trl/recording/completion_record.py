@@ -13,28 +13,25 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One request."""
+    """One request: the Unix time at which it was sent, its seconds, the code of its failure, empty for an answer."""
 
     service: str
     path: str
     time: float
-    """Unix time at which it was sent."""
     seconds: float
     failure: str
-    """Code of the error; empty for an answer."""
     request: bytes
     answer: bytes | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What a judge said by one rubric."""
+    """What a judge said by one rubric: two scores, `None` if there was no verdict, and its words or the code of its
+    failure."""
 
     candidate: float | None
-    """`None` if there was no verdict."""
     reference: float | None
     reason: str
-    """The judge's words, or the code of its failure."""
     provider: str
 
 
@@ -44,9 +41,8 @@ class CompletionRecord:
 
     action: dict[str, str] | None = None
     answer: object = None
-    """JSON value of the 8B endpoint's answer."""
+    """JSON value of the 8B endpoint's answer; `reference` of the 32B endpoint's."""
     reference: object = None
-    """JSON value of the 32B endpoint's."""
     verdicts: dict[str, Judged] = field(default_factory=dict)
     """By rubric."""
     calls: list[Call] = field(default_factory=list)

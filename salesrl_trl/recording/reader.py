@@ -96,9 +96,7 @@ def _stand_in(unknown: object) -> str:
 
 def record_files(run: Path) -> list[Path]:
     """The files of a run's record, by rank. Those of another run in the same folder are left out, and named once.
-
-    `run` is the output folder of the run, the folder of the record, or one file.
-    """
+    `run` is the output folder of the run, the folder of the record, or one file."""
     if run.is_file():
         return [run]
     folder = run / FOLDER if (run / FOLDER).is_dir() else run
@@ -133,11 +131,8 @@ def address(path: Path) -> str:
 
 
 def open_record(path: Path) -> sqlite3.Connection:
-    """One file for reading, with rows by name. Another thread may use it.
-
-    Raises:
-        `ConfigError`: it is no record, or one of another version.
-    """
+    """One file for reading, with rows by name. Another thread may use it. Raises `ConfigError` for a file that is no
+    record, or one of another version."""
     try:
         if path.suffix == PACKED:
             file = sqlite3.connect(":memory:", check_same_thread=False)
@@ -156,10 +151,7 @@ def open_record(path: Path) -> sqlite3.Connection:
 
 def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     """All completions of a run, rank by rank, in their order; of one `mode`, `"train"` or `"eval"`, if it is given.
-
-    Raises:
-        `ConfigError`: the run has no record.
-    """
+    Raises `ConfigError` for a run without a record."""
     files = record_files(run)
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
@@ -174,23 +166,15 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
 def values_of(
     file: sqlite3.Connection, row: sqlite3.Row, parse_constant: Callable[[str], object] | None = None
 ) -> dict[str, Any]:
-    """The columns of a completion by name, JSON and texts as values, and its `verdicts` by rubric.
-
-    `parse_constant` makes a value of what JSON has no number for, such as NaN.
-    """
+    """The columns of a completion by name, JSON and texts as values, and its `verdicts` by rubric. `parse_constant`
+    makes a value of what JSON has no number for, such as NaN."""
     values = dict(row)
-    for name in TEXT_COLUMNS:
-        values[name] = None if values[name] is None else text_of(file, values[name])
     for name in (*TEXT_COLUMNS, *JSON_COLUMNS):
-        if values[name] is not None:
-            values[name] = json.loads(values[name], parse_constant=parse_constant)
-    verdicts = file.execute(
-        "SELECT rubric, candidate, reference, reason, provider FROM verdicts WHERE completion = ?", (row["id"],)
-    )
-    values["verdicts"] = {
-        rubric: Judged(candidate=candidate, reference=reference, reason=reason, provider=provider)
-        for rubric, candidate, reference, reason, provider in verdicts
-    }
+        text = text_of(file, row[name]) if name in TEXT_COLUMNS and row[name] is not None else row[name]
+        values[name] = None if text is None else json.loads(text, parse_constant=parse_constant)
+    names = [field.name for field in fields(Judged)]
+    verdicts = file.execute(f"SELECT rubric, {', '.join(names)} FROM verdicts WHERE completion = ?", (row["id"],))
+    values["verdicts"] = {rubric: Judged(**dict(zip(names, said, strict=True))) for rubric, *said in verdicts}
     return values
 
 

@@ -85,12 +85,10 @@ class Batch:
 class Recorder:
     """Writes the record of one rank to `path`, a `schema.record_file`.
 
-    - `most_bytes`: size of the file. Beyond it the oldest steps go, and a line says so once.
-    - `clean` is applied to every text before it is written.
-    - `meta`: facts of the run, no secrets. `run` is its id, the same on all ranks.
-    - `after`: the step of the checkpoint from which the run goes on. Then a file of this run is gone on with, without
-      later steps. Every other file is replaced.
-    - `others`: files of ranks that the run had and has no more. They lose the same steps.
+    Beyond `most_bytes` its oldest steps go, and a line says so once. `clean` is applied to every text. `meta` has
+    facts of the run, no secrets: `run` is its id, the same on all ranks. `after` is the step of the checkpoint from
+    which the run goes on: then a file of this run is gone on with, without later steps, and `others`, the files of
+    ranks that the run has no more, lose these too. Every other file is replaced.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class Recorder:
         self._was_locked = False
         self._has_dropped = False
         self._most_bytes = most_bytes
-        self._clean = clean
+        self._clean = clean or (lambda text: text)
         self._meta = dict(meta or {})
         self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
         self._left_out = 0
@@ -245,17 +243,21 @@ class Recorder:
 
     def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
         record = entry.record or CompletionRecord()
+
+        def text_of(value: object) -> int | None:
+            return None if value is None else add_text(file, as_json(self._cleaned(value)))
+
         values = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "record"}
         values |= {
             "step": batch.step,
             "mode": batch.mode,
             "batch": batch.number,
-            "prompt": add_text(file, as_json(self._cleaned(entry.prompt))),
-            "text": self._text(entry.text),
+            "prompt": text_of(entry.prompt),
+            "text": self._clean(entry.text),
             "digest": digest_of(entry.prompt, entry.text),
             "action": None if record.action is None else as_json(self._cleaned(record.action)),
-            "answer": self._value(file, record.answer),
-            "reference": self._value(file, record.reference),
+            "answer": text_of(record.answer),
+            "reference": text_of(record.reference),
             "advantage": advantage,
             "parts": as_json(entry.parts),
             "functions": as_json(entry.functions),
@@ -265,8 +267,8 @@ class Recorder:
             **judge_columns(record, entry.seconds),
         }
         completion = insert(file, "completions", values)
-        cleaned = {name: replace(judged, reason=self._text(judged.reason)) for name, judged in record.verdicts.items()}
-        add_verdicts(file, completion, cleaned)
+        verdicts = {name: replace(said, reason=self._clean(said.reason)) for name, said in record.verdicts.items()}
+        add_verdicts(file, completion, verdicts)
         self._add_calls(file, completion, record.calls)
 
     def _add_calls(self, file: sqlite3.Connection, completion: int | None, calls: Sequence[Call]) -> None:
@@ -274,21 +276,13 @@ class Recorder:
             values = asdict(call)
             for name in ("request", "answer"):
                 if values[name]:
-                    values[name] = add_text(file, self._text(values[name].decode(errors="replace")))
+                    values[name] = add_text(file, self._clean(values[name].decode(errors="replace")))
             insert(file, "calls", {**values, "completion": completion})
-
-    def _text(self, text: str) -> str:
-        return self._clean(text) if self._clean else text
-
-    def _value(self, file: sqlite3.Connection, value: object) -> int | None:
-        return None if value is None else add_text(file, as_json(self._cleaned(value)))
 
     def _cleaned(self, value: object) -> object:
         """A JSON value whose texts went through the filter."""
-        if self._clean is None:
-            return value
         if isinstance(value, str):
-            return self._text(value)
+            return self._clean(value)
         if isinstance(value, Mapping):
             return {name: self._cleaned(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
@@ -359,8 +353,8 @@ def _drop_oldest(file: sqlite3.Connection) -> int | None:
         condition, value = "time = ?", first  # all of a batch have the same
     with file:
         file.execute("BEGIN IMMEDIATE")
-        of_no_completion = f"completion IS NULL AND time <= (SELECT max(time) FROM completions WHERE {condition})"
-        file.execute(f"DELETE FROM calls WHERE {of_no_completion}", (value,))
+        last = f"SELECT max(time) FROM completions WHERE {condition}"
+        file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time <= ({last})", (value,))
         drop(file, condition, value)
         if step is not None:
             file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(step),))

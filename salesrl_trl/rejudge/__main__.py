@@ -57,6 +57,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     import stamina  # these take seconds
 
     from salesrl_trl.build.checks.dataset import own_records, training_records
+    from salesrl_trl.build.services_plan import StepSettings
     from salesrl_trl.build.settings import parse_part
     from salesrl_trl.config import DataConfig, RewardConfig
     from salesrl_trl.config.reward import SALES
@@ -67,7 +68,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     stamina.instrumentation.set_on_retry_hooks([])
     own, data, reward, others = parse_part(
         settings,
-        (RejudgeConfig, DataConfig, RewardConfig),
+        (RejudgeConfig, DataConfig, RewardConfig, StepSettings),
         usage="python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
         description=DESCRIPTION,
     )

@@ -1,14 +1,14 @@
 """Recorded completions judged again, and the record that this makes.
 
-Owns how the chain gets its answers from a record, what becomes of the numbers of other reward functions, and the copy
-of the record. Called by the command.
+Owns the RAG service of a record, what becomes of the numbers of other reward functions, and the copy of the record.
+Called by the command.
 """
 
 import dataclasses
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -16,18 +16,19 @@ from salesrl_trl.build.assembly import addresses, budget_of, build_services
 from salesrl_trl.build.checks.reward import check_judges, read_reward
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.reward import SALES
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_files
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
-from salesrl_trl.rejudge.recorded_rag import RecordedRag
-from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.cache import AnswerStore, cache_key
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.rag.rag_client import answer_from_json
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.types import Outcome, Reward, SalesRow
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.types import Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
 AT_ONCE = 256
 """Completions that are begun together. The judge's own limits hold beside it."""
@@ -62,10 +63,8 @@ def rejudged(
 
 
 def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float]) -> Reward:
-    """The reward of several functions, whose `weights` are in their order; the only one's as it is.
-
-    `old` has the numbers of all functions. `new` is of the packaged one, which was judged again.
-    """
+    """The reward of several functions, whose `weights` are in their order; the only one's as it is. `old` has the
+    numbers of all functions. `new` is of the packaged one, which was judged again."""
     if len(weights) == 1:
         return new
     if old.reward is not None and not old.functions:
@@ -126,3 +125,45 @@ def _replace(
     file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), old.id))
     file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))
     add_verdicts(file, old.id, notes.verdicts)
+
+
+class RecordedRag:
+    """A `RagBackend` that asks nobody: it has the recorded completions' answers to the rows, which are given by id.
+    Its transports are for the figures, which stay at 0."""
+
+    identity = "record"
+
+    def __init__(self, completions: Iterable[Recorded], rows: Mapping[str, SalesRow]) -> None:
+        self._answers: dict[str, object] = {}
+        for completion in completions:
+            row = rows[completion.row]
+            if completion.action is not None and completion.answer is not None:
+                self._answers[_key(row.context, row.ids, completion.action)] = completion.answer
+            if completion.reference is not None:
+                self._answers[_key(row.context, row.ids, None)] = completion.reference
+        self.transports = {
+            name: Transport(name, max_concurrency=1, attempt_timeout_s=1.0, max_attempts=1)
+            for name in ("rag_8b", "rag_32b")
+        }
+
+    async def chat_8b(
+        self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
+    ) -> Answer:
+        """As `RagBackend.chat_8b`."""
+        return self._answer("rag_8b", _key(context, ids, action.as_dict()))
+
+    async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
+        """As `RagBackend.chat`."""
+        return self._answer("rag_32b", _key(context, ids, None))
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+    def _answer(self, service: str, key: str) -> Answer:
+        if key not in self._answers:
+            raise ServiceUnavailable(f"the record has no such answer of {service}", code=f"{service}_not_recorded")
+        return answer_from_json(self._answers[key])
+
+
+def _key(context: str, ids: RequestIds, action: Mapping[str, str] | None) -> str:
+    return cache_key(context, ids.as_dict(), None if action is None else dict(action))

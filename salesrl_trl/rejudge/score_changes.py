@@ -18,10 +18,9 @@ from salesrl_trl.update.advantages import hybrid_advantages
 
 
 class Baseline(NamedTuple):
-    """What an advantage is measured against, by the settings of a run."""
+    """What an advantage is measured against, by the settings of a run. `scale_rewards` is TRL's, as a text."""
 
     scale_rewards: str
-    """As in TRL: `group`, `batch` or `none`."""
     hybrid_reference_weight: float = 0.0
 
 
@@ -39,7 +38,6 @@ class ScoreChange:
     rank_correlation: float
     """Spearman's, of these rewards, in [-1, 1]; NaN where all are equal."""
     advantage_correlation: float
-    """The same of their advantages."""
     mean_shift: float
     """Mean distance of the advantages."""
     sign_flips: float
@@ -52,10 +50,8 @@ def advantages(
     references: Sequence[float | None],
     baseline: Baseline,
 ) -> list[float | None]:
-    """The advantages that training would give, by `hybrid_advantages`; `None` where there is no reward.
-
-    Ranks share steps, batches and groups. `references` are the rewards of the completions' reference answers.
-    """
+    """The advantages that training would give, by `hybrid_advantages`; `None` where there is no reward. Ranks share
+    steps, batches and groups. `references` are the rewards of the completions' reference answers."""
     batches: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, completion in enumerate(completions):
         batches[completion.step, completion.batch][completion.prompt_group].append(place)
@@ -65,8 +61,9 @@ def advantages(
         table = torch.full((2, len(groups), size), math.nan, dtype=torch.float64)  # a place that is not there: NaN
         for number, places in enumerate(groups.values()):
             for kind, column in enumerate((rewards, references)):
-                numbers = [math.nan if (value := column[place]) is None else value for place in places]
-                table[kind, number, : len(places)] = torch.tensor(numbers, dtype=torch.float64)
+                for at, place in enumerate(places):
+                    if (value := column[place]) is not None:
+                        table[kind, number, at] = value
         own, of_references = table.flatten(1)
         weight = baseline.hybrid_reference_weight
         made, _ = hybrid_advantages(own, of_references, size, weight, baseline.scale_rewards)
@@ -119,15 +116,13 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Spearman's rank correlation. Equal numbers share the mean of their ranks. NaN where one side does not vary."""
     if len(one) < 2 or min(one) == max(one) or min(other) == max(other):
         return math.nan
-    return statistics.correlation(_ranks(one), _ranks(other))
-
-
-def _ranks(numbers: Sequence[float]) -> list[float]:
-    """Of each number, the mean place among the sorted ones."""
-    places = defaultdict(list)
-    for place, number in enumerate(sorted(numbers)):
-        places[number].append(place)
-    return [statistics.fmean(places[number]) for number in numbers]
+    ranks = []
+    for numbers in (one, other):
+        places = defaultdict(list)
+        for place, number in enumerate(sorted(numbers)):
+            places[number].append(place)
+        ranks.append([statistics.fmean(places[number]) for number in numbers])
+    return statistics.correlation(*ranks)
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 """The figures of rewards: from each rank's completions to the sums of a log line.
 
 Owns the value that each figure of completions has (`OVER_COMPLETIONS`), and the tables in which these values and a
-batch's report travel between ranks. `names.FIGURES` owns their tags and meanings. `rollout.scoring` makes the tables
-and gathers them; `update.ledger` adds them up.
+batch's report travel between ranks. `names.FIGURES` owns their tags and meanings. `rollout.rollout_scoring` makes the
+tables and gathers them; `update.ledger` adds them up.
 """
 
 import math

@@ -13,7 +13,6 @@ from accelerate.utils import gather, reduce
 
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.rollout.normaliser import FAILED
-from salesrl_trl.rollout.staleness import correction_sums
 
 RATIO = "importance_sampling_ratio"
 SAMPLED = "sampling_per_token_logps"
@@ -57,26 +56,23 @@ def importance_ratio(
 
 
 class CorrectionAtStep:
-    """The correction of a generation batch, micro-batch by micro-batch. The arguments are those of
-    `importance_ratio`."""
+    """The correction of a generation batch by micro-batches. The arguments are those of `importance_ratio`."""
 
     def __init__(self, mode: str, low: float | None, high: float | None) -> None:
         self._bounds = (mode, low, high)
         self.forget()
 
     def forget(self) -> None:
-        """Forget the micro-batches of an update that was interrupted."""
         self._sums: list[torch.Tensor] = []
         self._highest: list[torch.Tensor] = []
 
     @property
     def is_due(self) -> bool:
-        """Whether a micro-batch was corrected since `drain`."""
         return bool(self._sums)
 
     def apply(self, inputs: MutableMapping[str, Any], logps: torch.Tensor) -> None:
-        """Put the ratio of a micro-batch where TRL's loss reads it. One that has its ratio, or no log-probs of a
-        sampler, stays as it is. `logps`: of the policy, shape (B, C)."""
+        """Put the ratio of a micro-batch where TRL's loss reads it, unless it is there or the sampler gave no
+        log-probs. `logps`: of the policy, shape (B, C)."""
         sampled = inputs.get(SAMPLED)
         if sampled is None or inputs.get(RATIO) is not None:
             return
@@ -100,7 +96,7 @@ class CorrectionAtStep:
 
     def drain(self) -> tuple[dict[str, float], list[float]]:
         """The figures of the micro-batches since the last call: TRL's by name, and the sums of
-        `staleness.correction_sums` over all ranks; a collective."""
+        `correction_sums` over all ranks; a collective."""
         apart, known, ratio, counted, *effect = torch.stack(self._sums).sum(dim=0)
         furthest, negative_least, largest = torch.stack(self._highest).amax(dim=0)
         self.forget()
@@ -115,3 +111,19 @@ class CorrectionAtStep:
         figures = (mean.mean(), most.max(), least.min(), mean_ratio.mean(), most_ratio.max())
         totals = reduce(torch.stack(effect), "sum").tolist()
         return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True)), totals
+
+
+def correction_sums(
+    ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
+) -> torch.Tensor:
+    """Count what TRL's correction for the sampler's distribution left out or bounded: tokens or completions left out,
+    bounded, and in all. Shape (3,), float64. `ratio` is as the loss has it, (B, T), or (B, 1) for whole completions;
+    `mask` is the completion mask, (B, T). The others are as in `importance_ratio`."""
+    counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
+    left_out = (ratio == 0) if mode.endswith("_mask") else torch.zeros_like(counts)
+    bounded = torch.zeros_like(counts)
+    if mode.endswith("_truncate"):
+        for bound, beyond in ((low, torch.le), (high, torch.ge)):
+            if bound is not None:
+                bounded = bounded | beyond(ratio, bound)
+    return torch.stack([(which & counts).sum() for which in (left_out, bounded, counts)]).to(torch.float64)

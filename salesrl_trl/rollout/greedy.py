@@ -25,11 +25,9 @@ class ScoredBatch:
     """A batch of rows that was answered and scored, B of them, in their order."""
 
     output: Tensors
-    """TRL's tensors."""
     completion_ids: Sequence[Sequence[int]]
     """Tokens of each answer, with the one that ends it."""
     rewards: Sequence[Reward]
-    """Reward of each answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,31 +35,22 @@ class GreedySubject:
     """`evaluation.subject.Subject` over the trainer's callables."""
 
     set_aside: Callable[[], AbstractContextManager[None]]
-    """While active: the policy is in evaluation mode, each prompt has one greedy answer, and the figures of training
-    and of other evaluations stay as they are."""
+    """While active: evaluation mode, one greedy answer a prompt, and all other figures stay as they are."""
     score: Callable[[Sequence[Example]], ScoredBatch]
-    """Answers a batch of rows and has it scored."""
     logps_of: Callable[[Tensors], torch.Tensor]
     """Log-probs of a batch's answers under the policy, shape (B, C). Called where TRL has not computed them."""
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
-    """Texts of answers, without special tokens."""
+    """Texts without special tokens."""
     branch_of: Callable[[Example], str]
-    """The branch of a row."""
     ends: frozenset[int]
-    """Tokens that end an answer."""
     batch_size: int
-    """Rows of a batch, at most."""
     kl: PenaltySettings
-    """How the KL of a token is estimated."""
     betas: Callable[[], Mapping[str, float]]
-    """The current KL coefficients by branch."""
     save: Callable[[Path], None]
-    """Writes the policy into a folder."""
     log: Callable[[Mapping[str, float | None]], None]
     """Logs figures, without those that TRL gathers for a step."""
 
     def answer(self, rows: Sequence[Example]) -> list[Answered]:
-        """Answer the rows greedily, batch by batch."""
         batches = [rows[first : first + self.batch_size] for first in range(0, len(rows), self.batch_size)]
         with self.set_aside():
             return [answered for batch in batches for answered in self._answer(batch)]

@@ -1,7 +1,7 @@
 """A generation batch that is trained on part by part: groups whose rewards are in come first.
 
-Owns which parts are ready, and the queue of micro-batches. Refuses to wait and to compute advantages: `scoring` waits,
-TRL computes.
+Owns which parts are ready, and the queue of micro-batches. Refuses to wait (`rollout_scoring` does) and to compute
+advantages (TRL does).
 """
 
 import math
@@ -41,11 +41,11 @@ class ScoredGroups:
 
     def record(self, settled: torch.Tensor, rank: int, scored_fraction: float, wanted_fraction: float) -> None:
         """Record which rewards are in: `settled`, shape (world size, B), bool. Each rank has its own order, because no
-        group lies on two ranks. As long as the share of completions with a reward is below the one that is wanted, the
-        batch could be skipped, and no part is ready."""
+        group lies on two ranks. While fewer completions are scored than wanted, the batch could be skipped, and no
+        part is ready."""
         self.complete = bool(settled.all())
         pending_by_rank = [
-            [part for part in self.remaining if not each[part.start : part.stop].all()] for each in settled
+            [part for part in self.remaining if not of_rank[part.start : part.stop].all()] for of_rank in settled
         ]
         own = pending_by_rank[rank]
         enough = scored_fraction >= wanted_fraction
@@ -72,19 +72,16 @@ class ScoredGroups:
 
     @property
     def has_next(self) -> bool:
-        """Whether the queue has a micro-batch."""
         return bool(self._queue)
 
     @property
     def is_empty(self) -> bool:
-        """Whether every micro-batch was taken."""
         return not self.remaining and not self._queue
 
     def next(self) -> MicroBatch:
-        """The next micro-batch of the queue."""
         return self._queue.popleft()
 
     @property
     def following(self) -> list[MicroBatch]:
-        """Those that are in the queue behind it."""
+        """The micro-batches behind the next one."""
         return list(self._queue)

@@ -9,8 +9,8 @@ micro-batches (`UNITS`), over all ranks. Here the update becomes as large as tha
 - Where it is not, the gradient is multiplied by it once, before it is clipped: scored groups came first, or an update
   has several generation batches.
 
-Owns the factor. Refuses to decide which completions failed (`scoring`), and to compute a loss (TRL). The trainer's
-overrides of a micro-step call it.
+Owns the factor. Refuses to decide which completions failed (`rollout_scoring`), and to compute a loss (TRL). The
+trainer's overrides of a micro-step call it.
 """
 
 import math
@@ -45,20 +45,16 @@ class Share(NamedTuple):
     """Factor of the advantages and of the KL coefficients. TRL's policy losses are in proportion to the advantages."""
     micro_batches: float = 1.0
     """Micro-batches of the update by those with something left, over all ranks: for the entropy bonus, a mean of
-    each. TRL divides every term by the number of micro-batches."""
+    each."""
 
     def of(self, inputs: MicroBatch) -> MicroBatch:
-        """The micro-batch with scaled advantages."""
         return inputs if self.policy == 1 else {**inputs, "advantages": inputs["advantages"] * self.policy}
 
 
 class Normaliser:
-    """The factor of one trainer's updates.
-
-    `can_rescale`: a gradient may be multiplied as a whole, before it is clipped. Not with DeepSpeed, which steps in
-    `backward`, and not where the loss has further terms. Each generation batch of an update then has a factor of its
-    own. `has_bonus`: the loss has an entropy bonus.
-    """
+    """The factor of one trainer's updates. `can_rescale`: a gradient may be multiplied as a whole, before it is
+    clipped. Not with DeepSpeed, which steps in `backward`, and not where the loss has further terms. Each generation
+    batch of an update then has its own factor. `has_bonus`: the loss has an entropy bonus."""
 
     def __init__(self, loss_type: str, *, can_rescale: bool, has_bonus: bool) -> None:
         self._unit = UNITS.get(loss_type, COMPLETIONS)
@@ -67,7 +63,6 @@ class Normaliser:
         self.forget()
 
     def forget(self) -> None:
-        """Forget an update that was interrupted."""
         self.share = Share()
         """Of the micro-batch under way."""
         self.is_empty = False
@@ -79,12 +74,10 @@ class Normaliser:
         self._loss: torch.Tensor | float = 0.0
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool, in_parts: bool) -> None:
-        """Begin a micro-batch, the first of `batches`; a collective where completions of it failed.
-
-        The others are those of its generation batch that come after it, as far as they are known. `update`:
-        micro-batches of this update; `is_last`: it is the last of them. `in_parts`: it was not known which completions
-        of the generation batch failed when the first of its micro-batches was trained on.
-        """
+        """Begin a micro-batch, the first of `batches`; a collective where completions of it failed. The others are
+        those of its generation batch that come after it, as far as they are known. `update`: micro-batches of this
+        update; `is_last`: it is the last of them. `in_parts`: failures were not all known when the first micro-batch
+        of the batch was trained on."""
         begins, left = not self._left, self._left or update
         if begins:
             self.forget()
@@ -111,14 +104,14 @@ class Normaliser:
         self._filled += not self.is_empty
 
     def loss_of_evaluation(self, mean: float) -> float | None:
-        """The mean loss over an evaluation's batches with something left, from that over all of them, whose empty ones
-        have 0. `None` if nothing is left. The next evaluation begins."""
+        """The mean loss of an evaluation over batches with something left, from that over all, whose empty ones have
+        0. `None` if nothing is left. The next evaluation begins."""
         every, filled, self._evaluated, self._filled = self._evaluated, self._filled, 0, 0
         return mean * every / filled if filled else None
 
     def end(self, loss: torch.Tensor, weights: Iterable[torch.nn.Parameter], *, is_last: bool) -> torch.Tensor:
         """A micro-batch went backward. After the last one of an update, the gradients of `weights` get their factor; a
-        collective. Returns the loss for the log: the losses of an update add up to that of the gradient."""
+        collective. Returns the loss for the log."""
         if self._counts is None:
             return loss
         self._loss = self._loss + loss
@@ -152,10 +145,8 @@ class Normaliser:
         return every / left if left else 1.0, micro_batches / filled
 
     def _counts_of(self, batch: MicroBatch, update: int | None = None) -> torch.Tensor:
-        """Units of a micro-batch and of what is left of it; 1, and 1 if anything is. Shape (4,), float64.
-
-        `update`: the micro-batches of the update, where `num_items_in_batch` has the failed completions' tokens too.
-        """
+        """Units of a micro-batch and of what is left of it; 1, and 1 if anything is. Shape (4,), float64. `update`:
+        the micro-batches of the update, where `num_items_in_batch` has the failed completions' tokens too."""
         mask = batch["completion_mask"]
         failed = batch.get(FAILED, torch.zeros(len(mask), dtype=torch.bool, device=mask.device))  # (B,)
         left = (~failed).sum()

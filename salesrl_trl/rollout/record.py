@@ -1,6 +1,6 @@
 """A scored rollout as plain values, for the record of a run.
 
-Owns which values these are. `rollout.scoring` calls it; the recorder writes them beside training.
+Owns which values these are. `rollout.rollout_scoring` calls it; the recorder writes them beside training.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,7 @@ from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.types import Reward
 
 
-def batch_of(
-    rollout: Rollout,
-    advantages: torch.Tensor | None,
-    update: int,
-    branches: Branches,
-) -> Batch:
+def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, branches: Branches) -> Batch:
     """The values of this rank's completions, after `update` optimizer steps. `advantages`: shape (B,), of a batch that
     is trained on; read later, on another thread."""
     assert rollout.result is not None

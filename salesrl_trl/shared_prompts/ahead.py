@@ -3,7 +3,7 @@
 Owns how the pass is divided: each micro-batch has its own loss and its own call of `backward`, as in TRL. The backward
 passes of all but the last one end at the log-probs, where their gradients wait. The last one goes on through the model
 with all of them. The weights do not move inside an update, so the gradient is the sum that TRL accumulates. The
-trainer calls `Ahead` through `rollout.passes`.
+trainer calls `Ahead` through `rollout.model_passes`.
 """
 
 import contextlib
@@ -27,19 +27,15 @@ most an eighth faster on an H200 (`benchmarks.passes`)."""
 
 
 def unasked_tokens(weights: int, padded: int, *, is_light: bool) -> int:
-    """Tokens of a pass where the settings name none: as many as fill a GPU, and no more than TRL's own pass has.
-
-    `padded` is the number of tokens of TRL's pass for one micro-batch, with its padding. `is_light` says whether a
-    token of a pass takes little memory: 16 bits on a GPU, with gradient checkpointing. Then a pass may have
-    `MOST_TOKENS` even where TRL's has fewer; with 0.5B that is about a GiB.
-    """
+    """Tokens of a pass where the settings name none: as many as fill a GPU, and no more than TRL's own pass for one
+    micro-batch, `padded`. `is_light`: a token takes little memory (16 bits on a GPU, with gradient checkpointing).
+    Then a pass may have `MOST_TOKENS` even where TRL's has fewer; with 0.5B that is about a GiB."""
     return min(FILLING // max(weights, 1), max(padded, MOST_TOKENS if is_light else 0))
 
 
 class _Joined(torch.autograd.Function):
     """Log-probs and entropies of the last micro-batch: `apply(logps, entropies, waiting, *others)`. In its backward
-    pass the log-probs and entropies of the others get the gradients that wait.
-    """
+    pass those of the others get the gradients that wait."""
 
     @staticmethod
     def forward(
@@ -55,8 +51,6 @@ class _Joined(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A micro-batch whose pass was made."""
-
     batch: MicroBatch
     logps: torch.Tensor
     entropies: torch.Tensor
@@ -65,10 +59,8 @@ class _Held:
 
 class Ahead:
     """Passes with gradients, for the micro-batch under way and for those that follow it in the same update.
-
     `most_tokens` limits a pass for several micro-batches; without it `unasked_tokens` does, with `weights` and
-    `is_light`.
-    """
+    `is_light`."""
 
     def __init__(
         self, prompts: SharedPrompts, most_tokens: int | None, weights: int, *, is_light: bool = False
@@ -83,17 +75,14 @@ class Ahead:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the passes of an update that was interrupted."""
         self._held.clear()
         self._batches: list[MicroBatch] = []
         self._left = 0
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> None:
-        """Begin a micro-batch. For the first one of an update this is a collective, as `SharedPrompts.begin_update`.
-
-        `batches` are the micro-batch, and those that come after it, as far as they are known. `update` is the number
-        of micro-batches of this update. `is_last` says whether the micro-batch is its last.
-        """
+        """Begin a micro-batch, the first of `batches`; the others come after it, as far as they are known. `update`:
+        micro-batches of this update; `is_last`: it is its last. The first one of an update is a collective, as
+        `SharedPrompts.begin_update`."""
         if self._held and self._held[0].batch is not batches[0]:
             raise RuntimeError("another micro-batch came than the one whose pass was made: its gradient would be lost")
         if not self._left:
@@ -110,9 +99,8 @@ class Ahead:
         compute_aux_loss: bool = False,
         **others: Any,
     ) -> LogProbs:
-        """As TRL's method, which is `upstream`, for the micro-batch that was begun. `columns` are those of `Columns`,
-        as TRL's loss gives them.
-        """
+        """As TRL's method, which is `upstream`, for the micro-batch that was begun. `columns` are those of
+        `Columns`."""
         if self._held:
             held = self._held.popleft()
             self.has_prompt = held.has_prompt
@@ -138,8 +126,8 @@ class Ahead:
         with _syncing(model) if ends_update else contextlib.nullcontext():
             logps, entropies, _ = self._prompts.of(model, batch, groups, compute_entropy=True)
         assert entropies is not None
-        (first_logps, first_entropies), *others_found = _divided(logps, entropies, size)
-        for place, (own_logps, own_entropies) in enumerate(others_found, start=1):
+        (first_logps, first_entropies), *rest = _divided(logps, entropies, size)
+        for place, (own_logps, own_entropies) in enumerate(rest, start=1):
             own_prompts = has_prompt[place * size : (place + 1) * size]
             self._held.append(_Held(self._batches[place], own_logps, own_entropies, own_prompts))
         return first_logps, first_entropies, None
@@ -159,8 +147,7 @@ class Ahead:
 
 def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Log-probs and entropies of each micro-batch of `size` completions. The backward pass of the last one takes the
-    gradients of all with it.
-    """
+    gradients of all with it."""
     *firsts, last = zip(torch.split(logps, size), torch.split(entropies, size), strict=True)
     waiting = [tensor.detach().requires_grad_() for pair in firsts for tensor in pair]
     joined = _Joined.apply(*last, waiting, *(tensor for pair in firsts for tensor in pair))  # type: ignore[no-untyped-call]
@@ -168,7 +155,6 @@ def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tu
 
 
 def _first_of(groups: Sequence[Group], size: int) -> list[bool]:
-    """By row, whether it is the first of its group."""
     firsts = {group.rows[0] for group in groups}
     return [row in firsts for row in range(size)]
 

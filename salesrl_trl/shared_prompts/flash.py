@@ -82,11 +82,8 @@ def _crossing(layout: Layout) -> Bounds:
 
 
 class SharedFlash(torch.autograd.Function):
-    """Attention over a row: `apply(query, key, value, layout, scale)`.
-
-    Queries have shape (S, heads, channels); keys and values (S, heads of keys, channels). The output is like the
-    queries.
-    """
+    """Attention over a row: `apply(query, key, value, layout, scale)`. Queries and output have shape (S, heads,
+    channels); keys and values (S, heads of keys, channels)."""
 
     @staticmethod
     def forward(

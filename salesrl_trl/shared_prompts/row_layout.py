@@ -26,10 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Completions of one prompt."""
-
     prompt: int
-    """Tokens of the prompt."""
     rows: tuple[int, ...]
     """Rows of the padded batch."""
     completions: tuple[int, ...]
@@ -37,24 +34,20 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row that stands for this group. 0 without a completion."""
+        """Tokens of its row. 0 without a completion."""
         return self.prompt - 1 + sum(self.completions) if self.rows else 0
 
     def only(self, which: Sequence[int]) -> "Group":
-        """The group with these of its completions."""
         return Group(self.prompt, *(tuple(values[i] for i in which) for values in (self.rows, self.completions)))
 
     def below(self, end: int) -> "Group":
-        """The group with its completions in rows before `end`."""
         return self.only([i for i, row in enumerate(self.rows) if row < end])
 
 
 def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[Group] | None:
-    """The groups of a padded batch, in the order of their first completion. Waits for the device.
-
-    `input_ids` and `attention_mask` have the shape (B, L): TRL's prompts, padded on the left, and completions of
-    `width` columns, padded on the right. `None` for a batch that is padded in another way, or has an empty prompt.
-    """
+    """The groups of a padded batch, in the order of their first completion. Waits for the device. `input_ids` and
+    `attention_mask` have shape (B, L): prompts padded on the left, completions of `width` columns padded on the right.
+    `None` for a batch that is padded in another way, or has an empty prompt."""
     ids, mask = torch.stack((input_ids, attention_mask.to(input_ids))).cpu().numpy()
     first = ids.shape[1] - width
     prompts, completions = mask[:, :first].sum(axis=1), mask[:, first:].sum(axis=1)
@@ -89,17 +82,14 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Tokens of the row."""
         return len(self.source)
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens of all prefixes."""
         return sum(self.prefixes)
 
     @property
     def crossing_tokens(self) -> int:
-        """Tokens of the segments that have a prefix."""
         return sum(sum(segment) for segment in self.segments[: len(self.prefixes)])
 
     def bounds(self, lengths: Sequence[int]) -> torch.Tensor:
@@ -121,12 +111,10 @@ class Layout:
 
     @cached_property
     def padded(self) -> "Padded":
-        """The same as padded batches."""
         return Padded.of(self)
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """`source` on the device."""
         return torch.from_numpy(self.source).to(self.device, non_blocking=True)
 
     @cached_property
@@ -139,22 +127,16 @@ class Layout:
 class Padded:
     """Places in the row, as batches padded on the right. A place that pads is 0."""
 
-    prefixes: torch.Tensor
-    """Shape (groups with a prefix, longest prefix)."""
-    segments: torch.Tensor
-    """Shape (segments, longest segment)."""
-    keys: torch.Tensor
-    """Shape (segments, longest prefix + longest segment): the prefix of each segment, then itself."""
+    prefixes: torch.Tensor  # (groups with a prefix, longest prefix)
+    segments: torch.Tensor  # (segments, longest segment)
+    keys: torch.Tensor  # (segments, longest prefix + longest segment): the prefix of each segment, then itself
     mask: torch.Tensor
     """Shape (segments, 1, longest segment, longest prefix + longest segment), bool: the keys that a query sees."""
-    prefix_places: torch.Tensor
-    """Shape (tokens of prefixes,): places in `prefixes`, flattened."""
-    segment_places: torch.Tensor
-    """Shape (tokens of segments,): places in `segments`, flattened."""
+    prefix_places: torch.Tensor  # (tokens of prefixes,): places in `prefixes`, flattened
+    segment_places: torch.Tensor  # (tokens of segments,): places in `segments`, flattened
 
     @classmethod
     def of(cls, layout: Layout) -> "Padded":
-        """For a layout."""
         prefixes, total = np.array(layout.prefixes, dtype=np.int64), layout.prefix_tokens
         lengths = np.array([length for group in layout.segments for length in group], dtype=np.int64)
         owner = np.repeat(np.arange(len(layout.segments)), [len(group) for group in layout.segments])
@@ -191,11 +173,9 @@ def _padded(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
 def layout_of(
     groups: Sequence[Group], columns: int, width: int, device: torch.device, *, with_last: bool = False
 ) -> Layout:
-    """The row of some groups (of `groups_of`) of a padded batch with so many columns, `width` of them for completions.
-
-    `with_last` says whether the last token of a completion is part of the row, and a completion without a token too:
-    the router's loss counts every token. A row without any token to predict has one token, so that it is a row.
-    """
+    """The row of some groups of a padded batch with so many columns, `width` of them for completions. `with_last`: the
+    last token of a completion is in the row, and a completion without a token too, because the router's loss counts
+    every token. A row without any token to predict has one token, so that it is a row."""
     first = columns - width
     filled = []
     for group in groups:
@@ -239,14 +219,10 @@ def layout_of(
 class Row:
     """The tensors of a row, made on the device from those of the padded batch."""
 
-    input_ids: torch.Tensor
-    """Shape (1, S)."""
-    position_ids: torch.Tensor
-    """Shape (1, S): columns of the padded batch."""
-    labels: torch.Tensor
-    """Shape (1, S): the next token, or `IGNORED`."""
-    places: torch.Tensor
-    """Shape (S,): where the prediction of a token belongs in the flattened (B, C)."""
+    input_ids: torch.Tensor  # (1, S)
+    position_ids: torch.Tensor  # (1, S): columns of the padded batch
+    labels: torch.Tensor  # (1, S): the next token, or `IGNORED`
+    places: torch.Tensor  # (S,): where the prediction of a token belongs in the flattened (B, C)
 
     @classmethod
     def of(cls, layout: Layout, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> "Row":

@@ -71,11 +71,8 @@ def shared_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention over one row, of shape (1, S, heads, channels of a value).
-
-    `inner` is an attention that takes a mask, in transformers' form. `query` has the shape (1, heads, S, channels),
-    `key` and `value` (1, heads of keys, S, channels).
-    """
+    """Attention over one row, of shape (1, S, heads, channels of a value). `inner` is an attention that takes a mask,
+    in transformers' form. `query`: (1, heads, S, channels); `key` and `value`: (1, heads of keys, S, channels)."""
     if torch.is_autocast_enabled(query.device.type):
         kind = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(kind) for tensor in (query, key, value))

@@ -2,7 +2,7 @@
 
 Owns which batches go this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
 fused head gives log-probs and entropies of the row, at its temperature, in its chunks. The trainer calls it through
-`rollout.passes`.
+`rollout.model_passes`.
 """
 
 import contextlib
@@ -55,16 +55,12 @@ _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSettings:
-    """What is known before the first pass."""
-
     is_on: bool
     """`shared_prompts: auto`."""
     reason: str | None = None
-    """Why the settings do not allow it."""
     autocast: Callable[[], AbstractContextManager[Any]]
-    """The trainer's."""
     most_tokens: int | None = None
-    """Tokens of a pass without gradients, at most. `MOST_TOKENS` when not given."""
+    """Of a pass without gradients. `MOST_TOKENS` when not given."""
     highest: Callable[[int], int]
     """The highest number of the ranks that make their passes together; a collective if there are several."""
     highest_of_all: Callable[[int], int] = int
@@ -72,10 +68,8 @@ class PassSettings:
 
 
 class SharedPrompts:
-    """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`.
-
-    The policy comes without the wrappers of distributed training. Its reference has the same architecture.
-    """
+    """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`. The policy comes unwrapped.
+    Its reference has the same architecture."""
 
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
         self._settings = settings
@@ -84,14 +78,12 @@ class SharedPrompts:
         self._attention = ""
         self._has_dropout = has_dropout(model)
         self.is_checked = False
-        """Whether a batch was compared with TRL's way."""
         self._is_due = True
         """Whether the next batch with a shared prompt is compared."""
         self._updates = 0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         reason = settings.reason or why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
-        """Whether batches go this way."""
         self._is_agreed = not self.is_on
         if reason is not None:
             self._tell(reason)
@@ -126,8 +118,7 @@ class SharedPrompts:
         **vision: Any,
     ) -> LogProbs:
         """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. A batch that can't go this way goes
-        TRL's.
-        """
+        TRL's."""
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         batch = Columns(input_ids, attention_mask, logits_to_keep)
         groups = self.groups(upstream, model, batch, vision)
@@ -144,8 +135,7 @@ class SharedPrompts:
         self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", vision: Mapping[str, Any]
     ) -> list[Group] | None:
         """The groups of a batch; `None` if it goes TRL's way. The first batch with a shared prompt is compared with
-        TRL's way, and one after each of the first updates.
-        """
+        TRL's way, and one after each of the first updates."""
         if not self.is_on or vision.get("pixel_values") is not None:
             return None
         groups = groups_of(*batch)
@@ -246,10 +236,8 @@ class SharedPrompts:
             logger.info(f"[Prompts] {line}; {_COMPARED.format(apart)}")
 
     def _tried(self, model: nn.Module, pair: "Columns") -> tuple[torch.Tensor | None, str | None]:
-        """The log-probs of a pass over two completions, and the reason against such passes.
-
-        An error is a reason: TRL's own passes may be possible. Too little memory is none: TRL's passes take no less.
-        """
+        """The log-probs of a pass over two completions, and the reason against such passes. An error is one: TRL's own
+        passes may be possible. Too little memory is none: TRL's passes take no less."""
         groups = groups_of(*pair) or ()
         try:
             ours = self.of(model, pair, groups)[0]
@@ -267,22 +255,19 @@ class SharedPrompts:
 
     def _tell(self, reason: str, *, everywhere: bool = False) -> None:
         """Log a reason once: on this rank if `everywhere`, else on the main one."""
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._reported:
+            self._reported.add(reason)
             what = "for such a batch" if self.is_on else "from here on"
             line = f"off: one pass for a group's prompt, because {reason}. TRL's own passes are made {what}"
             logger.info(line, main_process_only=not everywhere)
 
 
 class Columns(NamedTuple):
-    """A padded batch."""
+    """A padded batch, whose last `width` columns are completions."""
 
-    ids: torch.Tensor
-    """Shape (B, L)."""
-    mask: torch.Tensor
-    """Shape (B, L)."""
+    ids: torch.Tensor  # (B, L)
+    mask: torch.Tensor  # (B, L)
     width: int
-    """Columns of the completions."""
 
     @classmethod
     def of(cls, batches: Sequence[Mapping[str, Any]]) -> "Columns":
@@ -295,7 +280,6 @@ class Columns(NamedTuple):
 
 
 def longest(groups: Sequence[Group]) -> int:
-    """Tokens of the longest sequence, prompt and completion."""
     return max(group.prompt + max(group.completions) for group in groups)
 
 
@@ -332,13 +316,11 @@ def _split_off(packs: list[list[Group]]) -> list[Group]:
 
 
 def _sum(parts: Sequence[torch.Tensor | None]) -> Any:
-    """The sum of parts that are 0 where another one is not."""
     present = [part for part in parts if part is not None]
     return functools.reduce(torch.add, present) if present else None
 
 
 def _format(model: nn.Module) -> torch.dtype:
-    """The number format in which the model computes."""
     weight = next(model.parameters())
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -21,19 +21,16 @@ KINDS = {"full_attention", "sliding_attention"}
 
 
 def why_not_shared(model: nn.Module) -> str | None:
-    """The first reason why this model can't share prompts; `None` if there is none. The policy comes unwrapped from
-    DDP and DeepSpeed, with its adapter if there is one.
-    """
+    """The first reason why this model can't share prompts, unwrapped from DDP and DeepSpeed; `None` if there is
+    none."""
     return next(_reasons(model), None)
 
 
 def attention_of(model: nn.Module) -> str:
-    """The name of the model's attention in transformers' interface."""
     return str(_base(model).config._attn_implementation)
 
 
 def window_of(model: nn.Module) -> int | None:
-    """The narrowest sliding window of the model in tokens, if it has one."""
     config = _base(model).config
     kinds = getattr(config, "layer_types", None)
     has_window = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
@@ -41,9 +38,7 @@ def window_of(model: nn.Module) -> int | None:
 
 
 def rope_limit_of(model: nn.Module) -> int | None:
-    """The number of columns from which the model's rotary embedding depends on the longest sequence of a batch; `None`
-    if it never does.
-    """
+    """Columns from which the rotary embedding depends on the longest sequence of a batch; `None` if it never does."""
     config = _base(model).config
     rope = getattr(config, "rope_parameters", None) or {}
     of_layers = [rope] if "rope_type" in rope else [entry for entry in rope.values() if isinstance(entry, dict)]
@@ -53,18 +48,14 @@ def rope_limit_of(model: nn.Module) -> int | None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether training draws dropout: in a layer, in an adapter or in attention."""
     layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     return layers or bool(getattr(_base(model).config, "attention_dropout", 0.0))
 
 
 def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, make_pass: Callable[[], torch.Tensor]) -> bool:
-    """Whether a pass in training depends on random numbers other than dropout: noise on embeddings, jitter of a
-    router, layers that are left out. Where attention has dropout, this can't be found out.
-
-    The model comes in evaluation mode, and is left in it. `calm` is the result of a pass in that mode, and `make_pass`
-    makes the same pass. Afterwards the random generators are where they were.
-    """
+    """Whether a pass in training draws random numbers other than dropout: noise on embeddings, a router's jitter,
+    layers that are left out. Where attention has dropout, this can't be found out. The model comes in evaluation mode,
+    and is left in it, with the random generators where they were. `calm`: the result of `make_pass` in that mode."""
     if getattr(_base(model).config, "attention_dropout", 0.0):
         return False
     gpus = [device for device in {parameter.device for parameter in model.parameters()} if device.type == "cuda"]

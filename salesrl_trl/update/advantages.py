@@ -1,6 +1,6 @@
 """Advantages with the frozen reference's reward as a part of the baseline, and sums of several rewards that compare.
 
-Pure functions of tensors, for `rollout.scoring` and `rejudge`. TRL computes the advantages of plain GRPO.
+Pure functions of tensors, for `rollout.rollout_scoring` and `rejudge`. TRL computes the advantages of plain GRPO.
 """
 
 import torch
@@ -10,13 +10,10 @@ EPSILON = 1e-4
 
 
 def partly_scored(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Completions whose sum of rewards can't be compared with their group's: a function gave a number to others of the
-    group, and none to them. TRL would count the missing number as 0.
-
-    A function that gives no completion of a group a number does not apply to the group, and is left out for all.
-    `rewards`: shape (N, functions), of all ranks, one group after another; NaN without a number. Returns shape (N,),
-    bool.
-    """
+    """Completions whose sum of rewards can't be compared with their group's: a function gave others of the group a
+    number, and none to them. TRL would count it as 0. A function that gives nobody of a group a number is left out for
+    all. `rewards`: shape (N, functions), of all ranks, one group after another; NaN without a number. Returns shape
+    (N,), bool."""
     missing = rewards.isnan().view(-1, num_generations, rewards.size(1))  # (groups, n, functions)
     scored = (~missing).any(dim=2, keepdim=True)  # (groups, n, 1): a completion without any number says nothing
     applies = (~missing).any(dim=1, keepdim=True)  # (groups, 1, functions)
@@ -24,11 +21,7 @@ def partly_scored(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
 
 
 def hybrid_advantages(
-    rewards: torch.Tensor,
-    references: torch.Tensor,
-    num_generations: int,
-    weight: float,
-    scale_rewards: str,
+    rewards: torch.Tensor, references: torch.Tensor, num_generations: int, weight: float, scale_rewards: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages with the baseline (1 - w) * mean of the group + w * reward of its row's reference answer.
 

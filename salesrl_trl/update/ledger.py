@@ -1,11 +1,12 @@
 """The figures of the next log line, for training and for evaluations.
 
 Owns their sums, the failures by reason, and how the figures of a mode are set aside and brought back. It takes figures
-that are already the same on all ranks. It owns no collective, and knows neither trainer nor model. `rollout.scoring`,
-`rollout.passes` and `wiring.components` record; the trainer's `log` flushes.
+that are already the same on all ranks. It owns no collective, and knows neither trainer nor model. `rollout` and
+`wiring.components` record; the trainer's `log` flushes.
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,12 +14,7 @@ import torch
 
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.kl.kl_figures import add_kl, kl_names
-from salesrl_trl.names import (
-    BOUNDED,
-    FAILURE_REASONS,
-    LEFT_OUT,
-)
+from salesrl_trl.names import ALL_KL, BOUNDED, FAILURE_REASONS, LEFT_OUT, beta_of, kl_of, line_names
 from salesrl_trl.reward.figures import VALUE, RewardFigures
 from salesrl_trl.reward.judge.bias import JudgeBias
 from salesrl_trl.telemetry.aggregates import StepAggregates
@@ -26,9 +22,12 @@ from salesrl_trl.telemetry.aggregates import StepAggregates
 MODES = ("train", "eval")
 
 
-class _ModeFigures:
-    """What was recorded of one mode since its last line."""
+def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
+    """The names of a KL's figures. `ALL_KL` replaces TRL's own figure, which one token far off makes infinite."""
+    return line_names({"kl"}, {"branch": branches})
 
+
+class _ModeFigures:
     def __init__(self, names: Sequence[str]) -> None:
         self.sums = StepAggregates(names)
         self.bias = JudgeBias()
@@ -38,10 +37,8 @@ class _ModeFigures:
 
 
 class Ledger:
-    """Records figures between two log lines. All ranks record the same figures.
-
-    `with_kl`: the loss has a KL penalty. `with_baseline`: baselines include the reference's reward.
-    """
+    """Records figures between two log lines, the same on all ranks. `with_kl`: the loss has a KL penalty.
+    `with_baseline`: baselines include the reference's reward."""
 
     def __init__(self, rewards: RewardFigures, *, with_kl: bool = False, with_baseline: bool = False) -> None:
         self._rewards = rewards
@@ -56,8 +53,8 @@ class Ledger:
     def record_rewards(
         self, mode: str, table: torch.Tensor, reports: torch.Tensor, reasons: Iterable[str] = ()
     ) -> None:
-        """Add the rewards of a batch: the tables of `RewardFigures.encode` and `encode_report` of all ranks, and the
-        reason code of each completion that failed."""
+        """Add the rewards of a batch: the tables of `RewardFigures` of all ranks, and the reason of each completion
+        that failed."""
         figures = self._modes[mode]
         self._rewards.add_rewards(figures.sums, table)
         self._rewards.add_report(figures.sums, figures.bias, reports)
@@ -66,7 +63,6 @@ class Ledger:
             figures.rewards += self._rewards.column(table, VALUE).tolist()
 
     def record_correction(self, mode: str, left_out: float, bounded: float, count: float) -> None:
-        """Count the items that the correction for the sampler's distribution left out and bounded."""
         self.add(mode, LEFT_OUT, left_out, count)
         self.add(mode, BOUNDED, bounded, count)
 
@@ -78,11 +74,32 @@ class Ledger:
         shares: Sequence[float],
         control: KLControl,
     ) -> None:
-        """Add one optimizer step's KL, as `kl.kl_figures.add_kl` takes it."""
-        add_kl(self._modes[mode].sums, totals, betas, shares, control)
+        """Add one optimizer step's KL.
+
+        `totals` are over all ranks, by branch id, then by `kl.penalty.SUMS`. `betas` are the coefficients in the loss
+        of this step, and `shares` say by how much the branches' rewards counted in it, both by branch id. `control`
+        has the bands, and the shares of steps in them.
+        """
+        add = self._modes[mode].sums.add
+        for branch, beta, share, (kl, k1, clamped, tokens, weight) in zip(
+            control.branches, betas, shares, totals, strict=True
+        ):
+            name, target = branch.branch, branch.target
+            add(beta_of(name), beta, 1)
+            add(kl_of(name, "_tokens"), tokens, 1)
+            add(kl_of(name, "_update_share"), share, 1)
+            add(ALL_KL, kl, weight)
+            for kind, total, count in (("", kl, weight), ("_k1", k1, weight), ("_clamped", clamped, tokens)):
+                add(kl_of(name, kind), total, count)
+            if target.has_band and weight and math.isfinite(kl):
+                # A step without a KL has no edges either: TensorBoard draws a band over steps that all lines share.
+                for kind, nats in (("_low", target.low), ("_high", target.high)):
+                    add(kl_of(name, kind), nats or 0.0, 1)
+                add(kl_of(name, "_in_band"), float(target.contains(kl / weight)), 1)
+            if not math.isnan(branch.share_in_band):
+                add(kl_of(name, "_share_in_band"), branch.share_in_band, 1)
 
     def record_written(self, mode: str, written: Iterable[EvaluatedCompletion]) -> None:
-        """Keep what the policy wrote in an evaluation on this rank."""
         self._modes[mode].written += written
 
     def drain_written(self) -> list[EvaluatedCompletion]:
@@ -106,8 +123,8 @@ class Ledger:
         return self._modes[mode].failures
 
     def drain_failures(self, mode: str) -> dict[str, int]:
-        """Forget a mode's failures. Returns those of training by tag, with 0 for reasons that came only before; none
-        of an evaluation, whose own line shows them."""
+        """Forget a mode's failures. Returns those of training by tag, with 0 for reasons that came before; none of an
+        evaluation."""
         counts, self._modes[mode].failures = self._modes[mode].failures, Counter()
         if mode != "train":
             return {}

@@ -1,7 +1,7 @@
 """Whether a generation batch counts, and whether the run goes on.
 
 Owns which batches are skipped because too few rewards came, which figures are broken, and the error that ends a run.
-`rollout.scoring` reports batches, `update.stopping` requests, `update.callbacks` steps. They gather from other ranks.
+`rollout.rollout_scoring` reports batches, `update.stopping` requests and steps. They gather from other ranks.
 """
 
 import math
@@ -38,25 +38,19 @@ MAX_OUTAGE_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunControlSettings:
-    """Settings of a run's end, under the names that `SalesGRPOConfig` has for them."""
+    """Settings of a run's end, under the names that `SalesGRPOConfig` has and describes."""
 
     min_valid_reward_fraction: float
-    """Share of a generation batch's completions that must have a reward."""
     max_skipped_generations: int
-    """Batches in a row with fewer that end the run, or with none on the same rank. At its last step, `SKIPPED_AT_END`
-    of the former are enough."""
+    """Also for batches with no reward on the same rank. At the last step, `SKIPPED_AT_END` are enough."""
     max_outage_s: float = math.inf
-    """Seconds since the first of the skipped batches in a row that end the run."""
     output_dir: str = ""
-    """Folder of the checkpoints."""
 
 
 class RunControl:
-    """Decides for one run, and after `restart` for the next.
-
-    `places` has the address of each service, by the name with which its reason codes begin. `spent` says what was
-    spent, and which limits of the budget are reached. `is_reached` says whether one of them is, by the account.
-    """
+    """Decides for one run, and after `restart` for the next. `places` has the address of each service, by the name
+    with which its reason codes begin. `spent` says what was spent, `is_reached` whether a limit of the budget is, by
+    the account."""
 
     def __init__(
         self,
@@ -82,7 +76,7 @@ class RunControl:
         self.is_skipping = False
         """Whether the generation batch in training is left out of the loss."""
         self.is_spent = False
-        """Whether a completion is without a reward because a limit of the budget is reached."""
+        """Whether `is_refused` held on any rank, in training or in an evaluation."""
         self._moves = False
         self._skipped_in_a_row = 0
         self._skips_since = 0.0
@@ -96,11 +90,8 @@ class RunControl:
         self, scored_fraction: float, missing: Counter[str], failing: Mapping[int, Counter[str]] | None = None
     ) -> str | None:
         """Skip a batch with too few scored completions. Count batches in which all completions of a rank failed.
-
-        `scored_fraction` is the share of completions with a reward, on all ranks. `missing` has the number of those
-        without, by reason code; `failing` the same for each rank of whose completions all failed. Returns a warning
-        about a skipped batch or about a rank; `None` for a batch that counts.
-        """
+        `missing` has the number of unscored ones by reason code; `failing` the same for each rank of whose completions
+        all failed. Returns a warning; `None` for a batch that counts."""
         wanted = self.wanted_fraction
         self.is_skipping = scored_fraction < wanted
         self._failures = failing or {}
@@ -119,17 +110,12 @@ class RunControl:
         )
 
     def is_refused(self, reasons: Iterable[str]) -> bool:
-        """Whether the budget left completions of this rank without a reward, by their reason codes and by the account.
-        The code alone says nothing: a function may return it, and a replayed record may hold it."""
+        """Whether the budget left completions of this rank without a reward, by the account too: a function may return
+        that reason code, and a replayed record may hold it."""
         return BudgetSpent.default_code in reasons and self._is_reached()
 
-    def record_refusal(self, is_refused: bool) -> None:
-        """Record whether `is_refused` holds on any rank, of training or of an evaluation."""
-        self.is_spent = self.is_spent or is_refused
-
     def urgency(self) -> int:
-        """This rank's reason to end the run, for the highest of all ranks: 2 if it was asked to stop, 1 if batches are
-        skipped for too long, else 0."""
+        """This rank's reason to end the run: 2 if it was asked to stop, 1 if batches are skipped for too long."""
         is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self._settings.max_outage_s
         return 2 if self.requested is not None else int(is_long)
 
@@ -179,15 +165,13 @@ class RunControl:
         self._moves = self._moves or not self.is_skipping
 
     def drain_moves(self) -> bool:
-        """Whether any micro-batch since the last call counted. If none did, the optimizer must not move the
-        weights."""
+        """Whether a micro-batch since the last call counted. If not, the optimizer must not move the weights."""
         moves, self._moves = self._moves, False
         return moves
 
     def record_line(self, figures: Mapping[str, object]) -> None:
-        """Record the figures of a log line of training, the same on every rank. Raises `DivergedError` where the
-        gradient or the KL was broken in several lines in a row. Nothing is saved then: the weights are broken too, and
-        would take the place of a good checkpoint."""
+        """Record the figures of a log line of training. Raises `DivergedError` where the gradient or the KL was broken
+        in several lines in a row. Nothing is saved then: broken weights would take the place of a good checkpoint."""
         norm, kl = figures.get(GRADIENT_NORM), figures.get(ALL_KL)
         if not isinstance(norm, float):  # a line of evaluation, or of reasons
             return
@@ -204,11 +188,11 @@ class RunControl:
             )
 
     def stop(self, step: int, *, is_new: bool) -> None:
-        """End the run after `step` optimizer steps, because a rank was asked to stop. `is_new`: it has done some."""
-        self.error = RunStopped(self.stopped_by(self.requested, step, is_new=is_new))
-
-    def stop_spending(self, step: int, *, is_new: bool) -> None:
-        """End the run after `step` optimizer steps, because its budget is spent. `is_new`: it has done some."""
+        """End the run after `step` optimizer steps, on a request or else because its budget is spent. `is_new`: it did
+        some."""
+        if self.requested is not None:
+            self.error = RunStopped(self.stopped_by(self.requested, step, is_new=is_new))
+            return
         state = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
         again = self._resume(step) if step else "the same command"
         self.error = self._budget_spent(f"{state} on with a larger limit and {again}")
@@ -224,7 +208,6 @@ class RunControl:
         return RunStopped(f"the budget is spent: {self._spent()}. {what_next}.")
 
     def stopped_by(self, reason: str | None, step: int, *, is_new: bool) -> str:
-        """The message of a run that was stopped."""
         if not is_new:
             return f"stopped by {reason} before another step was done. Nothing is lost: give the same command again."
         return f"stopped by {reason} after {step} steps. The state was saved; go on with {self._resume(step)}."

@@ -55,12 +55,10 @@ class Spending:
         return figures
 
     def reported(self) -> str:
-        """What was spent, and which limits are reached."""
         account = self.account()
         return reported(account, account.reached(self._limits))
 
     def is_reached(self) -> bool:
-        """Whether a limit is reached."""
         return bool(self.account().reached(self._limits))
 
 

@@ -1,8 +1,7 @@
 """The end of the last optimizer step: what a checkpoint holds beside weights and optimizer, as it was then.
 
-A step that is cut off in its middle is undone so: counts, random generators, learning rate and KL coefficients go back
-to its beginning. Weights and the state of the optimizer have not moved since. Owns this state and its way back.
-`stopping` has it taken after each step, and restored.
+A step that is cut off in its middle is undone so. Weights and optimizer have not moved since. `stopping` has it taken
+after each step, and restored.
 """
 
 import copy
@@ -29,7 +28,6 @@ class StepSnapshot:
         position: tuple[int, list[Any] | None],
     ) -> None:
         self.step: int = state.global_step
-        """Optimizer steps done."""
         self._owners = (state, optimizer, scheduler, kl)
         self._position = position
         self._kl = None if kl is None else copy.deepcopy(kl.control.state_dict())

@@ -1,24 +1,33 @@
 """The end of a run that was asked to stop, or that an error stops.
 
-Owns the way of a request, the step after which all ranks stop together, and the undoing of a step that was cut off.
-`run_control` owns the error with which the run ends. `stop_notice` carries the request to other processes.
+Owns the way of a request, the step after which all ranks stop together, the undoing of a step that was cut off, and
+the callback by which skipped batches and stops act on TRL's loop. `run_control` decides whether a batch counts, and
+owns the error with which the run ends.
+
+The other processes may be waiting, for example for rewards. So a request reaches them without a collective: a thread
+of each process (`watched`) looks at a key in the store by which torch's processes found each other.
 """
 
 import contextlib
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed
 from accelerate import PartialState
+from torch.distributed import distributed_c10d
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.update.step_snapshot import StepSnapshot
-from salesrl_trl.update.stop_notice import all_arrive, watched
 
 logger = logging.getLogger(__name__)
 
@@ -26,36 +35,26 @@ STOPPED = "stopped"
 """Reason code of completions that were given up because the run was asked to stop."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Stopping:
-    """Stops a run early, with a checkpoint.
+    """Stops a run early, with a checkpoint."""
 
-    `capture` returns the state at the end of an optimizer step, and `restore` sets the trainer back to it. `can_undo`:
-    a skipped step leaves weights and optimizer as they were; with DeepSpeed it does not.
-    """
-
-    def __init__(
-        self,
-        run_control: RunControl,
-        reward_loop: RewardLoop,
-        device: torch.device,
-        *,
-        capture: Callable[[], StepSnapshot],
-        restore: Callable[[StepSnapshot], None],
-        can_undo: bool,
-    ) -> None:
-        self._run_control = run_control
-        self._reward_loop = reward_loop
-        self._device = device
-        self._capture = capture
-        self._restore = restore
-        self._can_undo = can_undo
-        self._snapshot: StepSnapshot | None = None
-        self._first = 0
-        self._moves = False
-        self._held = 0
-        self.survived: BaseException | None = None
-        """The error after which a checkpoint was saved."""
-        self._save: Callable[[], None] = lambda: None
+    run_control: RunControl
+    reward_loop: RewardLoop
+    device: torch.device
+    capture: Callable[[], StepSnapshot]
+    """Returns the state at the end of an optimizer step."""
+    restore: Callable[[StepSnapshot], None]
+    """Sets the trainer back to it."""
+    can_undo: bool
+    """Whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not."""
+    survived: BaseException | None = None
+    """The error after which a checkpoint was saved."""
+    _snapshot: StepSnapshot | None = None
+    _first: int = 0
+    _moves: bool = False
+    _held: int = 0
+    _save: Callable[[], None] = lambda: None
 
     def forget(self) -> None:
         """Forget an earlier run."""
@@ -63,26 +62,26 @@ class Stopping:
 
     def begin(self) -> None:
         """The first step of a run begins."""
-        self._snapshot = self._capture()
+        self._snapshot = self.capture()
         self._first = self._snapshot.step
 
     def request(self, reason: str) -> None:
-        """End training on all ranks, with a checkpoint. From a signal handler too.
+        """End training on all ranks, with a checkpoint. From a signal handler too. `reason`: what asked, such as
+        `"SIGTERM"`.
 
-        Nothing is waited for: completions that are not scored by now are missing. One process ends where it is. Of
-        several, all end after the optimizer step under way, which is undone if it was skipped. The request reaches the
-        other ranks at once, and they wait for no reward either. Raises `StopRequested` in the main thread of a single
-        process, between two moves of the optimizer. `reason`: what asked for it, such as `"SIGTERM"`.
+        Nothing is waited for: completions that are not scored by now are missing. One process ends where it is, by a
+        `StopRequested` in its main thread, between two moves of the optimizer. Of several, all end after the optimizer
+        step under way, which is undone if it was skipped.
         """
-        self._run_control.requested = reason
-        self._reward_loop.cut_off(STOPPED)
+        self.run_control.requested = reason
+        self.reward_loop.cut_off(STOPPED)
         self._interrupt()
 
     def _interrupt(self) -> None:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and not self._held and not self._moves and PartialState().num_processes == 1:
             self._held += 1  # once
-            raise StopRequested(self._run_control.requested)
+            raise StopRequested(self.run_control.requested)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -92,19 +91,16 @@ class Stopping:
             yield
         finally:
             self._held -= 1
-        if self._run_control.requested is not None:
+        if self.run_control.requested is not None:
             self._interrupt()
 
     def watched(self, save: Callable[[], None]) -> AbstractContextManager[None]:
         """While active, a request on one process reaches all others. `save` is that of `rescued`, for the end."""
         self._save = save
-        return watched(
-            lambda: self._run_control.requested, lambda reason: self.request(f"{reason} of another process")
-        )
+        return watched(lambda: self.run_control.requested, lambda reason: self.request(f"{reason} of another process"))
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
-        self._moves = not self._can_undo
+        self._moves = not self.can_undo
 
     def optimizer_moves(self) -> None:
         """The optimizer is about to move the weights."""
@@ -114,39 +110,36 @@ class Stopping:
         """An optimizer step has ended. Stop if any rank was asked to, or if the budget is spent, and undo the step if
         that cut it off; a collective."""
         self._agree()
-        is_asked = self._run_control.requested is not None
-        ends = is_asked or self._run_control.is_spent  # the same on all ranks: they have gathered the reasons
+        # the same on all ranks: they have gathered the reasons
+        ends = self.run_control.requested is not None or self.run_control.is_spent
         if ends and not self._moves and self._snapshot is not None:
-            self._restore(self._snapshot)
+            self.restore(self._snapshot)
         step = self.settle()
-        if is_asked:
-            self._run_control.stop(step, is_new=step > self._first)
-        elif ends:
-            self._run_control.stop_spending(step, is_new=step > self._first)
+        if ends:
+            self.run_control.stop(step, is_new=step > self._first)
 
     def settle(self) -> int:
-        """What follows an optimizer step is done. Random draws belong to the next step from now on. Returns the
-        optimizer steps done."""
-        self._snapshot, self._moves = self._capture(), False
+        """What follows an optimizer step is done; random draws belong to the next one. Returns the optimizer steps
+        done."""
+        self._snapshot, self._moves = self.capture(), False
         return self._snapshot.step
 
     def _agree(self) -> None:
         """Let all ranks know of a request to one of them, and of an outage that lasts too long; a collective."""
-        self._run_control.record_urgency(highest(self._run_control.urgency(), self._device))
+        self.run_control.record_urgency(highest(self.run_control.urgency(), self.device))
 
     def raise_if_asked(self) -> None:
-        """Raise `StopRequested` on all ranks if any rank was asked to stop, or `RunStopped` if an evaluation lacks
-        answers because the budget is spent; a collective."""
+        """Raise `StopRequested` if any rank was asked to stop, `RunStopped` if the budget is spent; a collective."""
         self._agree()
-        if self._run_control.requested is not None:
-            raise StopRequested(self._run_control.requested)
-        if self._run_control.is_spent:
-            raise self._run_control.spent_at_end()
+        if self.run_control.requested is not None:
+            raise StopRequested(self.run_control.requested)
+        if self.run_control.is_spent:
+            raise self.run_control.spent_at_end()
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """While active, training is over, and a request or a spent budget ends the run as it ends training: with a
-        checkpoint, which a run without `save_strategy` does not have of its last step. Raises `RunStopped` then."""
+        """While active, training is over, and a request or a spent budget ends the run with a checkpoint and
+        `RunStopped`."""
         try:
             yield
         except RunStopped:
@@ -160,33 +153,140 @@ class Stopping:
             ) from None
 
     def rescued(self, error: BaseException, save: Callable[[], None]) -> BaseException:
-        """Save a checkpoint of the last whole step, if the error that ends training may be followed by one; a
-        collective. Returns the error with which training ends: `RunStopped` after a request, else the same error. It
-        has a note then that says where the run can go on."""
+        """Save a checkpoint of the last whole step, if the error that ends training allows it; a collective. Returns
+        the error with which training ends: `RunStopped` after a request, else the same one, with a note of where to go
+        on."""
         is_asked = isinstance(error, StopRequested)
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
         snapshot, self._held = self._snapshot, self._held + 1
-        self._reward_loop.cut_off(STOPPED)
+        self.reward_loop.cut_off(STOPPED)
         step, is_new = (0, False) if snapshot is None else (snapshot.step, snapshot.step > self._first)
         try:
             if snapshot is not None and is_new:
                 if self._moves:
-                    return self._lost(error, "the optimizer was moving the weights")
+                    return _lost(error, "the optimizer was moving the weights")
                 if not all_arrive(step):
-                    return self._lost(error, "other processes are not at the same place")
-                self._restore(snapshot)
+                    return _lost(error, "other processes are not at the same place")
+                self.restore(snapshot)
                 save()
         except CheckpointError as failure:
-            return failure if is_asked else self._lost(error, str(failure))
+            return failure if is_asked else _lost(error, str(failure))
         if not (is_asked or is_new):
             return error  # of the start-up, or of the first step: it would come again
         if is_asked:
-            return RunStopped(self._run_control.stopped_by(str(error), step, is_new=is_new))
-        error.add_note(self._run_control.stopped_by(type(error).__name__, step, is_new=is_new))
+            return RunStopped(self.run_control.stopped_by(str(error), step, is_new=is_new))
+        error.add_note(self.run_control.stopped_by(type(error).__name__, step, is_new=is_new))
         self.survived = error
         return error
 
-    def _lost(self, error: BaseException, why: str) -> BaseException:
-        logger.warning(f"no checkpoint was saved when the run ended, because {why}. Go on from the one before.")
-        return RunStopped(f"stopped by {error}. {why}") if isinstance(error, StopRequested) else error
+
+def _lost(error: BaseException, why: str) -> BaseException:
+    logger.warning(f"no checkpoint was saved when the run ended, because {why}. Go on from the one before.")
+    return RunStopped(f"stopped by {error}. {why}") if isinstance(error, StopRequested) else error
+
+
+class SkipAndStop(TrainerCallback):
+    """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored or that diverged.
+    Under DeepSpeed the optimizer steps inside `backward`, before this: momentum still moves the weights there.
+    `drop_gradients` sets all gradients to `None`."""
+
+    def __init__(self, run_control: RunControl, drop_gradients: Callable[[], None], stopping: Stopping) -> None:
+        self._run_control = run_control
+        self._drop_gradients = drop_gradients
+        self._stopping = stopping
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self._stopping.begin()
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        self._stopping.begin_step()
+
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+        if self._run_control.drain_moves():
+            self._stopping.optimizer_moves()
+        else:
+            self._drop_gradients()
+
+    def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
+        self._run_control.record_line(logs)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self._stopping.end_step()
+        self._run_control.end_step(state.global_step, is_last=state.global_step >= state.max_steps)
+        if self._run_control.error is not None:
+            control.should_save = state.global_step > 0
+            control.should_training_stop = True
+            control.should_evaluate = False  # nothing could be scored
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._run_control.error is not None:  # the epoch was left in its middle, and the step's end has saved
+            control.should_evaluate = control.should_save = False
+
+
+POLL_S = 0.25
+"""Seconds between two looks. A look is one small message to the first process."""
+PATIENCE = timedelta(seconds=10)
+"""Longest wait for an answer of the store."""
+_runs = itertools.count()  # all processes count alike, so that each run has its own key
+
+
+@contextlib.contextmanager
+def watched(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, notify the other processes of a stop, and be notified by them. All processes must enter it
+    equally often. `requested` returns who asked this process to stop, `None` before that. `stop` is called at most
+    once, from another thread, with who asked another process first."""
+    number = next(_runs)
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        yield
+        return
+    # A separate connection: others may wait on the existing one.
+    store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(PATIENCE)
+    over = threading.Event()
+    arguments = (store, f"salesrl_trl/stop/{number}", requested, stop, over)
+    thread = threading.Thread(target=_watch, args=arguments, name="stop notice", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def all_arrive(step: int) -> bool:
+    """Whether all processes come here within `PATIENCE`, after the same number of optimizer steps. No collective: the
+    others may wait in one, after an error on this process alone."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return True
+    number, world = next(_runs), torch.distributed.get_world_size()
+    keys = [f"salesrl_trl/arrived/{number}/{rank}" for rank in range(world)]
+    try:
+        store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store.set(keys[torch.distributed.get_rank()], str(step))
+        store.wait(keys, PATIENCE)
+        return {store.get(key) for key in keys} == {str(step).encode()}
+    except RuntimeError:  # in vain, or the process with the store is gone
+        return False
+
+
+def _watch(
+    store: distributed_c10d.Store,
+    key: str,
+    requested: Callable[[], str | None],
+    stop: Callable[[str], None],
+    over: threading.Event,
+) -> None:
+    try:
+        while not over.wait(POLL_S):
+            reason = requested()
+            if reason is not None:
+                store.set(key, reason)
+                return
+            if store.check([key]):
+                stop(store.get(key).decode())
+                return
+    except RuntimeError as error:  # the first process is gone, so that collectives fail too
+        logger.warning(
+            f"other processes can't be notified of a stop ({type(error).__name__}). They stop at the end of a step."
+        )

@@ -36,8 +36,7 @@ class _Sample:
         self._had_gradient = torch.zeros_like(self._before, dtype=torch.bool)
 
     def record_gradient(self) -> None:
-        """Note the elements with a gradient. Others can't move: for example the embedding of a token that did not
-        occur."""
+        """Note the elements with a gradient. Others can't move: an embedding of a token that did not occur."""
         if self._parameter.grad is not None:
             self._had_gradient |= self._picked(self._parameter.grad) != 0
 
@@ -57,12 +56,11 @@ LEAST_SHARE = 0.5
 
 
 class WeightChange(TrainerCallback):
-    """Logs the share of the weights that the first steps of a run changed, and warns if it is small.
+    """Logs the share of the weights that the first steps of a run changed, and warns if it is below `least_share`.
 
-    Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies of them. The sample
-    is kept from the first step with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The
-    share covers all ranks, and is the same on each. A share below `least_share` is warned of. `log` adds an entry to
-    the trainer's log.
+    Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies. The sample is kept
+    from the first step with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The share
+    covers all ranks.
     """
 
     def __init__(self, accelerator: Accelerator, least_share: float, log: Callable[[dict[str, float]], None]) -> None:
@@ -74,14 +72,7 @@ class WeightChange(TrainerCallback):
         self._optimizer: torch.optim.Optimizer | None = None
         self._hook: RemovableHandle | None = None
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: object = None,
-        **_: object,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: object, optimizer: object = None, **__: object) -> None:
         self._forget()  # a run before may have ended by an error
         innermost = self._optimizer = _innermost(optimizer)
         self._steps = 0
@@ -99,8 +90,7 @@ class WeightChange(TrainerCallback):
         self._hook = innermost.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Sample the gradients. May be called several times in a step: DeepSpeed steps on one group of parameters
-        after another."""
+        """Sample the gradients. DeepSpeed steps on one group of parameters after another, several times in a step."""
         self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
         if self._rate == 0.0:
             return
@@ -132,7 +122,7 @@ class WeightChange(TrainerCallback):
         if self._steps == LAST_MEASURED:
             self._forget()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         self._forget()
 
     def _forget(self) -> None:
@@ -145,19 +135,16 @@ class WeightChange(TrainerCallback):
         when = f"in step {step}" if self._steps == 1 else f"in the first {self._steps} steps that moved the policy"
         line = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
         line += f"learning rate of {self._rate:.3g}"
+        level = logging.INFO
         if _rounds_stochastically(self._optimizer):
-            _log_on_main(
-                logging.INFO,
-                f"{line}; it rounds stochastically, so that weights move by the right amount on average",
+            line += "; it rounds stochastically, so that weights move by the right amount on average"
+        elif share < self._least_share:
+            level = logging.WARNING
+            line += (
+                f": fewer than {100 * self._least_share:g} % of them. Updates are lost to the weights' number format, "
+                "or are far too small. Train float32 weights, or raise the learning rate."
             )
-        elif share >= self._least_share:
-            _log_on_main(logging.INFO, line)
-        else:
-            _log_on_main(
-                logging.WARNING,
-                f"{line}: fewer than {100 * self._least_share:g} % of them. Updates are lost to the "
-                "weights' number format, or are far too small. Train float32 weights, or raise the learning rate.",
-            )
+        _log_on_main(level, line)
 
 
 def _log_on_main(level: int, line: str) -> None:
@@ -181,11 +168,9 @@ def _rounds_stochastically(optimizer: object) -> bool:
 
 
 def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
-    """Make a PEFT model's trainable weights float32, in place.
-
-    TRL turns those of a quantised model into bf16. peft leaves trained modules (`modules_to_save`) in the base model's
-    format. Without `autocast`, only adapters change: other modules would get activations of another format.
-    """
+    """Make a PEFT model's trainable weights float32, in place. TRL turns those of a quantised model into bf16, and
+    peft leaves trained modules (`modules_to_save`) in the base model's format. Without `autocast` only adapters
+    change: other modules would get activations of another format."""
     for module in model.modules():
         if autocast or isinstance(module, BaseTunerLayer):
             for parameter in module.parameters():
@@ -196,11 +181,10 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 class WeightCheck:
     """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training.
 
-    It does not see a push that does nothing where vLLM read the same weights from disk: with `load_format: auto`,
-    and with a server. The second push shows no more. One step at a learning rate of 1e-6 moves log-probs by less than
-    the two number formats differ (0.01 nats in bf16). TRL's `sampling/sampling_logp_difference/mean` then grows from
-    step to step. The preflight's stage `engine` sees it at once for an engine in the process: it begins with random
-    weights. `limit`: largest mean absolute difference in nats. `hints`: sentences about possible reasons of one.
+    It does not see a push that does nothing where vLLM read the same weights from disk: one step at 1e-6 moves
+    log-probs by less than two number formats differ. TRL's `sampling/sampling_logp_difference/mean` then grows. The
+    preflight's stage `engine` sees it at once. `limit`: largest mean absolute difference in nats. `hints`: possible
+    reasons of one.
     """
 
     def __init__(self, limit: float, hints: str = "") -> None:
@@ -216,9 +200,8 @@ class WeightCheck:
         _log_on_main(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
 
     def check(self, output: dict[str, torch.Tensor], logps_of: Callable[..., torch.Tensor]) -> None:
-        """Check one of TRL's generation batches; a collective. A batch without a token that counts proves nothing.
-        `logps_of` returns the trainer's log-probs of it, (B, T), where TRL has not computed them. Raises
-        `WeightSyncError` where log-probs are too far apart, or NaN."""
+        """Check one of TRL's generation batches; a collective. `logps_of` returns the trainer's log-probs of it, (B,
+        T), where TRL has not computed them. Raises `WeightSyncError` where log-probs are too far apart, or NaN."""
         sampled = output.get("sampling_per_token_logps")
         if sampled is None:
             self.skip("these rollouts come without log-probs")
@@ -254,9 +237,8 @@ class WeightCheck:
 
 
 def logp_difference(ours: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sums of the log-probs' differences over the tokens that count, from tensors of shape (B, T). Returns shape (3,),
-    float64: the sum of absolute differences in nats, the number of tokens with a difference, and the number of tokens
-    without one, because a log-prob is NaN."""
+    """Over the tokens that count, from shapes (B, T): the sum of absolute differences in nats, the number of tokens
+    with a difference, and of those without one, because a log-prob is NaN. Shape (3,), float64."""
     difference = (ours.double() - sampled.double()).abs()
     missing = difference.isnan() & mask.bool()
     counted = mask.bool() & ~missing

@@ -18,6 +18,8 @@ WIDTH, HEIGHT = 860, 290
 """Of a picture, in its own units. The page scales it to its width."""
 LEFT, RIGHT, TOP, BOTTOM = 56, 56, 26, 36
 """Room around the axes for ticks and labels."""
+FRAME = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "floor": HEIGHT - BOTTOM}
+"""For the template: the picture's size, and the places of its axes."""
 MOST_BARS = 200
 """Most bars side by side. With more, a bar would be thinner than three dots."""
 MOST_POINTS = 600
@@ -48,11 +50,11 @@ Tick = tuple[float, str]
 
 
 class Line(NamedTuple):
-    """A figure over the steps, as `line_chart` takes it."""
+    """A figure over the steps, as `line_chart` takes it. In a legend its figures don't count."""
 
     name: str
-    series: Series
     colour: str
+    series: Series
     is_dashed: bool = False
 
 
@@ -68,14 +70,6 @@ class Path(NamedTuple):
     dash: str = "none"
 
 
-class Key(NamedTuple):
-    """An entry of a legend."""
-
-    name: str
-    colour: str
-    is_dashed: bool = False
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
     """A picture with its legend."""
@@ -83,18 +77,13 @@ class Chart:
     description: str
     """For those who do not see it."""
     y_label: str
-    right_label: str = ""
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
-    right_ticks: Sequence[Tick] = ()
     paths: Sequence[Path]
     notes: Sequence[Tick] = ()
     """Words above the axes."""
-    keys: Sequence[Key] = ()
-    size: tuple[int, int] = (WIDTH, HEIGHT)
-    left: int = LEFT
-    right: int = WIDTH - RIGHT
-    floor: int = HEIGHT - BOTTOM
+    keys: Sequence[Line] = ()
+    """The legend's lines and colours."""
 
 
 class _Scale:
@@ -121,11 +110,6 @@ class _Scale:
         return [(self(value), f"{value:,.6g}") for value in values]
 
 
-def _across(steps: Sequence[float]) -> _Scale:
-    margin = 0.02 * (steps[-1] - steps[0])
-    return _Scale(steps[0] - margin, steps[-1] + margin, LEFT, WIDTH - RIGHT)
-
-
 def _upward(values: Iterable[float], *, from_zero: bool) -> _Scale:
     """The scale of the figures `values`. With `from_zero` it begins at 0, or is logarithmic where one figure would
     hide the rest."""
@@ -147,70 +131,48 @@ def line_chart(
     *,
     from_zero: bool = False,
     band: tuple[float, float] | None = None,
-    right: Line | None = None,
-    right_label: str = "",
 ) -> Chart:
-    """Figures over the steps, each with a running mean in a long run, over the range `band`. `right` has its own axis,
-    and holds between steps."""
+    """Figures over the steps, each with a running mean in a long run, over the range `band`."""
     lines = [line for line in lines if line.series]
-    edges = band or ()
-    x = _across(sorted({step for line in [*lines, *([right] if right else [])] for step in line.series}))
-    y = _upward([*edges, *itertools.chain(*(line.series.values() for line in lines))], from_zero=from_zero)
+    steps = sorted({step for line in lines for step in line.series})
+    margin = 0.02 * (steps[-1] - steps[0])
+    x = _Scale(steps[0] - margin, steps[-1] + margin, LEFT, WIDTH - RIGHT)
+    y = _upward([*(band or ()), *itertools.chain(*(line.series.values() for line in lines))], from_zero=from_zero)
     points = max(len(line.series) for line in lines)
     window = round(SMOOTHED_SHARE * points) if points > FEW_POINTS else 1
+
+    def polyline(series: Series) -> str:
+        groups = bins(list(series), MOST_POINTS)
+        points = [(group[-1], statistics.fmean(series[step] for step in group)) for group in groups]
+        return "M" + "L".join(f"{x(step)} {y(value)}" for step, value in points)
+
     paths, keys = [], []
     if band:
         top, bottom = y(band[1]), y(band[0])
         paths.append(Path(f"M{LEFT} {top}H{WIDTH - RIGHT}V{bottom}H{LEFT}Z", fill=BAND_COLOUR))
-        keys.append(Key(f"band {band[0]:g} to {band[1]:g}", BAND_COLOUR))
+        keys.append(Line(f"band {band[0]:g} to {band[1]:g}", BAND_COLOUR, {}))
     for line in lines:
         if window > 1 and not line.is_dashed:
-            paths.append(Path(_polyline(x, y, _thinned(line.series)), line.colour, width=0.8, opacity=0.35))
-        means = _running_means(line.series, window)
+            paths.append(Path(polyline(line.series), line.colour, width=0.8, opacity=0.35))
+        values = list(line.series.values())
+        means = {
+            step: statistics.fmean(values[max(0, number - window + 1) : number + 1])
+            for number, step in enumerate(line.series)
+        }
         dash, width = ("5 4", 1.2) if line.is_dashed else ("none", 1.8)
-        paths.append(Path(_polyline(x, y, _thinned(means)), line.colour, width=width, dash=dash))
-        paths += _marks(x, y, means, line.colour)
-        keys.append(Key(shown(line.name), line.colour, line.is_dashed))
-    right_ticks: Sequence[Tick] = ()
-    if right:
-        scale = _upward(right.series.values(), from_zero=True)
-        right_ticks = scale.ticks()
-        corners = " ".join(f"H{x(step)}V{scale(value)}" for step, value in _thinned(right.series).items())
-        paths.append(Path(f"M{corners[1:].replace('V', ' ', 1)}", right.colour, width=1.4))
-        paths += _marks(x, scale, right.series, right.colour)
-        keys.append(Key(f"{shown(right.name)} (right)", right.colour))
+        paths.append(Path(polyline(means), line.colour, width=width, dash=dash))
+        if len(means) <= FEW_POINTS:
+            dots = "".join(f"M{x(step)} {y(value)}h0" for step, value in means.items())
+            paths.append(Path(dots, line.colour, width=4.6))
+        keys.append(Line(shown(line.name), line.colour, {}, line.is_dashed))
     return Chart(
         description=description,
         y_label=f"{y_label} (strong: mean of {window})" if window > 1 else y_label,
-        right_label=right_label,
         x_ticks=x.ticks(8, whole=True),
         y_ticks=y.ticks(),
-        right_ticks=right_ticks,
         paths=paths,
         keys=keys if len(keys) > 1 else (),
     )
-
-
-def _polyline(x: _Scale, y: _Scale, series: Mapping[int, float]) -> str:
-    return "M" + "L".join(f"{x(step)} {y(value)}" for step, value in series.items())
-
-
-def _marks(x: _Scale, y: _Scale, series: Series, colour: str) -> list[Path]:
-    """A dot for each point, if there are few of them."""
-    if len(series) > FEW_POINTS:
-        return []
-    return [Path("".join(f"M{x(step)} {y(value)}h0" for step, value in series.items()), colour, width=4.6)]
-
-
-def _running_means(series: Series, window: int) -> Series:
-    """Mean of each figure and up to `window` - 1 before it."""
-    values = list(series.values())
-    return {step: statistics.fmean(values[max(0, n - window + 1) : n + 1]) for n, step in enumerate(series)}
-
-
-def _thinned(series: Series) -> Series:
-    groups = bins(list(series), MOST_POINTS)
-    return {group[-1]: statistics.fmean(series[step] for step in group) for group in groups}
 
 
 def stacked_chart(
@@ -241,7 +203,11 @@ def stacked_chart(
         for name, parts in stack.items()
     }
     totals = [sum(column) for column in zip(*heights.values(), strict=True)]
-    top, tall = _cut_off(totals)
+    # A few bars that would hide the others, such as a first step with an evaluation, are cut off at the top
+    usual = sorted(totals)[math.ceil(0.95 * len(totals)) - 1]
+    tall = [number for number, total in enumerate(totals) if total > TALL * usual > 0]
+    tall = tall if len(totals) >= FEWEST_TO_CUT else []
+    top = 1.3 * usual if tall else 1.05 * max(totals)
     x = _Scale(edges[0][0], edges[-1][1], LEFT, WIDTH - RIGHT)
     y = _Scale(0.0, top or 1.0, HEIGHT - BOTTOM, TOP)
     spare = 0.04 if len(groups) <= FEW_POINTS else 0.0
@@ -263,17 +229,5 @@ def stacked_chart(
         y_ticks=y.ticks(whole=summed),
         paths=paths,
         notes=[(x(sum(edges[number]) / 2), f"{totals[number]:.3g} ↑") for number in tall],
-        keys=[Key(shown(name), colour) for name, colour in zip(heights, colours, strict=False)],
+        keys=[Line(shown(name), colour, {}) for name, colour in zip(heights, colours, strict=False)],
     )
-
-
-def _cut_off(totals: Sequence[float]) -> tuple[float, list[int]]:
-    """The top of the axis, and the places of the few bars that are cut off there because they would hide the others.
-
-    A first step with an evaluation is such a bar.
-    """
-    usual = sorted(totals)[math.ceil(0.95 * len(totals)) - 1]
-    tall = [number for number, total in enumerate(totals) if total > TALL * usual > 0]
-    if not tall or len(totals) < FEWEST_TO_CUT:
-        return 1.05 * max(totals), []
-    return 1.3 * usual, tall

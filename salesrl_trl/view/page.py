@@ -10,14 +10,13 @@ import hashlib
 import itertools
 import json
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from salesrl_trl.view import queries
-from salesrl_trl.view.completion import completion
 from salesrl_trl.view.record_index import Index
-from salesrl_trl.view.rendering import render
+from salesrl_trl.view.wording import render
 
 ASSETS = Path(__file__).parent / "assets"
 PREACT = "vendor/preact.mjs"
@@ -33,13 +32,12 @@ _EXPORT = re.compile(r"^export (?=\w)", re.MULTILINE)
 _VENDOR_EXPORT = re.compile(r"export\{([^}]*)\};\s*(//# sourceMappingURL=\S*\s*)?$")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Page:
-    """A page and what its browser may do."""
+class Page(NamedTuple):
+    """A page, and as its Content-Security-Policy what a browser may do: this script, this style, requests to the own
+    server or none."""
 
     html: str
     policy: str
-    """Content-Security-Policy: this script, this style, requests to the own server or none."""
 
 
 def page(data: queries.Answer | None = None) -> Page:
@@ -52,7 +50,7 @@ def page(data: queries.Answer | None = None) -> Page:
     # No text of the data can end its element: JSON has no `<` outside of its strings.
     text = "" if data is None else json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     html = render("viewer.html", policy=policy, style=style, script=script, data=text)
-    return Page(html=html, policy=policy.replace("'none'; script", "'none'; frame-ancestors 'none'; script", 1))
+    return Page(html, policy.replace("'none'; script", "'none'; frame-ancestors 'none'; script", 1))
 
 
 @cache
@@ -81,7 +79,7 @@ def data_alone(index: Index, most: int = MOST) -> queries.Answer:
     return {
         "state": {**state, "sample": len(items), "total": sum(run["many"] for run in state["runs"])},
         "items": items,
-        "completions": {item["id"]: completion(index, item["id"]) for item in items},
+        "completions": {item["id"]: queries.completion(index, item["id"]) for item in items},
         "overview": {
             f"{run}/{mode}": queries.overview(index, {"run": run, "mode": mode}) for run in runs for mode in MODES
         },

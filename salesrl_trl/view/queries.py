@@ -1,23 +1,32 @@
-"""Answers to the viewer's questions about many completions.
+"""Answers to the viewer's questions.
 
-Owns filters, orders and pages of lists, the figures by step and branch, the way of a row, and the comparison of two
-runs. Values of a question only ever stand in parameters of SQL. Called by the viewer, and by `page` for one that
-stands alone.
+Owns filters, orders and pages of lists, the figures by step and branch, the way of a row, the comparison of two runs,
+and one completion's whole way, which is read anew from its file. Values of a question only ever stand in parameters of
+SQL. Called by the viewer, and by `page` for one that stands alone.
 """
 
 import json
 import math
 import sqlite3
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import asdict
 from typing import Any
 
-from salesrl_trl.view.completion import excerpts, prompt_of
-from salesrl_trl.view.record_index import Index
+from salesrl_trl.recording.reader import open_record, text_of, values_of
+from salesrl_trl.view.record_index import Index, messages
 
 Params = Mapping[str, str]
 Answer = dict[str, Any]
 """JSON."""
+Place = tuple[int, int, int]
+"""Of a completion: run, rank and id in the file."""
 
+EXCERPT, GROUP_EXCERPT = 200, 600
+"""Characters of a text in a list, and in the list of a group."""
+MOST_CHARS = 40_000
+"""Most of one text of a call. The rest is counted."""
 PAGE = 50
 MOST_OF_A_ROW = 800
 MOST_WHOLE = 2**53
@@ -45,13 +54,11 @@ class BadQuestionError(ValueError):
 def number(params: Params, name: str) -> float | None:
     """A finite number of a question. `None` where none is given."""
     text = params.get(name, "").strip()
-    if not text:
-        return None
     try:
-        value = float(text)
+        value = float(text) if text else None
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
+    if value is not None and not math.isfinite(value):
         raise BadQuestionError(f"{name} is no number")
     return value
 
@@ -95,27 +102,19 @@ def state(index: Index) -> Answer:
                 "WHERE run = ?", (at,)
             ).fetchone()  # fmt: skip
             runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
-        if index.facets[0] != index.version:
-            index.facets = (index.version, _facets(index))
+        if index.facets[0] != index.version:  # the codes of each column, and how many completions have them
+            counts = "SELECT {0}, count(*) FROM completions WHERE {0} != '' GROUP BY 1 ORDER BY 2 DESC"
+            columns = ("branch", "outcome", "reason", "provider", "mode")
+            facets = {name: dict(index.db.execute(counts.format(name)).fetchall()) for name in columns}
+            index.facets = (index.version, facets)
         progress = {"version": index.version, "reading": index.reading, "trouble": index.trouble}
         return {**progress, "runs": runs, "facets": index.facets[1]}
 
 
-def _facets(index: Index) -> dict[str, dict[str, int]]:
-    """The codes of each column, and how many completions have them."""
-    return {
-        name: dict(index.db.execute(
-            f"SELECT {name}, count(*) FROM completions WHERE {name} != '' GROUP BY 1 ORDER BY 2 DESC"
-        ).fetchall()) for name in ("branch", "outcome", "reason", "provider", "mode")
-    }  # fmt: skip
-
-
 def listing(index: Index, params: Params) -> Answer:
-    """A page of the list: `total`, `items`, and `next`, which is `None` on the last page.
-
-    `params` may have `run`, the names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order`
-    of `ORDERS`, and `after`, the `next` of the page before.
-    """
+    """A page of the list: `total`, `items`, and `next`, which is `None` on the last page. `params` may have `run`, the
+    names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order` of `ORDERS`, and `after`,
+    the `next` of the page before."""
     order = params.get("order") or "newest"
     if order not in ORDERS:
         raise BadQuestionError(f"there is no order {order!r}")
@@ -178,7 +177,10 @@ def row_over_time(index: Index, params: Params) -> Answer:
             "ORDER BY run, step, mode, n",
             (name, MOST_OF_A_ROW),
         ).fetchall()
-    prompt = prompt_of(index, rows[-1]) if rows else []
+    prompt = []
+    if rows:
+        with suppress(KeyError):  # its file was written anew meanwhile
+            prompt = completion(index, "-".join(str(rows[-1][part]) for part in ("run", "rank", "id")))["messages"]
     return {"row": name, "total": total, "items": items(index, rows), "messages": prompt}
 
 
@@ -199,12 +201,9 @@ CHANGES = {"largest": "abs(change) DESC", "worse": "change ASC", "better": "chan
 
 
 def comparison(index: Index, params: Params) -> Answer:
-    """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated.
-
-    `params` has `one` and `other`, numbers of runs, `mode`, an `order` of `CHANGES`, and `offset`. The answer has the
-    `total` of rows in both, their mean `change`, how many got `better` and `worse`, `rows`, and `next`, an offset or
-    `None`.
-    """
+    """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated. `params` has `one`
+    and `other`, numbers of runs, `mode`, an `order` of `CHANGES`, and `offset`. The answer has the `total` of rows in
+    both, their mean `change`, how many got `better` and `worse`, `rows`, and `next`, an offset or `None`."""
     order = params.get("order") or "largest"
     if order not in CHANGES:
         raise BadQuestionError(f"there is no order {order!r}")
@@ -222,3 +221,69 @@ def comparison(index: Index, params: Params) -> Answer:
         ).fetchall()
     more = len(rows) > PAGE
     return {**dict(sums), "rows": [dict(row) for row in rows[:PAGE]], "next": offset + PAGE if more else None}
+
+
+def excerpts(index: Index, places: Iterable[Place], chars: int = EXCERPT) -> dict[Place, str]:
+    """The beginnings of texts. Empty where a file was written anew meanwhile."""
+    by_file: dict[tuple[int, int], list[int]] = defaultdict(list)
+    texts = dict.fromkeys(places, "")
+    for run, rank, number in texts:
+        by_file[run, rank].append(number)
+    for (run, rank), numbers in by_file.items():
+        with closing(open_record(index.source(run, rank).path)) as file:
+            marks = ", ".join("?" * len(numbers))
+            query = f"SELECT id, substr(text, 1, ?) FROM completions WHERE id IN ({marks})"
+            texts |= {(run, rank, number): text for number, text in file.execute(query, (chars, *numbers))}
+    return texts
+
+
+def completion(index: Index, name: str) -> Answer:
+    """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
+    numbers, and `messages`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
+    parts = name.split("-")
+    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 16 for part in parts):
+        raise KeyError(name)
+    run, rank, number = map(int, parts)
+    with closing(open_record(index.source(run, rank).path)) as file:
+        row = file.execute("SELECT * FROM completions WHERE id = ?", (number,)).fetchone()
+        if row is None:
+            raise KeyError(name)
+        values = values_of(file, row, str)  # a browser reads no JSON with NaN as a number
+        calls = []
+        for call in file.execute("SELECT * FROM calls WHERE completion = ? ORDER BY time, id", (number,)):
+            shown = {column: call[column] for column in ("service", "path", "time", "seconds", "failure")}
+            for column in ("request", "answer"):
+                text = None if call[column] is None else text_of(file, call[column])
+                if text is not None and len(text) > MOST_CHARS:
+                    text = f"{text[:MOST_CHARS]}\n… {len(text) - MOST_CHARS:,} more characters"
+                shown[column] = text
+            calls.append(shown)
+    prompt = values.pop("prompt")
+    del values["digest"]
+    return {
+        **values,
+        "calls": calls,
+        "verdicts": [{"rubric": rubric, **asdict(judged)} for rubric, judged in values["verdicts"].items()],
+        "messages": messages("" if prompt is None else prompt),
+        "id": "-".join(parts),
+        "run": run,
+        "rank": rank,
+        "group": _group(index, run, row),
+    }
+
+
+def _group(index: Index, run: int, row: sqlite3.Row) -> list[Answer]:
+    """The completions of the same prompt in the same batch, of all ranks, with their texts."""
+    with index.lock:
+        rows = index.db.execute(
+            "SELECT * FROM completions WHERE row = ? AND step = ? AND run = ? AND mode = ? AND batch = ? "
+            "AND prompt_group = ? ORDER BY rank, place, id",
+            (row["row"], row["step"], run, row["mode"], row["batch"], row["prompt_group"]),
+        ).fetchall()
+    places = [(other["run"], other["rank"], other["id"]) for other in rows]
+    texts = excerpts(index, places, GROUP_EXCERPT)
+    return [
+        {"id": "-".join(map(str, place)), "text": texts[place],
+         **{name: other[name] for name in ("outcome", "reason", "reward", "advantage")}}
+        for place, other in zip(places, rows, strict=True)
+    ]  # fmt: skip

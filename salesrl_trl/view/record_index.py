@@ -8,8 +8,8 @@ viewer's thread refreshes it.
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,18 +73,19 @@ class Source:
 
 
 def messages(prompt: object) -> list[dict[str, str]]:
-    """A prompt as messages. One that is a text is a message of the user."""
+    """A prompt as messages. One that is a text is a message of the user. Of a content in parts, other parts than texts
+    stand by their names."""
     if not isinstance(prompt, list):
         return [{"role": "user", "content": str(prompt)}]
-    parts = [part if isinstance(part, dict) else {"content": part} for part in prompt]
-    return [{"role": str(part.get("role", "")), "content": _plain(part.get("content"))} for part in parts]
-
-
-def _plain(content: object) -> str:
-    """A message's content. Of a list of parts, the texts; other parts by their names."""
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    shown = []
+    for message in (part if isinstance(part, dict) else {"content": part} for part in prompt):
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = (part for part in content if isinstance(part, dict))
+            content = "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
+        content = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        shown.append({"role": str(message.get("role", "")), "content": content})
+    return shown
 
 
 class Index:
@@ -114,7 +115,7 @@ class Index:
         """What there is to choose from, and the version that it was counted at."""
         self.trouble = ""
         """Why the last look at the files failed."""
-        self._searched: tuple[str, int] = ("", -1)
+        self._searched = ("", -1)
         """The word whose places `matches` holds, and the version at which they were searched."""
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
@@ -164,34 +165,28 @@ class Index:
         return list(self._sources.values())
 
     def _read(self, source: Source) -> int:
-        """Read the next rows of one file. They stay together: a question sees all of them or none."""
+        """Read the next rows of one file. They stay together: a question sees all of them or none. Inside of the
+        transaction, what the file's writer does is not seen. What fails leaves the index as it was."""
+        before = source.last, source.last_time, source.dropped
         with self.lock:
             self.db.execute("ATTACH ? AS source", (address(source.path),))
             try:
-                with self._together(source):
-                    self._forget_what_is_gone(source)
-                    rows = self.db.execute(
-                        "SELECT id, time, prompt FROM source.completions WHERE id > ? ORDER BY id LIMIT ?",
-                        (source.last, CHUNK),
-                    ).fetchall()
-                    if rows:
-                        self._take(source, rows)
+                self.db.execute("BEGIN")
+                self._forget_what_is_gone(source)
+                rows = self.db.execute(
+                    "SELECT id, time, prompt FROM source.completions WHERE id > ? ORDER BY id LIMIT ?",
+                    (source.last, CHUNK),
+                ).fetchall()
+                if rows:
+                    self._take(source, rows)
+                self.db.execute("COMMIT")
+            except BaseException:
+                self.db.execute("ROLLBACK")
+                source.last, source.last_time, source.dropped = before
+                raise
             finally:
                 self.db.execute("DETACH source")
         return len(rows)
-
-    @contextmanager
-    def _together(self, source: Source) -> Iterator[None]:
-        """Inside the block, what its writer does to a file is not seen. What fails leaves the index as it was."""
-        before = source.last, source.last_time, source.dropped
-        self.db.execute("BEGIN")
-        try:
-            yield
-        except BaseException:
-            self.db.execute("ROLLBACK")
-            source.last, source.last_time, source.dropped = before
-            raise
-        self.db.execute("COMMIT")
 
     def _forget_what_is_gone(self, source: Source) -> None:
         """All of a file that was written anew, and the steps that its writer has dropped."""
@@ -215,10 +210,8 @@ class Index:
 
     def _take(self, source: Source, rows: list[sqlite3.Row]) -> None:
         numbers = {"run": source.run, "rank": source.rank, "last": source.last, "upto": rows[-1]["id"]}
-        known = {
-            row["id"] for row in self.db.execute("SELECT id FROM prompts WHERE run = :run AND rank = :rank", numbers)
-        }
-        for prompt in {row["prompt"] for row in rows} - known:
+        known = self.db.execute("SELECT id FROM prompts WHERE run = :run AND rank = :rank", numbers).fetchall()
+        for prompt in {row["prompt"] for row in rows} - {row["id"] for row in known}:
             (body,) = self.db.execute("SELECT body FROM source.texts WHERE id = ?", (prompt,)).fetchone()
             text = "\n".join(message["content"] for message in messages(json.loads(unpacked(body)))).lower()
             self.db.execute("INSERT INTO prompts VALUES (NULL, ?, ?, ?, ?)", (source.run, source.rank, prompt, text))

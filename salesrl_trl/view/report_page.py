@@ -1,12 +1,12 @@
 """The report of a run: which figures it shows, in which order and in which words, as one HTML page and as a text.
 
-Owns two lists: `MAIN_FIGURES`, which both show, and `SECTIONS`, the parts of the page. `run_figures` computes,
-`charts` draws, `templates/report.html` writes and escapes. Called by `salesrl_trl.report`. A figure that the run did
-not log has words in its place.
+Owns `main_figures`, which both show, and the sections of the page. `run_figures` computes, `charts` draws,
+`templates/report.html` writes and escapes. Called by `salesrl_trl.report`. A figure that the run did not log has words
+in its place.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -15,11 +15,10 @@ from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.ground.tables import aligned
 from salesrl_trl.view import run_figures as figures
 from salesrl_trl.view.advice import advice
-from salesrl_trl.view.charts import COLOURS, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
-from salesrl_trl.view.rendering import render
+from salesrl_trl.view.charts import COLOURS, FRAME, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
 from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
 from salesrl_trl.view.run_folder import QuickEval, Run
-from salesrl_trl.view.wording import NOT_KNOWN, count, figure, number, percent, plural, seconds, shown
+from salesrl_trl.view.wording import NOT_KNOWN, count, figure, number, percent, plural, render, seconds, shown
 
 MOST_BRANCHES = 3
 """Most branches in the text, for at most 40 lines. The page has all."""
@@ -27,29 +26,23 @@ MOST_PHASES = 4
 """Most phases in the text, for the same reason. The largest are shown."""
 MOST_ROWS = 30
 """Most rows of a table. Of more quick evaluations, those on the front, the best and the last are shown."""
+NOT_LOGGED = "was not logged"
 MOST_LISTED = 12
 """Most steps in a list of the front."""
 PATH_CHARS = 400
 NOTHING_STANDS_OUT = "Nothing stands out: every figure that is looked at is within its usual range."
+STAGES_REMARK = (
+    "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole run."
+)
 NO_FIGURES = "No training figure was logged, so there is nothing to look at."
 
 
-class Sentence(NamedTuple):
-    """A paragraph."""
+class Paragraph(NamedTuple):
+    """A paragraph, or the heading of a part of a section."""
 
     text: str
-
-
-class Remark(NamedTuple):
-    """A small paragraph."""
-
-    text: str
-
-
-class Heading(NamedTuple):
-    """Begins a part of a section."""
-
-    text: str
+    form: str = "paragraph"
+    """`paragraph`, `remark` (a small one) or `heading`."""
 
 
 class Numbered(NamedTuple):
@@ -65,7 +58,7 @@ class Table(NamedTuple):
     head: Sequence[str] = ()
 
 
-Part = Sentence | Remark | Heading | Numbered | Table | Chart
+Part = Paragraph | Numbered | Table | Chart
 
 
 def html_page(run: Run) -> str:
@@ -74,7 +67,8 @@ def html_page(run: Run) -> str:
         "report.html",
         title=f"Training report: {shown(run.folder.resolve().name)}",
         folder=shown(str(run.folder), PATH_CHARS),
-        sections=[(title, [*parts(run)] or [Sentence(otherwise)]) for title, parts, otherwise in SECTIONS],
+        frame=FRAME,
+        sections=[(title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run)],
     )
 
 
@@ -119,13 +113,15 @@ class MainFigure(NamedTuple):
 
 
 def main_figures(run: Run) -> list[MainFigure]:
-    """The main figures in words."""
-    rows = []
-    for name, words, is_by_branch in MAIN_FIGURES:
-        if is_by_branch:
-            rows += [MainFigure(f"{name}, {shown(branch)}", words(run, branch), branch) for branch in run.branches]
-        elif value := words(run):
-            rows.append(MainFigure(name, value))
+    """The main figures in words, in the order in which both pages show them."""
+    rows = [*_of_training(run), *_of_machines(run)]
+    rows.append(MainFigure("Best quick evaluation", _best(run) if run.quick_evals else "no quick evaluation was made"))
+    rewards = [f"{number(values.get(names.REWARD))} at step {step}" for step, values in run.held_out.items()]
+    ends = [*rewards[:1], *rewards[1:][-1:]]
+    held_out = f"reward {' → '.join(ends)}" if ends else "no held-out evaluation was written"
+    rows.append(MainFigure("Held-out rows", held_out))
+    if run.account.services:
+        rows.append(MainFigure("Spent", _spent(run)))
     return rows + _listed_figures(run)
 
 
@@ -141,37 +137,68 @@ def _listed_figures(run: Run) -> list[MainFigure]:
     return rows
 
 
-def _steps_done(run: Run) -> str:
-    if not run.steps:
-        return "none was logged"
-    every = f" ({len(run.steps)} logged, every {figures.interval(run)})"
-    return f"{run.steps[-1]:,}{'' if len(run.steps) == run.steps[-1] else every}"
+def _of_training(run: Run) -> Iterator[MainFigure]:
+    """Steps, times, rewards, KL and failures."""
+    steps = "none was logged"
+    if run.steps:
+        every = f" ({len(run.steps)} logged, every {figures.interval(run)})"
+        steps = f"{run.steps[-1]:,}{'' if len(run.steps) == run.steps[-1] else every}"
+    yield MainFigure("Steps done", steps)
+    wall_time = NOT_KNOWN
+    if run.seconds is not None:
+        first, last = run.seconds
+        began = datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        pauses = f"; {run.starts} starts, with the time between them" if run.starts > 1 else ""
+        wall_time = f"{seconds(last - first)} from first to last event, from {began}{pauses}"
+    yield MainFigure("Wall time", wall_time)
+    step_time = "step times were not logged"
+    if times := run.of(names.STEP_SECONDS).values():
+        step_time = f"{seconds(mean(times))} (shortest {seconds(min(times))}, longest {seconds(max(times))})"
+    yield MainFigure("Mean step", step_time)
+    yield MainFigure("Reward", _changed(run, names.REWARD))
+    for branch in run.branches:
+        yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
+    for branch in run.branches:
+        yield MainFigure(f"KL in band, {shown(branch)}", _branch_kl(run, branch), branch)
+    if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
+        yield MainFigure(
+            "Failures", "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
+        )
+        return
+    counts = []
+    for source in (POLICY, SERVICES, OTHERS):
+        reasons, share = figures.failures_of(run, source)
+        if reasons:
+            part = "" if share is None else f", {percent(share)} of the completions"
+            counts.append(f"{count(sum(reasons.values()))} of {source}{part}, most often {shown(next(iter(reasons)))}")
+    yield MainFigure("Failures", "; ".join(counts) or "were not logged")
 
 
-def _wall_time(run: Run) -> str:
-    if run.seconds is None:
-        return NOT_KNOWN
-    first, last = run.seconds
-    began = datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    pauses = f"; {run.starts} starts, with the time between them" if run.starts > 1 else ""
-    return f"{seconds(last - first)} from first to last event, from {began}{pauses}"
-
-
-def _step_time(run: Run) -> str:
-    times = run.of(names.STEP_SECONDS).values()
-    if not times:
-        return "step times were not logged"
-    return f"{seconds(mean(times))} (shortest {seconds(min(times))}, longest {seconds(max(times))})"
-
-
-def _reward(run: Run) -> str:
-    return _changed(run, names.REWARD)
+def _of_machines(run: Run) -> Iterator[MainFigure]:
+    """What the accelerator did, and the memory."""
+    model = figures.rate(run, names.MFU_MODEL, names.time_of(names.Phase.FORWARD), names.time_of(names.Phase.BACKWARD))
+    step = figures.rate(run, names.MFU_STEP)
+    mfu = f"{NOT_KNOWN} (the chip's peak is not known, or it was not logged)"
+    if model is not None or step is not None:
+        mfu = f"{percent(model)} while the model computes, {percent(step)} of the whole step"
+    yield MainFigure("MFU", mfu)
+    share = figures.rate(run, names.COMPUTE_RATIO)
+    yield MainFigure("Accelerator at work", NOT_LOGGED if share is None else f"{percent(share)} of the step")
+    rates = [
+        f"{rate:,.3g} {unit}/s" if rate < 1000 else f"{rate:,.0f} {unit}/s"
+        for unit, tag in (("tokens", names.TOKENS_PER_SECOND), ("samples", names.SAMPLES_PER_SECOND))
+        if (rate := figures.rate(run, tag)) is not None
+    ]
+    yield MainFigure("Throughput", ", ".join(rates) or NOT_LOGGED)
+    kinds = (("GPU peak", names.GPU_PEAK), ("GPU reserved", names.GPU_RESERVED), ("host", names.HOST_MEMORY))
+    peaks = [f"{kind} {max(values):.1f} GiB" for kind, tag in kinds if (values := run.of(tag).values())]
+    yield MainFigure("Memory", ", ".join(peaks) or NOT_LOGGED)
 
 
 def _changed(run: Run, tag: str) -> str:
     change = figures.change(run.of(tag))
     if change is None:
-        return "was not logged"
+        return NOT_LOGGED
     if change.of == 1:
         return f"{number(change.first)} (one step)"
     ends = "step" if change.over == 1 else f"{change.over} steps"
@@ -182,7 +209,7 @@ def _branch_reward(run: Run, branch: str) -> str:
     change = figures.change(run.of(names.reward_of(branch)))
     reference = mean(run.of(names.reference_of(branch)).values())
     if change is None:
-        return "was not logged"
+        return NOT_LOGGED
     later = f" → {number(change.last)}" if change.of > 1 else ""
     return f"{number(change.first)}{later}{'' if reference is None else f'; reference {number(reference)}'}"
 
@@ -199,98 +226,71 @@ def _branch_kl(run: Run, branch: str) -> str:
     return f"{percent(share)} of the steps{where}{beta}"
 
 
-def _failure_total(run: Run) -> str:
-    if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
-        return "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
-    counts = []
-    for source in (POLICY, SERVICES, OTHERS):
-        reasons, share = figures.failures_of(run, source)
-        if reasons:
-            part = "" if share is None else f", {percent(share)} of the completions"
-            most = shown(next(iter(reasons)))
-            counts.append(f"{count(sum(reasons.values()))} of {source}{part}, most often {most}")
-    return "; ".join(counts) or "were not logged"
-
-
-def _mfu(run: Run) -> str:
-    model = figures.rate(run, names.MFU_MODEL, names.time_of(names.Phase.FORWARD), names.time_of(names.Phase.BACKWARD))
-    step = figures.rate(run, names.MFU_STEP)
-    if model is None and step is None:
-        return f"{NOT_KNOWN} (the chip's peak is not known, or it was not logged)"
-    return f"{percent(model)} while the model computes, {percent(step)} of the whole step"
-
-
-def _compute(run: Run) -> str:
-    share = figures.rate(run, names.COMPUTE_RATIO)
-    return "was not logged" if share is None else f"{percent(share)} of the step"
-
-
-def _throughput(run: Run) -> str:
-    words = [f"{rate:,.3g} {what}/s" if rate < 1000 else f"{rate:,.0f} {what}/s"
-             for what, tag in (("tokens", names.TOKENS_PER_SECOND), ("samples", names.SAMPLES_PER_SECOND))
-             if (rate := figures.rate(run, tag)) is not None]  # fmt: skip
-    return ", ".join(words) or "was not logged"
-
-
-def _memory(run: Run) -> str:
-    kinds = (("GPU peak", names.GPU_PEAK), ("GPU reserved", names.GPU_RESERVED), ("host", names.HOST_MEMORY))
-    words = [f"{what} {max(values):.1f} GiB" for what, tag in kinds if (values := run.of(tag).values())]
-    return ", ".join(words) or "was not logged"
-
-
 def _best(run: Run) -> str:
     best = figures.best_eval(figures.shown_evals(run))
     if best is None:
-        return "no quick evaluation was made" if not run.quick_evals else "none has a reward"
+        return "none has a reward"
     scores = ", ".join(f"{shown(branch)} {number(score)}" for branch, score in best.scores.items())
     return f"step {best.step}: reward {number(best.reward)}{f' ({scores})' if scores else ''}"
 
 
-def _held_out_reward(run: Run) -> str:
-    rewards = [f"{number(values.get(names.REWARD))} at step {step}" for step, values in run.held_out.items()]
-    if not rewards:
-        return "no held-out evaluation was written"
-    return f"reward {' → '.join([rewards[0], *rewards[1:][-1:]])}"
-
-
 def _spent(run: Run) -> str:
-    """`1,500 calls, 0.42 USD; max_calls 1,500 of 1,500`. Processes that were killed may have used less than they
-    held."""
-    if not run.account.services:
-        return ""
+    """`1,500 calls, 0.42 USD; max_calls 1,500 of 1,500`. Killed processes may have used less than they held."""
     total = run.account.total()
     usd = f", {total.usd:,.2f} USD" if total.usd else ""
     limits = [f"{name} {run.account.taken[name]:,.6g} of {most:,.6g}" for name, most in run.account.most.items()]
     return "; ".join([f"{total.calls:,.0f} calls{usd}", *limits])
 
 
-BY_BRANCH = True
-MAIN_FIGURES: tuple[tuple[str, Callable[..., str], bool], ...] = (
-    ("Steps done", _steps_done, not BY_BRANCH),
-    ("Wall time", _wall_time, not BY_BRANCH),
-    ("Mean step", _step_time, not BY_BRANCH),
-    ("Reward", _reward, not BY_BRANCH),
-    ("Reward", _branch_reward, BY_BRANCH),
-    ("KL in band", _branch_kl, BY_BRANCH),
-    ("Failures", _failure_total, not BY_BRANCH),
-    ("MFU", _mfu, not BY_BRANCH),
-    ("Accelerator at work", _compute, not BY_BRANCH),
-    ("Throughput", _throughput, not BY_BRANCH),
-    ("Memory", _memory, not BY_BRANCH),
-    ("Best quick evaluation", _best, not BY_BRANCH),
-    ("Held-out rows", _held_out_reward, not BY_BRANCH),
-    ("Spent", _spent, not BY_BRANCH),
-)
-"""Each row's name, its words, and whether there is one for each branch. A row without words is left out."""
-
-
 # The sections of the page
 
 
-def _main_part(run: Run) -> Iterator[Part]:
-    yield Table([(row.name, row.value) for row in main_figures(run)])
-    for note in _notes(run):
-        yield Remark(f"{note[0].upper()}{note[1:]}.")
+def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
+    """The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
+    notes = [Paragraph(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
+    yield "Main figures", [Table([(row.name, row.value) for row in main_figures(run)]), *notes], ""
+    sentences = advice(run)
+    nothing = [Paragraph(NOTHING_STANDS_OUT)] if run.steps else []
+    yield "What to look at", [Numbered(sentences)] if sentences else nothing, NO_FIGURES
+    yield "Reward by branch", _reward_part(run), "No reward was logged."
+    no_kl = "No KL was logged: the run had no KL coefficient, or stopped before its first step."
+    yield "KL by branch", _kl_part(run), no_kl
+    yield "Step time by phase", _step_time_part(run), "Step times were not logged."
+    yield "Rewards: what training waits for", _waits(run), "How long the rewards took was not logged."
+    yield "Failures by reason", _failures_part(run), "Failures were not logged."
+    yield "Quick evaluations", _quick_evals_part(run), "No quick evaluation was made."
+    times = [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]
+    stages = [
+        Table(times, head=("Stage", "p50", "p95", "Longest", "In the slowest completion")),
+        Paragraph(STAGES_REMARK, "remark"),
+    ]
+    yield "Stages of a reward", stages if times else [], "How long the stages took was not logged."
+    yield from _last_sections(run)
+
+
+def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
+    """What files other than TensorBoard's tell."""
+    kinds = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != names.REWARD, n))
+    rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
+    held_out = Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
+    yield "Held-out rows", [held_out] if rows else [], "No held-out evaluation was written."
+    sums = [
+        (shown(name), count(spent.calls), count(spent.prompt_tokens), count(spent.completion_tokens),
+         f"{spent.usd:,.4f}") for name, spent in sorted(run.account.services.items())
+    ]  # fmt: skip
+    spending = [
+        Table(sums, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD")),
+        Paragraph(f"All together: {_spent(run)}.", "remark"),
+    ]
+    no_spending = "Nothing was counted: no limit was set, and nothing has a price."
+    yield "Spending", spending if sums else [], no_spending
+    checkpoints = shown(f"Checkpoints: {', '.join(map(shown, run.checkpoints))}", PATH_CHARS) + "."
+    trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
+    folder = [
+        Paragraph(checkpoints if run.checkpoints else "No checkpoint is in the folder."),
+        Paragraph(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written."),
+    ]
+    yield "What else the folder holds", folder, ""
 
 
 def _notes(run: Run) -> list[str]:
@@ -299,44 +299,38 @@ def _notes(run: Run) -> list[str]:
     return [*([infinite] if run.infinite else []), *run.unread]
 
 
-def _advice_part(run: Run) -> Iterator[Part]:
-    if sentences := advice(run):
-        yield Numbered(sentences)
-    elif run.steps:
-        yield Sentence(NOTHING_STANDS_OUT)
-
-
 def _reward_part(run: Run) -> Iterator[Part]:
     named = [branch for branch in run.branches if run.of(names.reward_of(branch))]
     coloured = [*zip(named, itertools.cycle(COLOURS), strict=False)]
-    lines = [Line(branch, run.of(names.reward_of(branch)), colour) for branch, colour in coloured]
+    lines = [Line(branch, colour, run.of(names.reward_of(branch))) for branch, colour in coloured]
     if len(lines) != 1:
-        lines.append(Line("all branches", run.of(names.REWARD), INK))
+        lines.append(Line("all branches", INK, run.of(names.REWARD)))
     lines += [
-        Line(f"{branch}, reference", run.of(names.reference_of(branch)), colour, is_dashed=True)
+        Line(f"{branch}, reference", colour, run.of(names.reference_of(branch)), is_dashed=True)
         for branch, colour in coloured
     ]
     if not any(line.series for line in lines):
         return
     values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured]
-    description = "; ".join([f"Mean reward over the steps. All branches {_reward(run)}", *values])
+    description = "; ".join([f"Mean reward over the steps. All branches {_changed(run, names.REWARD)}", *values])
     yield line_chart(description, "mean reward", lines)
 
 
 def _kl_part(run: Run) -> Iterator[Part]:
     for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
         betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
-        yield Heading(shown(branch))
-        yield Remark(value)
+        yield Paragraph(shown(branch), "heading")
+        yield Paragraph(value, "remark")
         yield line_chart(
-            f"KL of {shown(branch)} over the steps, with its coefficient. {value}",
+            f"KL of {shown(branch)} over the steps. {value}",
             "KL, nats per token",
-            [Line("KL", run.of(names.kl_of(branch)), COLOURS[0])],
+            [Line("KL", COLOURS[0], run.of(names.kl_of(branch)))],
             from_zero=True,
             band=figures.band(run, branch),
-            right=Line("beta", betas, COLOURS[1]) if betas else None,
-            right_label="coefficient beta",
         )
+        if betas:
+            description = f"Coefficient of the KL of {shown(branch)} over the steps"
+            yield line_chart(description, "coefficient beta", [Line("beta", COLOURS[1], betas)], from_zero=True)
 
 
 def _step_time_part(run: Run) -> Iterator[Part]:
@@ -354,15 +348,14 @@ def _step_time_part(run: Run) -> Iterator[Part]:
         yield Table(rows, head=("Phase", "Mean per step", "Share"))
 
 
-def _reward_time_part(run: Run) -> Iterator[Part]:
+def _waits(run: Run) -> Iterator[Part]:
     exposed, hidden = run.of(names.REWARD_EXPOSED), run.of(names.REWARD_HIDDEN)
-    layers = {"exposed: training waits": exposed, "hidden behind other work": hidden}
-    if any(layers.values()):
+    if exposed or hidden:
         yield stacked_chart(
             "Makespan of the rewards over the steps, the part that training waits for and the part that is hidden",
             "rewards, seconds",
             sorted({*exposed, *hidden}),
-            layers,
+            {"exposed: training waits": exposed, "hidden behind other work": hidden},
             grey="hidden behind other work",
         )
 
@@ -372,7 +365,7 @@ def _failures_part(run: Run) -> Iterator[Part]:
     if not reasons:
         if share is not None:
             failed = f"{percent(share)} of the completions failed; no reason was counted."
-            yield Sentence(failed if share > 0 else "Every completion was scored: there were no failures.")
+            yield Paragraph(failed if share > 0 else "Every completion was scored: there were no failures.")
         return
     total = sum(reasons.values())
     steps = len(figures.bins(run.steps, MOST_BARS)[0]) * figures.interval(run)
@@ -389,16 +382,11 @@ def _failures_part(run: Run) -> Iterator[Part]:
     ]
     yield Table(rows[:MOST_ROWS], head=("Reason", "Of", "Times", "Share"))
     if len(rows) > MOST_ROWS:
-        yield Remark(f"and {len(rows) - MOST_ROWS} more reasons")
-
-
-def _front_of(evals: Sequence[QuickEval]) -> tuple[int, ...]:
-    """Places of the evaluations on the Pareto front of the branches' scores."""
-    return pareto_front([evaluation.scores for evaluation in evals])
+        yield Paragraph(f"and {len(rows) - MOST_ROWS} more reasons", "remark")
 
 
 def _front_steps(evals: Sequence[QuickEval]) -> str:
-    steps = [str(evals[place].step) for place in _front_of(evals)]
+    steps = [str(evals[place].step) for place in pareto_front([evaluation.scores for evaluation in evals])]
     more = " …" if len(steps) > MOST_LISTED else ""
     return f"{', '.join(steps[:MOST_LISTED])}{more}" if steps else "none has every score"
 
@@ -407,19 +395,20 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
     evals = figures.shown_evals(run)
     if not evals:
         return
-    yield Remark(
+    yield Paragraph(
         f"{plural(len(evals), 'evaluation')}, {shown(evals[-1].mode)}. On the front, which no other beats in every "
-        f"branch: step {_front_steps(evals)}."
+        f"branch: step {_front_steps(evals)}.",
+        "remark",
     )
     branches = sorted({branch for evaluation in evals for branch in evaluation.scores})
     lines = [
-        Line(branch, {e.step: score for e in evals if (score := e.scores.get(branch)) is not None}, colour)
+        Line(branch, colour, {e.step: score for e in evals if (score := e.scores.get(branch)) is not None})
         for branch, colour in zip(branches, itertools.cycle(COLOURS), strict=False)
     ]
     if any(line.series for line in lines):
         yield line_chart(f"Scores of the quick evaluations by branch. Best: {_best(run)}", "score", lines)
     own = sorted({name for evaluation in evals for name in evaluation.figures})
-    front, best = _front_of(evals), figures.best_eval(evals)
+    front, best = pareto_front([evaluation.scores for evaluation in evals]), figures.best_eval(evals)
     rows = [
         (
             str(evaluation.step),
@@ -434,57 +423,6 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
     ][-MOST_ROWS:]
     yield Table(rows, head=("Step", "Reward", *map(shown, branches), *map(shown, own), "On the front", "Best"))
     if len(evals) > len(rows):
-        yield Remark(f"{len(evals) - len(rows)} more are not in this table.")
+        yield Paragraph(f"{len(evals) - len(rows)} more are not in this table.", "remark")
     if others := len(run.quick_evals) - len(evals):
-        yield Remark(f"{plural(others, 'evaluation')} made in another way: not compared with these.")
-
-
-def _stages_part(run: Run) -> Iterator[Part]:
-    if rows := [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]:
-        yield Table(rows, head=("Stage", "p50", "p95", "Longest", "In the slowest completion"))
-        yield Remark(
-            "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole "
-            "run."
-        )
-
-
-def _held_out_part(run: Run) -> Iterator[Part]:
-    kinds = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != names.REWARD, n))
-    rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
-    if rows:
-        yield Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
-
-
-def _spending_part(run: Run) -> Iterator[Part]:
-    rows = [
-        (shown(name), count(sums.calls), count(sums.prompt_tokens), count(sums.completion_tokens), f"{sums.usd:,.4f}")
-        for name, sums in sorted(run.account.services.items())
-    ]
-    if rows:
-        yield Table(rows, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD"))
-        yield Remark(f"All together: {_spent(run)}.")
-
-
-def _folder_part(run: Run) -> Iterator[Part]:
-    checkpoints = ", ".join(map(shown, run.checkpoints))
-    words = shown(f"Checkpoints: {checkpoints}", PATH_CHARS) + "."
-    yield Sentence(words if checkpoints else "No checkpoint is in the folder.")
-    trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
-    yield Sentence(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written.")
-
-
-SECTIONS: tuple[tuple[str, Callable[[Run], Iterator[Part]], str], ...] = (
-    ("Main figures", _main_part, ""),
-    ("What to look at", _advice_part, NO_FIGURES),
-    ("Reward by branch", _reward_part, "No reward was logged."),
-    ("KL by branch", _kl_part, "No KL was logged: the run had no KL coefficient, or stopped before its first step."),
-    ("Step time by phase", _step_time_part, "Step times were not logged."),
-    ("Rewards: what training waits for", _reward_time_part, "How long the rewards took was not logged."),
-    ("Failures by reason", _failures_part, "Failures were not logged."),
-    ("Quick evaluations", _quick_evals_part, "No quick evaluation was made."),
-    ("Stages of a reward", _stages_part, "How long the stages took was not logged."),
-    ("Held-out rows", _held_out_part, "No held-out evaluation was written."),
-    ("Spending", _spending_part, "Nothing was counted: no limit was set, and nothing has a price."),
-    ("What else the folder holds", _folder_part, ""),
-)
-"""The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
+        yield Paragraph(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")

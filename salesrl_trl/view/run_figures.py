@@ -24,28 +24,22 @@ EDGE_SHARE = 0.1
 
 
 class PhaseTime(NamedTuple):
-    """A phase's part of the steps: `PhaseTime("generation", 1.2, 0.4)`."""
+    """A phase of `names.Phase`, its mean seconds per step, its share of the time of all steps."""
 
     name: str
-    """One of `names.Phase`."""
     seconds: float
-    """Mean per step."""
     share: float
-    """Share of the time of all steps."""
 
 
 class StageTime(NamedTuple):
-    """Seconds of a reward stage over a step's completions; `None` if not logged."""
+    """Seconds of a reward stage over a step's completions, `None` if not logged: median, 95th percentile and the
+    stage's time in the slowest reward of a step, each a mean over the steps; and the longest of the run."""
 
     name: str
     p50: float | None
-    """Median, mean over the steps."""
     p95: float | None
-    """95th percentile, mean over the steps."""
     most: float | None
-    """Longest of the run."""
     slowest: float | None
-    """In the slowest reward of a step, mean over the steps."""
 
 
 class Change(NamedTuple):
@@ -125,7 +119,8 @@ def failures(run: Run) -> dict[str, float]:
     """Failures of the whole run by reason, most frequent first. A figure counts the failures since the last figure."""
     tags = [tag for tag in run.series if tag.startswith(names.FAILURE_REASONS)]
     totals = {tag.removeprefix(names.FAILURE_REASONS): sum(run.of(tag).values()) for tag in tags}
-    return dict(sorted(((r, n) for r, n in totals.items() if n > 0), key=lambda item: (-item[1], item[0])))
+    counted = [(reason, times) for reason, times in totals.items() if times > 0]
+    return dict(sorted(counted, key=lambda item: (-item[1], item[0])))
 
 
 def failed_share(run: Run) -> float | None:
@@ -143,21 +138,13 @@ def source_of(reason: str) -> str:
 
 def failures_of(run: Run, source: str) -> tuple[dict[str, float], float | None]:
     """The failures of one source by reason, and their share of all completions; `None` if outcomes were not logged.
+    Services and others have the same outcomes, so their reasons divide the share."""
 
-    Services and others have the same outcomes, so their reasons divide the share.
-    """
-
-    def has_same_outcomes(other: str) -> bool:
-        return (other == POLICY) == (source == POLICY)
-
-    shares = [
-        share
-        for outcome in Outcome
-        if outcome is not Outcome.OK
-        and has_same_outcomes(POLICY if outcome is Outcome.INVALID_ACTION else SERVICES)
-        and (share := mean(run.of(names.outcome_of(outcome)).values())) is not None
-    ]
-    alike = {reason: times for reason, times in failures(run).items() if has_same_outcomes(source_of(reason))}
+    of_policy = source == POLICY
+    outcomes = (Outcome.INVALID_ACTION,) if of_policy else (Outcome.JUDGE_INVALID, Outcome.INFRA)
+    means = [mean(run.of(names.outcome_of(outcome)).values()) for outcome in outcomes]
+    shares = [share for share in means if share is not None]
+    alike = {reason: times for reason, times in failures(run).items() if (source_of(reason) == POLICY) == of_policy}
     own = {reason: times for reason, times in alike.items() if source_of(reason) == source}
     part = sum(own.values()) / sum(alike.values()) if alike else 1.0
     return own, part * sum(shares) if shares else None
@@ -188,9 +175,7 @@ def bins(steps: Sequence[int], most: int) -> list[tuple[int, ...]]:
 
 def rate(run: Run, tag: str, *times: str) -> float | None:
     """A rate over the run: the mean of the steps' rates, weighted by time, so that a long step has a large weight.
-
-    `times` are the tags of the seconds that the rate is about; without them it is about the whole step.
-    """
+    `times` are the tags of the seconds that the rate is about; without them it is about the whole step."""
     rates, seconds = run.of(tag), [run.of(time) for time in times or (names.STEP_SECONDS,)]
     weights = {step: sum(series.get(step, 0.0) for series in seconds) for step in rates}
     total = sum(weights.values())

@@ -26,20 +26,17 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickEval:
-    """One line of `quick_eval.jsonl`."""
+    """One line of `quick_eval.jsonl`: `reward` and `scores` (by branch) are means, `figures` the user's own."""
 
     step: int
     """Optimizer steps before the evaluation."""
     mode: str
     """The way of sampling: `"greedy"`."""
     reward: float | None
-    """Mean reward over all branches."""
     best: bool
     """Whether it is marked as the best."""
     scores: Figures
-    """Mean score by branch. `None` where no row was scored."""
     figures: Figures
-    """The user's own figures over all rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,13 +44,11 @@ class Run:
     """What a run's folder tells of the run."""
 
     folder: Path
-    """The run's `output_dir`."""
     series: Mapping[str, Mapping[int, float]]
     """By tag without `train/`, then by step, ascending: `{"reward": {1: 0.3, 2: 0.32}}`. Finite figures only."""
     steps: tuple[int, ...]
     """Steps with training figures, ascending. Empty for a run that stopped before its first step."""
     branches: tuple[str, ...]
-    """Their names."""
     seconds: tuple[float, float] | None
     """Wall times of the first and the last event, in seconds since 1970; `None` without an event."""
     starts: int
@@ -69,7 +64,6 @@ class Run:
     checkpoints: tuple[str, ...]
     """Names of their folders, `best` first."""
     has_trace: bool
-    """Whether the folder has a `trace.json`."""
     account: Account
     """What the run spent. A run without a budget spent nothing that was counted."""
 
@@ -88,10 +82,14 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
     files = [_read_events(path) for path in _event_files(folder, logging_dir)]
     series, infinite = _merged([file.scalars for file in files])
+    # Quick evaluations do not count as steps of training: one may come before the first
+    trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
+    unread = []
     quick_evals, bad_lines = _quick_evals(folder / names.QUICK_EVAL_FILE)
-    unread = [f"{bad_lines} line{'s' * (bad_lines > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out"] * (
-        bad_lines > 0
-    )
+    if bad_lines:
+        unread.append(
+            f"{bad_lines} line{'s' * (bad_lines > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out"
+        )
     held_out = _held_out(folder / names.HELD_OUT_FILE)
     if held_out is None:
         unread.append(f"{names.HELD_OUT_FILE} could not be read")
@@ -100,11 +98,14 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     except ConfigError:
         account = Account()
         unread.append(f"{names.SPENT_FILE} could not be read")
+    checkpoints = [path.name for path in folder.glob(f"{names.CHECKPOINT_FOLDERS}*") if path.is_dir()]
+    checkpoints.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
+    best = [names.BEST_FOLDER] if (folder / names.BEST_FOLDER).is_dir() else []
     times = [time for file in files for time in file.times]
     return Run(
         folder=folder,
         series=series,
-        steps=_steps(series),
+        steps=tuple(sorted({step for values in trained for step in values if step > 0})),
         branches=names.branches_in(series),
         seconds=(min(times), max(times)) if times else None,
         starts=sum(_start(file.scalars) is not None for file in files),
@@ -112,22 +113,10 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         quick_evals=quick_evals,
         held_out=held_out or {},
         unread=tuple(unread),
-        checkpoints=_checkpoints(folder),
+        checkpoints=(*best, *checkpoints),
         has_trace=(folder / names.TRACE_FILE).is_file(),
         account=account,
     )
-
-
-def _steps(series: Mapping[str, Mapping[int, float]]) -> tuple[int, ...]:
-    """Steps of training. Quick evaluations do not count: one may come before the first step."""
-    trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
-    return tuple(sorted({step for values in trained for step in values if step > 0}))
-
-
-def _checkpoints(folder: Path) -> tuple[str, ...]:
-    folders = [path.name for path in folder.glob(f"{names.CHECKPOINT_FOLDERS}*") if path.is_dir()]
-    folders.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
-    return (*([names.BEST_FOLDER] if (folder / names.BEST_FOLDER).is_dir() else []), *folders)
 
 
 # Event files
@@ -158,17 +147,17 @@ def _event_files(folder: Path, logging_dir: Path | None) -> list[Path]:
             f"{top} holds no TensorBoard file ({EVENT_FILES}). Expected the `output_dir` of a run with "
             "`report_to: tensorboard`; if its files were put elsewhere, name the place with --logging_dir."
         )
-    others = sorted({str(owner) for path in files if (owner := _owner(path.relative_to(top))) != Path()})
+    others = set()
+    for path in files:
+        # The run's own folder is what lies above `runs/`: `debug` for `debug/runs/Aug01_host/events...`
+        folders = path.relative_to(top).parent.parts
+        if RUNS in folders and (above := folders[: len(folders) - 1 - folders[::-1].index(RUNS)]):
+            others.add("/".join(above))
     if others and logging_dir is None:
-        raise ConfigError(f"{folder} holds the runs of other folders: {', '.join(others)}. Expected one run's folder.")
+        raise ConfigError(
+            f"{folder} holds the runs of other folders: {', '.join(sorted(others))}. Expected one run's folder."
+        )
     return files
-
-
-def _owner(path: Path) -> Path:
-    """The folder that a relative event file's `runs/` lies in: `debug` for `debug/runs/Aug01_host/events...`."""
-    folders = path.parent.parts
-    inner = len(folders) - 1 - folders[::-1].index(RUNS) if RUNS in folders else 0
-    return Path(*folders[:inner])
 
 
 def _read_events(path: Path) -> _EventFile:
@@ -230,55 +219,39 @@ def _merged(files: list[list[_Scalar]]) -> tuple[dict[str, dict[int, float]], in
 
 def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], int]:
     """The evaluations, and the number of lines that could not be read. Of one step and mode the later line counts."""
-    if not path.is_file():
-        return (), 0
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    read = [evaluation for line in lines if (evaluation := _quick_eval(_parsed(line)))]
-    latest = {(evaluation.step, evaluation.mode): evaluation for evaluation in read}
-    return tuple(latest[key] for key in sorted(latest)), len(lines) - len(read)
-
-
-def _quick_eval(record: object) -> QuickEval | None:
-    if not isinstance(record, dict) or (step := _finite(record.get("step"))) is None:
-        return None
-    branches, figures = (
-        value if isinstance(value, dict) else {} for value in map(record.get, ("branches", "figures"))
-    )
-    return QuickEval(
-        step=int(step),
-        mode=str(record.get("mode") or "evaluation"),
-        reward=_finite(record.get("reward")),
-        best=record.get("best") is True,
-        scores={name: _finite(values.get("score")) for name, values in branches.items() if isinstance(values, dict)},
-        figures={name: _finite(value) for name, value in figures.items()},
-    )
+    latest: dict[tuple[int, str], QuickEval] = {}
+    unread = 0
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in filter(str.strip, text.splitlines()):
+        try:
+            record = json.loads(line)
+            branches, figures = record.get("branches", {}), record.get("figures", {})
+            latest[record["step"], record["mode"]] = QuickEval(
+                step=record["step"],
+                mode=record["mode"],
+                reward=_finite(record["reward"]),
+                best=record.get("best") is True,
+                scores={name: _finite(values["score"]) for name, values in branches.items()},
+                figures={name: _finite(value) for name, value in figures.items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):  # a line that was cut off
+            unread += 1
+    return tuple(latest[key] for key in sorted(latest)), unread
 
 
 def _held_out(path: Path) -> dict[int, Figures] | None:
     """The evaluations by step; `None` if the file can't be read."""
     if not path.is_file():
         return {}
-    records = _parsed(path.read_text(encoding="utf-8", errors="replace"))
-    if not isinstance(records, list):
-        return None
-    by_step = {
-        int(step): {name: _finite(value) for name, value in record.items() if name != "step"}
-        for record in records
-        if isinstance(record, dict) and (step := _finite(record.get("step"))) is not None
-    }
-    return dict(sorted(by_step.items()))
-
-
-def _parsed(text: str) -> object:
-    """A JSON value; `None` for a text that was cut off."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        records = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        by_step = {int(record.pop("step")): record for record in records}
+        return {
+            step: {name: _finite(value) for name, value in record.items()} for step, record in sorted(by_step.items())
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):  # it was cut off
         return None
 
 
-def _finite(value: object) -> float | None:
-    """A finite number, or `None`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FIGURE:
-        return None
-    return float(value)
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not abs(value) <= LARGEST_FIGURE else float(value)

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from salesrl_trl.view import queries
-from salesrl_trl.view.completion import completion
 from salesrl_trl.view.page import page
 from salesrl_trl.view.record_index import Index
 
@@ -36,7 +35,7 @@ QUESTIONS: dict[str, Callable[[Index, queries.Params], Any]] = {
     "state": lambda index, _: queries.state(index),
     "list": queries.listing,
     "overview": queries.overview,
-    "completion": lambda index, params: completion(index, params.get("id", "")),
+    "completion": lambda index, params: queries.completion(index, params.get("id", "")),
     "row": queries.row_over_time,
     "compare": queries.comparison,
 }
@@ -92,7 +91,12 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # with it, a body waits 40 ms until its head is acknowledged
 
     def do_GET(self) -> None:
-        if not _is_loopback(self.headers.get_all("Host") or []):
+        hosts = self.headers.get_all("Host") or []
+        try:
+            is_loopback = len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in LOOPBACK
+        except ValueError:
+            is_loopback = False
+        if not is_loopback:
             return self._send(HTTPStatus.FORBIDDEN, {"error": "the Host of a request must be loopback"})
         address, _, query = self.path.partition("?")
         key, _, path = address.lstrip("/").partition("/")
@@ -112,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
         except Exception as error:  # whatever it is, the page says so
             answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
-        self._send(status, answer)
+        return self._send(status, answer)
 
     def _send(self, status: HTTPStatus, content: object) -> None:
         is_page = isinstance(content, str)
@@ -129,10 +133,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Say nothing: addresses have a key and words that somebody looked for."""
-
-
-def _is_loopback(hosts: list[str]) -> bool:
-    try:
-        return len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in LOOPBACK
-    except ValueError:
-        return False

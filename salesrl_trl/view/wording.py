@@ -1,7 +1,11 @@
-"""Numbers and names as the report writes them.
+"""Numbers and names as the report writes them, and HTML from the templates of this room.
 
-Owns rounding and units. HTML and text show the same words because both take them from here.
+Owns rounding, units and the templates' environment. HTML and text show the same words because both take them here.
 """
+
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 NOT_KNOWN = "n/a"
 NAME_CHARS = 40
@@ -54,3 +58,15 @@ def count(value: float) -> str:
 def plural(many: float, noun: str) -> str:
     """`1 step`, `120 steps`."""
     return f"{count(many)} {noun}{'' if many == 1 else 's'}"
+
+
+def render(template: str, **values: object) -> str:
+    """The text of a file of `templates`. Values are escaped, unless the file says that one is `safe`."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(loader=PackageLoader("salesrl_trl.view"), autoescape=True, undefined=StrictUndefined)
+    environment.filters["kind"] = lambda value: type(value).__name__
+    return environment

@@ -1,8 +1,7 @@
 """The trainer's parts, and how they get what they use of TRL's trainer.
 
-- `components`: builds the parts, and says which part gets which.
-- `hooks`: what the parts use of TRL's trainer, as values and bound callables.
-- `trl_access`: the trainer below the overrides, which makes `hooks`.
+- `components`: builds the parts, says which part gets which, and describes what they use of TRL's trainer (`Hooks`).
+- `trl_access`: the trainer below the overrides, which makes `Hooks`.
 - `policy`: the policy while TRL builds its trainer.
 - `overrides`: puts the overrides of a class out of force for objects that want none.
 

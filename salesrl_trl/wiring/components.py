@@ -1,7 +1,7 @@
-"""The components of a trainer, built and connected.
+"""The components of a trainer, built and connected, and what they use of TRL's trainer (`Hooks`).
 
-Owns the order in which they are built, and which one gets which. Owns no logic, and no trainer: TRL's part comes as
-values and bound callables (`Hooks`). The trainer, its only user, builds one of these:
+Owns the order in which they are built, and which one gets which. Owns no logic and no trainer. The trainer, its only
+user, builds one of these:
 
 1. `Components`, before TRL's trainer is built: what needs settings alone.
 2. `connect`, after it is built: what generates and scores by TRL's own methods.
@@ -10,14 +10,19 @@ values and bound callables (`Hooks`). The trainer, its only user, builds one of 
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
-from salesrl_trl.checkpoint.identity import Identity, identity_of_run
+from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import (
@@ -36,41 +41,86 @@ from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.evaluation.subject import Processes
-from salesrl_trl.generation.sampler import Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
+from salesrl_trl.generation.sampler import Ask, Generate, Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.kl.reference import Reference
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
-from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.rollout.scoring import RolloutScoring, ScoringSettings
+from salesrl_trl.rollout.pipeline import Pipeline, Rollout
+from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import ScalarLayout, Trackers
 from salesrl_trl.types import Example
-from salesrl_trl.update.callbacks import SkipAndStop
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl, RunControlSettings
 from salesrl_trl.update.spending import Spending
-from salesrl_trl.update.stopping import Stopping
+from salesrl_trl.update.step_snapshot import StepSnapshot
+from salesrl_trl.update.stopping import SkipAndStop, Stopping
 from salesrl_trl.update.weights import LEAST_SHARE, WeightChange, raise_adapters
-from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.wiring.policy import Policy
+from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
 
 
-class Components:
-    """The components of one trainer.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hooks:
+    """Values and bound callables of TRL's trainer, which `trl_access` makes. No component gets the trainer itself."""
 
-    Without `instruments`: phases, heartbeats, and a trace of the first 50 steps. `kl_law` moves the KL coefficients in
-    place of the law that `args` sets. `train_dataset`: rows in whatever form TRL takes them. `gets_adapter`: TRL will
-    put an adapter on the model.
-    """
+    model: torch.nn.Module
+    unwrapped: Callable[[], torch.nn.Module]
+    ref_model: torch.nn.Module | None
+    step: Callable[[], int]
+    last_step: Callable[[], int]
+    accelerator: Accelerator
+    is_deepspeed: bool
+    engine: SalesVLLMGeneration | GenerationConfig
+    """The engine, or the settings with which the policy itself generates."""
+    has_rollout_func: bool
+    tools: str | None
+    """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
+    tokenizer: PreTrainedTokenizerBase
+    pad_to_multiple_of: int | None
+    """TRL's setting: padded tensors have a multiple of this many columns."""
+    eos_token_ids: Sequence[int]
+    reward_weights: Sequence[float]
+    reward_answered: Sequence[bool]
+    group: Callable[[], int]
+    """Completions of a prompt at the moment: in training, or in an evaluation."""
+    reward_arguments: Callable[[], Mapping[str, object]]
+    """Returns what reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
+    has_entropy_bonus: bool
+    has_aux_loss: bool
+    num_generations_eval: int
+    generate: Generate
+    ask: Ask
+    """The same for a server, without waiting."""
+    logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+    """Log-probs of a batch's completions under the current policy, shape (B, T)."""
+    score: Callable[[Rollout], Output]
+    advantages: Callable[[], MutableSequence[float]]
+    set_aside: Callable[[], AbstractContextManager[None]]
+    """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
+    drop_gradients: Callable[[], None]
+    save: Callable[[Path], None]
+    log: Callable[[Mapping[str, float | None]], None]
+    """Adds an entry to the log, without the figures that TRL gathers for a step."""
+    callbacks: CallbackHandler
+    eval_dataset: object
+    position: Callable[[], tuple[int, bool]]
+    """Returns the micro-steps done, and whether a generation batch is there to go on with."""
+    capture: Callable[[], StepSnapshot]
+    restore: Callable[[StepSnapshot], None]
+
+
+class Components:
+    """The components of one trainer. Without `instruments`: phases, heartbeats, and a trace of the first 50 steps.
+    `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
     def __init__(
         self,
@@ -108,29 +158,25 @@ class Components:
         self.keeper = Keeper(
             args,
             self.kl,
-            self._identity,
+            lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.in_flight(*counts),
         )
 
-    def _identity(self, dataset: object) -> Identity:
-        """The identity of a run on this dataset."""
-        return identity_of_run(self._args, dataset, self.branches, self.policy.first_weights, self.policy.shape)
-
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
     ) -> list[TrainerCallback]:
-        """Build the components that use TRL's own methods. Returns the callbacks of a run, in their order. `sampler`
-        makes another generation engine than TRL's."""
+        """Build what uses TRL's own methods. Returns the callbacks of a run, in their order. `sampler` makes another
+        engine."""
         self._trl, args = trl, self._args
         check_rewards(args, trl.tools, trl.reward_answered)
         size = args.per_device_train_batch_size * args.steps_per_generation
         has_own_columns = trl.has_rollout_func or trl.tools is not None
         self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)
         self.stopping = Stopping(
-            self.run_control,
-            self.reward_loop,
-            trl.accelerator.device,
+            run_control=self.run_control,
+            reward_loop=self.reward_loop,
+            device=trl.accelerator.device,
             capture=trl.capture,
             restore=trl.restore,
             can_undo=not trl.is_deepspeed,
@@ -143,37 +189,34 @@ class Components:
                 leave_out_no_pictures(model)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
-        self.sampler = self._sampler(trl, sampler or load_sampler(args.sampler))
+        is_served = bool(args.use_vllm) and args.vllm_mode == "server"
+        self.sampler = self._sampler(trl, sampler or load_sampler(args.sampler), is_served)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
-        decoder = copy.deepcopy(trl.tokenizer) if self._is_served else trl.tokenizer
+        decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
         self.pipeline = Pipeline(
-            self.sampler,
-            self.reward_loop,
-            self.timeline,
+            sampler=self.sampler,
+            reward_loop=self.reward_loop,
+            timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
             window=args.window,
             lookahead=args.rollout_lookahead,
-            behaviour_logps=self._behaviour_logps,
+            behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
             record_span=self.instruments.record_generation,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=trl.tools is not None,
         )
         self.scoring = RolloutScoring(
-            self.pipeline,
-            self.reward_loop,
-            self.figures_of_rewards,
-            self.ledger,
-            self.instruments,
-            self.run_control,
-            settings_of(
-                ScoringSettings,
-                args,
-                branches=self.branches,
-                weights=trl.reward_weights,
-                answered=trl.reward_answered,
+            pipeline=self.pipeline,
+            reward_loop=self.reward_loop,
+            figures=self.figures_of_rewards,
+            ledger=self.ledger,
+            instruments=self.instruments,
+            run_control=self.run_control,
+            settings=settings_of(
+                ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
             ),
-            trl.accelerator.device,
+            device=trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
         )
@@ -185,42 +228,32 @@ class Components:
         if args.scored_groups_first and reason is not None:
             logger.info(f"off: scored groups first, because {reason}")
         self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
-        self._wrap_phases(trl)
+        trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
+        if args.use_vllm:
+            for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
+                setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
+        else:
+            self.policy.weight_check.skip("transformers generates with the trainer's own model")
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
         return self._callbacks(trl)
 
-    @property
-    def _is_served(self) -> bool:
-        return bool(self._args.use_vllm) and self._args.vllm_mode == "server"
-
-    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
+    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
+        args = self._args
         if build is None:
             reason = why_not_streamed(
-                use_vllm=self._args.use_vllm,
-                has_rollout_func=trl.has_rollout_func,
-                tools=trl.tools,
-                tokenizer=trl.tokenizer,
+                use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tools=trl.tools, tokenizer=trl.tokenizer
             )
-            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=self._is_served, reason=reason)
-        return build(
-            Upstream(
-                generate=trl.generate,
-                model=trl.unwrapped,
-                step=trl.step,
-                temperature=self._args.temperature,
-                max_completion_length=self._args.max_completion_length,
-                eos_token_ids=tuple(trl.eos_token_ids),
-            )
+            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=is_served, reason=reason)
+        upstream = Upstream(
+            generate=trl.generate,
+            model=trl.unwrapped,
+            step=trl.step,
+            temperature=args.temperature,
+            max_completion_length=args.max_completion_length,
+            eos_token_ids=tuple(trl.eos_token_ids),
         )
-
-    def _wrap_phases(self, trl: Hooks) -> None:
-        trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
-        if not self._args.use_vllm:
-            self.policy.weight_check.skip("transformers generates with the trainer's own model")
-            return
-        for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
-            setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
+        return build(upstream)
 
     def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
         args, names = self._args, self.reward.names
@@ -246,7 +279,6 @@ class Components:
         ]
 
     def _begin(self) -> None:
-        """Prepare for the first step of a run."""
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
@@ -256,26 +288,17 @@ class Components:
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.instruments.record_model(trl.unwrapped())
 
-    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+    def _padded(self, sampled: Sampled) -> dict[str, Any]:
         trl = self._trl
-        device = trl.accelerator.device
-        return trl.logps_of(sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, device))
+        return sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
-        """Sample a completion for each prompt. Raise `WeightSyncError` if the sampler has other weights than the ones
-        in training; a collective."""
-        trl = self._trl
+        """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
+        collective."""
         sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
-        batch = sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
-        with trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self.policy.weight_check.check(batch, trl.logps_of)
+        with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
+            self.policy.weight_check.check(self._padded(sampled), self._trl.logps_of)
         return sampled
-
-    @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """While active, answers are greedy, and figures of other evaluations stay as they are."""
-        with self._trl.set_aside(), self.sampler.greedily(), self.ledger.aside("eval"):
-            yield
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
         """Move the coefficients of the next step by this step's KL over all ranks; a collective."""
@@ -287,12 +310,10 @@ class Components:
         self.ledger.record_kl(mode, totals, betas, shares, kl.control)
 
     def evaluate_quickly(self) -> None:
-        """Make a quick evaluation if one is due."""
         if self.quick_eval is not None:
             self.quick_eval.evaluate_if_due(self._trl.step())
 
     def figures(self, mode: str) -> dict[str, float]:
-        """The figures of a log line. Starts over."""
         figures = self.ledger.flush(mode)
         if mode == "train":
             figures |= self.spending.figures(self._trl.step(), self._trl.last_step())
@@ -301,8 +322,8 @@ class Components:
 
     @contextlib.contextmanager
     def running(self, save: Callable[[], None]) -> Iterator[None]:
-        """Inside the block a run goes on. If it fails, the measurements of the failed step are kept, and `save` saves
-        a checkpoint. Raises the `SalesRLError` for which training stopped."""
+        """Inside the block a run goes on. If it fails, measurements are kept, and `save` saves a checkpoint. Raises
+        the reason of a stop."""
         self.instruments.start(self._trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:
@@ -326,9 +347,21 @@ class Components:
         if settings is None or not settings.steps:
             return None
         args, kl, ranks = self._args, self.kl, Processes()
+
+        @contextlib.contextmanager
+        def set_aside() -> Iterator[None]:
+            with trl.set_aside(), self.sampler.greedily(), self.ledger.aside("eval"):
+                yield
+
+        def score(rows: Sequence[Example]) -> ScoredBatch:
+            rollout, output = self.scoring.evaluate(list(rows), trl.step())
+            assert rollout.sampled is not None and rollout.result is not None
+            ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
+            return ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
+
         subject = GreedySubject(
-            set_aside=self._set_aside,
-            score=self._score_greedily,
+            set_aside=set_aside,
+            score=score,
             logps_of=trl.logps_of,
             decode=lambda ids: trl.tokenizer.batch_decode(ids, skip_special_tokens=True),
             branch_of=self.branches.of,
@@ -351,12 +384,6 @@ class Components:
             is_cut=lambda: self.run_control.is_spent,
         )
 
-    def _score_greedily(self, rows: Sequence[Example]) -> ScoredBatch:
-        rollout, output = self.scoring.evaluate(list(rows), self._trl.step())
-        assert rollout.sampled is not None and rollout.result is not None
-        ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
-        return ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
-
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""
         self.pipeline.forget()
@@ -371,7 +398,6 @@ class Components:
         self.reward_loop.resume()
 
     def close(self) -> None:
-        """Close the reward's connections and the instruments. Nothing can be scored after this."""
         self.pipeline.forget()
         self.reward_loop.close()
         self.instruments.close()

@@ -1,11 +1,16 @@
 """The policy while TRL builds its trainer: loaded by TRL or given, looked at, and handed to vLLM.
 
-Owns what has to be known of the policy before TRL puts an adapter on it, and the options that vLLM's engine gets.
+Owns what has to be known of the policy before TRL puts an adapter on it, the loading of its reference, and the options
+that vLLM's engine gets. `components` calls it.
 """
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import torch
+import trl.trainer.grpo_trainer as upstream_trainer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from salesrl_trl.checkpoint.identity import shape_of, weights_of
@@ -14,7 +19,7 @@ from salesrl_trl.config.engine import Start, compiled_engine, engine_options, en
 from salesrl_trl.config.rollouts import sampling_hints
 from salesrl_trl.generation import compiled
 from salesrl_trl.generation.vllm import has_tied_head, vllm_engine_options
-from salesrl_trl.kl.reference import Loaded, reference_wanted
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.update.weights import WeightCheck
 
 
@@ -22,6 +27,8 @@ class Policy:
     """The policy of one trainer. `has_kl`: the loss has a KL, so that a reference is needed. `gets_adapter`: TRL will
     put an adapter on the model."""
 
+    model: PreTrainedModel
+    """The policy. Not set before TRL has loaded it."""
     weight_check: WeightCheck
     """Compares vLLM's weights with those in training, once."""
     first_weights: str | None
@@ -37,18 +44,58 @@ class Policy:
     @contextlib.contextmanager
     def building(self, model: PreTrainedModel | str) -> Iterator[None]:
         """While active, a TRL trainer under construction gets our engine options and reference policy. `model`: the
-        policy, or its id, by which TRL loads it."""
-        args, policy = self._args, Loaded(model, self._look)
-        options = lambda: engine_options(args, policy.model)  # noqa: E731  the model may not be there yet
-        with vllm_engine_options(options), reference_wanted(args, self._has_kl, policy):
+        policy, or its id, by which TRL loads it.
+
+        TRL loads a reference, and takes its log-probs, if `beta` is not 0. In a single process TRL would spread models
+        over all visible GPUs (`device_map="auto"`). Here they go to one device.
+        """
+        args, load = self._args, upstream_trainer.create_model_from_path
+        is_loaded = not isinstance(model, str)
+        if not isinstance(model, str):
+            self._look(model)
+
+        def on_one_device(*positional: object, **kwargs: object) -> PreTrainedModel:
+            nonlocal is_loaded
+            loaded = load(*positional, **{"device_map": None, **kwargs})
+            if not is_loaded:  # the first one is the policy, the next one its reference
+                self._look(loaded)
+                is_loaded = True
+            return loaded
+
+        with (
+            vllm_engine_options(lambda: engine_options(args, self.model)),
+            patched(args, "beta", 1.0 if self._has_kl else 0.0),
+            patched(upstream_trainer, "create_model_from_path", on_one_device),
+        ):
             yield
         is_compiled = args.use_vllm and args.vllm_mode == "colocate" and engine_start(args) is Start.COMPILED
         if args.compiled is not None and is_compiled:
-            compiled.keep_engine(args.compiled, compiled_engine(args, policy.model.name_or_path))
+            compiled.keep_engine(args.compiled, compiled_engine(args, self.model.name_or_path))
 
     def _look(self, model: PreTrainedModel) -> None:
-        args = self._args
+        args, self.model = self._args, model
         self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args, has_tied_head(model)))
         has_base = self._has_kl or self._gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
         self.shape = shape_of(model.named_parameters())
+
+
+class Reference:
+    """Tells the reference policy from the one in training.
+
+    `model` is the policy, with its adapter if there is one. `ref_model` is TRL's copy. With an adapter there is no
+    copy: the policy without its adapter is the reference.
+    """
+
+    def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:
+        self._ref_model = ref_model
+        tuners = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+        self._tuner: Any = next(tuners, None)  # peft publishes no types
+        self.has_adapter = self._tuner is not None
+        """Whether an adapter is trained."""
+
+    def is_active(self, model: torch.nn.Module) -> bool:
+        """Whether `model` stands for the reference policy now."""
+        if self._tuner is None:
+            return model is self._ref_model
+        return bool(self._tuner.disable_adapters or "ref" in self._tuner.active_adapters)

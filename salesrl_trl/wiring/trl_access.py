@@ -1,6 +1,6 @@
 """What the components use of TRL's trainer, as values and bound callables.
 
-Owns their list for one trainer (`hooks` describes it). Overrides nothing: `trainer`, its only user, does.
+Makes the `Hooks` of one trainer (`components` describes them). Overrides nothing: `trainer`, its only user, does.
 """
 
 import contextlib
@@ -23,11 +23,10 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.pipeline import Rollout
-from salesrl_trl.rollout.scoring import Output
+from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.update.step_snapshot import StepSnapshot
-from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.hooks import Hooks
+from salesrl_trl.wiring.components import Components, Hooks
 
 
 class TRLAccess(GRPOTrainer):

@@ -5,7 +5,7 @@ import logging
 import pytest
 from support.loopback import action
 
-from salesrl_trl.build.checks.budget_left import check_budget_left
+from salesrl_trl.build.assembly import check_budget_left
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, RunStopped
 from salesrl_trl.names import HELD_OUT_FILE, SPENT_FILE

@@ -456,15 +456,6 @@ def test_where_an_update_depends_on_the_order_nothing_is_trained_on_first(traine
     assert_identical(ours, stock)
 
 
-def test_scored_groups_are_first_without_vllm_too(trained, tiny, gated):
-    """There is no push of weights to be checked before."""
-    gated.hold = gate = Gate(after=1, patience_s=2.0)
-
-    ours = trained(ScriptedOurs, tiny, begin=gate.see, **FOUR_GROUPS)
-    assert not gate.gave_up
-    assert [0, 1] in order_of(ours)[1][1:]
-
-
 def test_a_batch_that_could_still_be_skipped_is_not_begun(trained, tiny, gated):
     """Three quarters are scored, and nine tenths wanted: nothing is trained on before the rest is in."""
     gated.hold = gate = Gate(patience_s=0.3)

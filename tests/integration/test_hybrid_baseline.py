@@ -69,14 +69,7 @@ def stock(tiny, tmp_path):
     def reward(completions, **_):
         return [worth(json.loads(completion[0]["content"])["rewritten_query"]) for completion in completions]
 
-    trainer = build_upstream_trainer(
-        tiny,
-        reward,
-        TEXTS,
-        tmp_path / "stock",
-        default_rows(),
-        **ONE_UPDATE,
-    )
+    trainer = build_upstream_trainer(tiny, reward, TEXTS, tmp_path / "stock", default_rows(), **ONE_UPDATE)
     return advantages_of(trainer)
 
 

@@ -662,11 +662,7 @@ def entries(**more):
             {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         ),
         (True, {"branch_kl": entries(), "kl_log_ratio_clamp": 10.0}, {"loss_type": "cispo"}),
-        (
-            True,
-            {"branch_kl": entries()},
-            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-        ),
+        (True, {"branch_kl": entries()}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     ],
     ids=["grpo", "dapo, plain", "dr_grpo", "luspo, sequence, bands", "cispo, lora, clamp", "grpo, sequence, lora"],
 )

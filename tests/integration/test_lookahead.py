@@ -1,6 +1,5 @@
 """Rollouts ahead of the step that trains on them: how old they are, which prompts come when, and what is logged."""
 
-import itertools
 import json
 import re
 import threading
@@ -249,17 +248,6 @@ def test_prompts_come_in_the_order_they_have_without_lookahead_and_rollouts_are_
         assert [entry["epoch"] for entry in steps_of(trainer)] == [entry["epoch"] for entry in steps_of(runs[0])]
         ages = assert_ages_are_as_logged(trainer, lookahead)
         assert arrangement != "whole" or ages == [min(step, lookahead) for step in range(11)]
-
-
-def test_every_prompt_of_an_epoch_comes_once_by_epochs_too(trained):
-    runs = [trained(rollout_lookahead=ahead, max_steps=-1, num_train_epochs=3) for ahead in (0, 2)]
-    assert runs[1].state.global_step == runs[0].state.global_step == 12
-    told = [prompts_by_generation_batch(trainer, 1) for trainer in runs]
-    assert told[0] == told[1]
-    for epoch in range(3):
-        prompts = list(itertools.chain(*told[1][4 * epoch : 4 * epoch + 4]))
-        assert len(set(prompts)) == 8
-        assert len(prompts) == 16
 
 
 @pytest.mark.parametrize("lookahead", [0, 2, 4])

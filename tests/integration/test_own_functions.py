@@ -1,7 +1,6 @@
 """A trainer with reward functions of a user's own: against stock TRL, and where they fail."""
 
 import itertools
-import math
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -158,34 +157,17 @@ def test_one_missing_of_several_biases_no_advantage(tiny, tmp_path):
     assert all(5.0 <= line["reward"] < 6.0 for line in lines)
 
 
-def too_short(completions, **kwargs):
-    return [1.0]
-
-
 def raises(completions, **kwargs):
     raise RuntimeError("a customer's words")
 
 
-@per_completion(deadline_s=0.2)
-async def hangs(completion):
-    import asyncio
-
-    await asyncio.sleep(60)
-
-
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [
-        (raises, "raises_raised_RuntimeError"),
-        (too_short, "too_short_wrong_length"),
-        (lambda completions, **_: ["0.5"] * len(completions), "lambda_no_number"),
-        (lambda completions, **_: [math.nan] * len(completions), "lambda_not_finite"),
-        (hangs, "deadline"),
-        (lambda completions, **_: [None] * len(completions), "not_applicable"),
-    ],
-    ids=["raises", "too short", "a string", "nan", "hangs", "applies to none"],
+    [(raises, "raises_raised_RuntimeError"), (lambda completions, **_: [None] * len(completions), "not_applicable")],
+    ids=["raises", "applies to none"],
 )
 def test_a_function_that_fails_stops_the_run_with_its_reason_and_moves_nothing(tiny, tmp_path, function, reason):
+    """tests/seams has all other faults of a function."""
     with pytest.raises(TooFewRewardsError, match=reason):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, function, tmp_path)
 

@@ -5,7 +5,7 @@ import logging
 import math
 
 import pytest
-from support.loopback import ACTION, ANSWER, BAD, VERDICT, action, chat_completion
+from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 
 from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.reward.cache import AnswerStore
@@ -39,18 +39,6 @@ def test_what_services_and_judges_did_is_logged_with_each_step(scripted_trainer,
     assert 0 < first["time/judge_s"] <= first["time/reward_s"]
 
 
-def test_a_judge_that_likes_length_is_seen(scripted_trainer, services):
-    lengths = iter((10, 20, 30, 40))
-    services.functions["8b"] = lambda request: (
-        200, {**ANSWER, "answer": "x" * next(lengths)}
-    )  # fmt: skip
-    services.judge_by(lambda system, user: {**VERDICT, "candidate": user.count("x" * 10) / 10})
-    trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
-    trainer.train()
-    (logs,) = step_logs(trainer)
-    assert logs["judge/length_correlation"] == pytest.approx(1.0)
-
-
 def test_components_stand_beside_the_completions(scripted_trainer):
     trainer = scripted_trainer(texts=(ACTION, BAD), max_steps=1, log_completions=True)
     trainer.train()
@@ -69,14 +57,6 @@ def test_the_warm_up_stops_a_run_that_could_not_score(scripted_trainer, services
     services.set("judge", {}, status=500)
     with pytest.raises(ServiceUnavailable, match="did not pass their warm-up"):
         warm_up(trainer.components.reward_loop)
-
-
-def test_the_warm_up_goes_on_without_the_reference(scripted_trainer, services, caplog):
-    services.set("32b", {}, status=500)
-    trainer = scripted_trainer()
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        warm_up(trainer.components.reward_loop)
-    assert "[WarmUp] rag_32b: rag_32b_http_500" in caplog.text
 
 
 @pytest.mark.parametrize("endpoint", ["8b", "judge"])

@@ -3,13 +3,11 @@
 import itertools
 import logging
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
 from support.keyed import make_tiny_policy
-from support.ranks import of_one_machine, run_ranks
 from support.scripted import ScriptedTrainer, ScriptedUpstream, default_rows, settings, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
@@ -178,9 +176,3 @@ def test_noise_of_neftune_and_a_precision_that_is_not_taken_are_told_once(policy
     assert caplog.text.count("off: one pass for a group's prompt, because `neftune_noise_alpha` adds noise") == 1
     assert not ours.args.bf16
     assert caplog.text.count("precision: float32. The settings ask for bf16, and this run is on a CPU") == 1
-
-
-def test_layers_that_fsdp_shards_give_the_same(tmp_path):
-    program = Path(__file__).with_name("sharded_passes.py")
-    ranks = run_ranks(of_one_machine(), (program, tmp_path), tmp_path, 120, OMP_NUM_THREADS="1")
-    assert max(far for rank in ranks for far in rank) < TOLERANCE

@@ -1,7 +1,6 @@
 """Time, trace and quick evaluations of real runs in this process: that they add up, disturb nothing, and survive what
 ends a run."""
 
-import concurrent.futures
 import json
 import logging
 import signal
@@ -17,7 +16,7 @@ from support.forked import Program
 from support.loopback import VERDICT, action, chat_completion
 from support.runs import check_times, scalars, spans
 from support.seconds import check_seconds
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import (
@@ -109,46 +108,12 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
     assert all(each == keys[0] for each in keys)
 
 
-def test_tokens_are_counted_without_padding(scripted_trainer, services, instruments):
-    texts = (action(query="q"), action(query="a much longer query than the other one"))
-    trainer = scripted_trainer(texts, instruments=instruments(), max_steps=1)
-    trainer.train()
-    (logs,) = step_logs(trainer)
-    # four prompts, each of its own length, and their completions with an end token
-    tokenizer, rows = trainer.processing_class, trainer.train_dataset
-    completions = [len(tokenizer(text)["input_ids"]) + 1 for text in texts]
-    prompts = {len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
-                   ["input_ids"]) for row in rows}  # fmt: skip
-    assert len(prompts) == 1
-    wanted = 2 * sum(completions) + 4 * prompts.pop()
-    assert logs["perf/tokens_per_s"] * logs[STEP_SECONDS] == pytest.approx(wanted, rel=1e-6)
-
-
-def test_utilisation_is_known_where_the_peak_is_given(scripted_trainer, services, instruments):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e12), max_steps=2)
-    trainer.train()
-    for logs in step_logs(trainer):
-        assert 0 < logs[MFU_STEP] < logs[MFU_MODEL] < 1
-        passes = logs["perf/forward_s"] + logs["perf/backward_s"]
-        assert logs[MFU_MODEL] * passes == pytest.approx(logs[MFU_STEP] * logs[STEP_SECONDS], rel=1e-6)
-
-
 def test_more_than_the_chip_can_do_is_told_instead_of_shown(scripted_trainer, services, instruments, caplog):
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e3), max_steps=2)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
         trainer.train()
     assert [logs[MFU_MODEL] for logs in step_logs(trainer)] == [None, None]
     assert sum("more FLOPs than 'cpu' can do" in each.message for each in caplog.records) == 1
-
-
-def test_throughput_is_logged_as_often_as_is_set_and_over_all_steps_since(scripted_trainer, services, instruments):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(perf_steps=2), max_steps=4)
-    trainer.train()
-    logs = step_logs(trainer)
-    assert ["perf/samples_per_s" in each for each in logs] == [False, True, False, True]
-    assert all(STEP_SECONDS in each for each in logs)
-    both = logs[2][STEP_SECONDS] + logs[3][STEP_SECONDS]
-    assert logs[3]["perf/samples_per_s"] == pytest.approx(8 / both, rel=1e-6)
 
 
 def test_without_timing_nothing_is_measured_and_nothing_else_changes(
@@ -226,31 +191,6 @@ def check_what_is_left(output_dir, failed_phase, steps):
     assert len(scalars(output_dir)[f"train/{STEP_SECONDS}"]) == steps
 
 
-def test_a_reward_that_raises_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
-
-    def broken(**_):
-        raise RuntimeError("broken")
-
-    # the chain itself turns every error into a missing reward: this is one in what TRL calls
-    trainer.add_callback(AtStep(2, lambda: trainer.reward_funcs.__setitem__(0, broken)))
-    with pytest.raises(RuntimeError, match="broken"):
-        trainer.train()
-    check_what_is_left(tmp_path / "run", "reward_wait", steps=2)
-
-
-def test_a_step_that_is_cancelled_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
-
-    def cancelled(**_):
-        raise concurrent.futures.CancelledError
-
-    trainer.add_callback(AtStep(1, lambda: trainer.reward_funcs.__setitem__(0, cancelled)))
-    with pytest.raises(concurrent.futures.CancelledError):
-        trainer.train()
-    check_what_is_left(tmp_path / "run", "reward_wait", steps=1)
-
-
 def test_an_interrupt_from_the_keyboard_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
     trainer.add_callback(AtStep(3, lambda: setattr(trainer, "_compute_loss", lambda *_: raise_(KeyboardInterrupt()))))
@@ -274,50 +214,6 @@ def test_a_process_that_is_killed_leaves_trace_and_events(tiny, services, tmp_pa
     tracks = spans(tmp_path / "run")
     assert [each["name"] for each in tracks[0, "steps"]][:3] == ["step 1", "step 2", "step 3"]
     assert len(scalars(tmp_path / "run")[f"train/{STEP_SECONDS}"]) >= 3
-
-
-def test_a_second_training_measures_its_own_steps(scripted_trainer, services, instruments):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), max_steps=2)
-    trainer.train()
-    trainer.train()
-    assert [each[STEP_SECONDS] > 0 for each in step_logs(trainer)] == [True, True]  # the log starts over
-
-
-def test_a_training_after_one_that_failed_has_none_of_its_time(scripted_trainer, services, instruments, tmp_path):
-    services.set("judge", SLOW_VERDICT, delay_s=2.0)
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), max_steps=2)
-    stop = AtStep(1, lambda: setattr(trainer, "_compute_loss", lambda *_: raise_(KeyboardInterrupt())))
-    trainer.add_callback(stop)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.remove_callback(stop)
-    del trainer._compute_loss
-    services.set("judge", SLOW_VERDICT)
-    trainer.train()
-    for logs in step_logs(trainer):
-        assert logs[STEP_SECONDS] < 1.9
-        assert logs[REWARD_SECONDS] < 1.0
-        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[STEP_SECONDS], rel=1e-6)
-    assert (tmp_path / "run/trace-1.json").is_file()  # that of the one that failed
-
-
-def test_with_a_line_every_few_steps_figures_are_means_and_the_trace_has_its_steps(
-    scripted_trainer, services, instruments, tmp_path
-):
-    trainer = scripted_trainer(
-        DIFFERENT, instruments=instruments(trace_steps=range(2, 4)), max_steps=8, logging_steps=4
-    )
-    trainer.train()
-    trainer.finish()
-    assert len(step_logs(trainer)) == 2
-    for logs in step_logs(trainer):
-        total = sum(logs[time_of(phase)] for phase in Phase)
-        assert total == pytest.approx(logs[STEP_SECONDS], rel=1e-6)
-        assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[STEP_SECONDS], rel=1e-6)
-    tracks = spans(tmp_path / "run")
-    assert [each["name"] for each in tracks[0, "steps"]] == ["step 2", "step 3"]
-    assert [each["name"] for each in tracks[0, "phases"]].count("forward") == 2
-    assert [each["name"] for each in tracks[100_000, "reward 0"]].count("judge") == 2
 
 
 def test_a_step_that_hangs_in_its_rewards_shows_which_calls_were_out(
@@ -394,48 +290,3 @@ def test_a_quick_evaluation_is_greedy_and_measures_the_kl(scripted_trainer, serv
             assert branch["beta"] == 0.1
             assert 0 < branch["length"] <= 12
             assert 0 <= branch["truncated"] <= 1
-
-
-def test_a_policy_that_moved_has_a_kl_and_the_best_one_is_kept(scripted_trainer, services, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        trainer = scripted_trainer(quick_eval=QUICK, **UNSCRIPTED, max_steps=2, learning_rate=1e-2, warmup_steps=0)
-        trainer.train()
-    (record,) = [json.loads(line) for line in (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()]
-    assert record["best"]
-    assert all(branch["kl"] > 1e-4 for branch in record["branches"].values())
-    told = [each.message for each in caplog.records]
-    assert any(line.startswith("[QuickEval@2] mode=greedy fairness=") for line in told)
-    assert any(line.startswith("[Best@2] worst_branch") for line in told)
-    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "run/best").state_dict()
-    assert all(torch.equal(kept[name], value) for name, value in trainer.model.state_dict().items())
-    assert json.loads((tmp_path / "run/best/quick_eval.json").read_text())["step"] == 2
-    assert not list((tmp_path / "run").glob("best.*"))  # nothing half done
-
-
-def test_many_rows_are_answered_in_batches_of_the_evaluations_size(scripted_trainer, services, tmp_path):
-    quick = QuickEvalSettings(steps=1, rows=7)
-    trainer = scripted_trainer(quick_eval=quick, **UNSCRIPTED, max_steps=1, per_device_eval_batch_size=4)
-    sizes = []
-    generate = trainer._generate
-    trainer._generate = lambda prompts: sizes.append((len(prompts), trainer.model.training)) or generate(prompts)
-    trainer.train()
-    assert sizes == [(4, True), (4, False), (3, False)]
-    (record,) = [json.loads(line) for line in (tmp_path / "run/quick_eval.jsonl").read_text().splitlines()]
-    assert sum(branch["rows"] for branch in record["branches"].values()) == 7
-
-
-def test_a_run_that_ended_between_a_checkpoint_and_its_evaluation_makes_it_after_the_resume(
-    scripted_trainer, services, tmp_path
-):
-    arguments = {**UNSCRIPTED, "save_strategy": "steps", "save_steps": 2, "quick_eval": QUICK}
-    scripted_trainer(**arguments, max_steps=4).train()
-    record = tmp_path / "run/quick_eval.jsonl"
-    before = record.read_text().splitlines()
-    record.unlink()
-    again = scripted_trainer(**arguments, max_steps=6)
-    again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
-    after = record.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in after] == [2, 4, 6]
-    # of the very same policy: that of the checkpoint
-    seconds_aside = [{**json.loads(line), "seconds": 0, "best": 0} for line in (before[0], after[0])]
-    assert seconds_aside[0] == seconds_aside[1]

@@ -102,10 +102,7 @@ def lines_of(kind, config, policy, folder, functions, rows=ROWS, **given):
 
 @pytest.mark.parametrize(
     ("functions", "rows", "given"),
-    [
-        ([turns, last_words], ROWS, {"tools": [add]}),
-        ([counted, turns], None, {"environment_factory": Counter}),
-    ],
+    [([turns, last_words], ROWS, {"tools": [add]}), ([counted, turns], None, {"environment_factory": Counter})],
     ids=["tools", "an environment"],
 )
 def test_two_names_changed_the_run_is_stock_trls_to_the_bit(caller, tmp_path, monkeypatch, functions, rows, given):

@@ -1,7 +1,6 @@
 """The trainer against loopback services: what failures do to an update, and which metrics a step has."""
 
 import contextlib
-import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl.trainer.grpo_trainer as upstream_trainer
-from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
+from support.loopback import ACTION, BAD, VERDICT, action
 from support.scripted import Scripted
 from transformers import TrainerCallback
 
-from salesrl_trl.build.rollouts_only import RolloutTrainer
-from salesrl_trl.checkpoint.identity import identity_of_run, write_identity
-from salesrl_trl.checkpoint.whole import seal
+from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.trainer import RolloutTrainer
 from salesrl_trl.update.weights import WeightCheck
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
@@ -76,24 +74,6 @@ def test_the_reference_is_not_spread_over_the_gpus_in_sight(scripted_trainer, mo
     )
     scripted_trainer()
     assert [given["device_map"] for given in seen] == [None]
-
-
-def test_equal_completions_are_asked_about_once(scripted_trainer, services):
-    trainer = scripted_trainer(texts=(ACTION,), max_steps=3)
-    trainer.train()
-    # three updates of four equal completions for rows that differ in their branch alone: the same conversation for
-    # both endpoints, one judgement by each rubric
-    assert services.calls == {"8b": 1, "32b": 1, "judge": 2}
-    assert sum(logs["cache/answers_saved"] for logs in step_logs(trainer)) == 3 * 4 * 2 - 1 - 2
-
-
-def test_every_step_has_the_same_keys_when_a_branch_is_empty(scripted_trainer):
-    trainer = scripted_trainer(per_device_train_batch_size=2)  # one prompt a step, so one branch
-    trainer.train()
-    keys = [set(logs) for logs in step_logs(trainer)]
-    assert all(key == keys[0] for key in keys)
-    empty = [logs["reward/fairness"] is None or logs["reward/hallucination"] is None for logs in step_logs(trainer)]
-    assert all(empty)
 
 
 def test_a_batch_that_could_not_be_scored_moves_nothing(scripted_trainer, services):
@@ -201,74 +181,6 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_checkpoint_of_another_run_is_refused_by_the_trainer_too(scripted_trainer, tmp_path, kind):
-    trainer = scripted_trainer(texts=DIFFERENT, max_steps=1)
-    components = trainer.components
-    other = identity_of_run(trainer.args, trainer.train_dataset, components.branches, None, components.policy.shape)
-    other["decides"]["seed"] = 7
-    write_identity(tmp_path, other, inside_a_batch=False)
-    seal(tmp_path, processes=1, has_optimizer=True)
-    with pytest.raises(ConfigError, match="is of another run: seed was 7, is"):
-        trainer.train(resume_from_checkpoint=kind(tmp_path))
-
-
-def test_an_evaluation_leaves_the_failures_of_steps_that_are_not_logged_yet(scripted_trainer):
-    trainer = scripted_trainer(
-        max_steps=2, logging_steps=2, eval_strategy="steps", eval_steps=1, num_generations_eval=2,
-        per_device_eval_batch_size=4,
-    )  # fmt: skip
-    trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "failures/reason/not_json" in entry]
-    assert [(entry["step"], entry["failures/reason/not_json"]) for entry in entries] == [(2, 4)]  # two of four, twice
-
-
-def test_after_too_many_skipped_batches_the_run_saves_and_stops_with_the_reason(scripted_trainer, services):
-    trainer = scripted_trainer(max_steps=10, max_skipped_generations=2, min_valid_reward_fraction=0.9)
-    _break(services)
-    for _ in range(2):  # a second run counts anew
-        with pytest.raises(TooFewRewardsError, match=r"^2 generation batches in a row had fewer than 90%") as raised:
-            trainer.train()
-        assert "Failures in the last one: rag_8b_http_500 2. " in str(
-            raised.value
-        )  # and no `not_json`, which is scored
-        assert trainer.state.global_step == 2
-    assert (Path(trainer.args.output_dir) / "checkpoint-2" / "model.safetensors").is_file()
-
-
-def test_a_scored_batch_in_between_starts_the_count_again(scripted_trainer, services):
-    trainer = scripted_trainer(max_steps=4, max_skipped_generations=2, texts=DIFFERENT)
-    judged = chat_completion(json.dumps(VERDICT))
-    # four calls a step: skipped, scored, skipped, scored
-    services.answers["judge"] = [(200 if step % 2 else 500, judged, {}, 0) for step in range(4) for _ in range(4)]
-    trainer.train()
-    assert [logs["failures/skipped_update"] for logs in trainer.state.log_history if "outcome/ok" in logs] == [
-        1,
-        0,
-        1,
-        0,
-    ]
-
-
-def test_a_completion_that_could_not_be_scored_is_out_of_its_groups_baseline(scripted_trainer, services):
-    trainer = scripted_trainer(
-        texts=DIFFERENT, max_steps=1, num_generations=4, min_valid_reward_fraction=0.25, scale_rewards="none"
-    )
-    verdicts = [chat_completion(json.dumps({**VERDICT, "candidate": score})) for score in (0.2, 0.6)]
-    services.answers["judge"] = [
-        (200, verdicts[0], {}, 0),
-        (500, {}, {}, 0),
-        (200, verdicts[1], {}, 0),
-        (500, {}, {}, 0),
-    ]
-    trainer.train()
-    (logs,) = step_logs(trainer)
-    assert logs["reward"] == pytest.approx(0.4)  # (0.2 + 0.6) / 2: the two failed calls are no zeros
-    assert logs["outcome/infra"] == 0.5
-    # over four completions: +-0.2 for the scored ones, 0 for the others
-    assert sorted(trainer._logs["advantages"]) == pytest.approx([-0.2, 0.0, 0.0, 0.2], abs=1e-6)
-
-
 def test_what_a_customer_said_does_not_reach_the_log_by_way_of_trls_warning(scripted_trainer, services, caplog):
     upstream = logging.getLogger("trl.trainer.grpo_trainer")
     trainer = scripted_trainer(texts=(ACTION,), max_steps=1)
@@ -284,15 +196,6 @@ def test_what_a_customer_said_does_not_reach_the_log_by_way_of_trls_warning(scri
         finally:
             upstream.filters[:] = ours
     assert "What does Python cost?" in caplog.text  # TRL's own behaviour; if it goes, so can our filter
-
-
-def test_evaluation_scores_the_held_out_rows_by_branch(scripted_trainer):
-    trainer = scripted_trainer(per_device_eval_batch_size=4, num_generations_eval=1, max_steps=1)
-    metrics = trainer.evaluate()
-    assert metrics is not None
-    logs = next(entry for entry in trainer.state.log_history if "eval_reward" in entry)
-    assert logs["eval_reward/fairness"] is not None
-    assert logs["eval_failures/skipped_update"] == 0
 
 
 @pytest.mark.parametrize(

@@ -282,30 +282,6 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
             assert one["ts"] + one["dur"] <= other["ts"]
 
 
-def test_a_run_after_one_that_failed_leaves_the_first_ones_rollouts_aside(build):
-    trainer = build(rollout_lookahead=2, max_steps=5)
-    compute_loss, begun, pushes = trainer.compute_loss, [], []
-    stock, sync = trainer.components.sampler._ask, trainer.vllm_generation.sync_weights
-    trainer.vllm_generation.sync_weights = lambda: (pushes.append(len(begun)), sync())
-
-    def fails(*arguments, **given):
-        raise InterruptedError
-
-    trainer.components.sampler._ask = lambda *arguments: begun.append(stock(*arguments)) or begun[-1]
-    trainer.compute_loss = fails
-    with pytest.raises(InterruptedError):
-        trainer.train()
-    trainer.compute_loss = compute_loss
-    assert len(begun) == 3
-    assert [requests._given_up for requests in begun] == [False, True, True]
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), trainer.components.reward_loop._loop).result()
-    assert not trainer.components.reward_loop._open
-    trainer.train()
-    check_steps(trainer.state.log_history, 2)
-    assert len(begun) == 3 + 5
-    assert pushes[:2] == [0, 3]  # both runs begin at step 0, and the second one with a push of its own
-
-
 def test_an_evaluation_between_two_rollouts_of_a_server_is_of_the_weights_in_training(build):
     trainer = build(rollout_lookahead=1, max_steps=3, eval_strategy="steps", eval_steps=1)
     pushes, sync = [], trainer.vllm_generation.sync_weights
@@ -387,18 +363,6 @@ def test_a_seed_gives_the_same_completions_one_by_one_as_all_at_once(build):
     assert [told[place] for place in range(BATCH)] == at_once[1]
     assert generation.generate(prompts=prompts, images=None, num_generations=GROUP)[1] == at_once[1]
     assert len(told) == BATCH  # nothing is told of once it is no longer asked for
-
-
-def test_a_request_that_fails_ends_the_generation_with_its_error(build, monkeypatch):
-    trainer = build(generation_kwargs={"presence_penalty": 9.0})
-    prompts = [trainer._tokenizer("hello")["input_ids"]] * GROUP
-    told = []
-    with (
-        trainer.vllm_generation.streamed(lambda place, _: told.append(place), GROUP),
-        pytest.raises(Exception, match="presence_penalty"),
-    ):
-        trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=GROUP)
-    assert not told
 
 
 if __name__ == "__main__":

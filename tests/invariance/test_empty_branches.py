@@ -4,9 +4,9 @@ import pytest
 from support.keyed import UNSCORABLE, betas_of
 from support.loopback import action
 
-from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.names import SKIPPED_UPDATE, beta_of, kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
+from salesrl_trl.update.ledger import kl_names
 
 # A band that only a policy equal to the reference is below, and a law of factors alone: each step with rows is a
 # window of its own, lowers a coefficient while the KL is 0, which it is at the first step, and raises it ever after.

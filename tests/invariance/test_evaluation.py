@@ -3,9 +3,9 @@
 import pytest
 from support.keyed import check_same_course
 
-from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.names import beta_of, kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
+from salesrl_trl.update.ledger import kl_names
 
 STEPS = 8
 BRANCH_KL = {branch: {"beta": 0.1, "low": 0.001, "high": 0.002} for branch in DEFAULT_BRANCHES}

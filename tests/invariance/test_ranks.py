@@ -12,8 +12,8 @@ from accelerate.utils.other import get_free_port
 from support.keyed import check_same_course, check_there_was_control
 from support.ranks import ROOT, run_ranks
 
-from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.types import DEFAULT_BRANCHES
+from salesrl_trl.update.ledger import kl_names
 
 COMMON = {"hybrid_reference_weight": 0.3, "max_steps": 20}
 ONE_RANK = {**COMMON, "per_device_train_batch_size": 12}

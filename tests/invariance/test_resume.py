@@ -1,20 +1,17 @@
 """A run that stops and goes on from its checkpoint, and the same run without a stop."""
 
-import json
-import shutil
 from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig
-from support.keyed import BRANCH_KL, StopAt, betas_of, build_keyed, course_of
+from support.keyed import StopAt, betas_of, build_keyed, course_of
 from transformers import TrainerCallback
 
-from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.errors import ConfigError, RunStopped
-from salesrl_trl.kl.kl_figures import kl_names
-from salesrl_trl.names import KL_STATE_FILE, beta_of, kl_of
+from salesrl_trl.names import kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
+from salesrl_trl.update.ledger import kl_names
 
 COOLDOWN = 1
 SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_law_settings": {"cooldown_steps": COOLDOWN}}
@@ -189,61 +186,8 @@ def test_a_run_that_has_finished_does_nothing_more(train, whole, tmp_path):
     assert again == []
 
 
-def test_epochs_differ_in_their_order(short_epochs):
-    whole, _ = short_epochs
-    tokens = [[entry[f"kl/{branch}_tokens"] for branch in DEFAULT_BRANCHES] for entry in whole["steps"]]
-    assert len({str(tokens[start : start + 5]) for start in (0, 5)}) == 2
-
-
 def test_a_checkpoint_of_other_rows_is_refused_and_of_other_settings_is_not(train, stopped, caplog):
     with pytest.raises(ConfigError, match=r"training rows was 60 \(.*\), is 10 \("):
         train(resume_from=stopped, **SHORT_EPOCHS)
     train(resume_from=stopped, **{**SETTINGS, "max_steps": STOP + 1})
     assert "with other settings: max_steps was 12, is 10" in caplog.text
-
-
-def test_a_checkpoint_without_the_coefficients_starts_with_those_configured_and_says_so(
-    train, whole, stopped, tmp_path, caplog
-):
-    checkpoint = _copy(stopped, tmp_path)
-    (checkpoint / KL_STATE_FILE).unlink()  # as in one of a run without a KL
-    seal(checkpoint, processes=1, has_optimizer=True)
-    resumed = train(resume_from=checkpoint, **SETTINGS)
-    assert f"{checkpoint} holds no {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text
-    for branch in DEFAULT_BRANCHES:
-        assert resumed["steps"][0][beta_of(branch)] == BRANCH_KL[branch]["beta"]
-        assert whole["steps"][STOP][beta_of(branch)] != BRANCH_KL[branch]["beta"]  # the checkpoint's was another
-        assert resumed["after"][str(STOP + 1)][branch]["measured_steps"] <= 1  # nothing else of it is left either
-
-
-def test_a_coefficient_outside_bounds_that_were_narrowed_goes_on_at_the_nearer_one(train, stopped):
-    saved = {branch: state["beta"] for branch, state in json.loads((stopped / KL_STATE_FILE).read_text()).items()}
-    # one bound above the one coefficient, one below the other
-    bounds = {
-        "fairness": {"beta_min": 1.1 * saved["fairness"]},
-        "hallucination": {"beta_max": 0.9 * saved["hallucination"]},
-    }
-    narrowed = {
-        "fairness": {**BRANCH_KL["fairness"], **bounds["fairness"], "beta": 1.2 * saved["fairness"]},
-        "hallucination": {
-            **BRANCH_KL["hallucination"],
-            **bounds["hallucination"],
-            "beta": 0.8 * saved["hallucination"],
-        },
-    }
-    resumed = train(resume_from=stopped, **{**SETTINGS, "branch_kl": narrowed, "max_steps": STOP + 1})
-    assert resumed["steps"][0][beta_of("fairness")] == bounds["fairness"]["beta_min"]
-    assert resumed["steps"][0][beta_of("hallucination")] == bounds["hallucination"]["beta_max"]
-
-
-def test_without_control_a_resumed_run_keeps_the_configured_coefficients(train, whole, stopped):
-    resumed = train(resume_from=stopped, **SETTINGS, kl_law="fixed")
-    for branch in DEFAULT_BRANCHES:
-        assert betas_of(resumed, branch) == [BRANCH_KL[branch]["beta"]] * (12 - STOP)
-        assert whole["steps"][STOP][beta_of(branch)] != BRANCH_KL[branch]["beta"]
-        # what only watches goes on
-        assert resumed["after"]["12"][branch]["measured_steps"] > whole["after"][str(STOP)][branch]["measured_steps"]
-
-
-def _copy(checkpoint, folder):
-    return shutil.copytree(checkpoint, folder / checkpoint.name)

@@ -14,10 +14,10 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.names import beta_of, kl_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Message, SalesRow
+from salesrl_trl.update.ledger import kl_names
 from support.loopback import VERDICT, action, build_reward
 from support.pushing import generation_of
 from support.scripted import settings

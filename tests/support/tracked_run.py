@@ -55,9 +55,9 @@ def set_offline(out):
 def train(policy, out, trackers):
     from pytest_httpserver import HTTPServer
 
+    from salesrl_trl.build.building import RunSettings, settings_beside_the_trainers
     from salesrl_trl.build.recipes import FULL
     from salesrl_trl.build.settings import parse
-    from salesrl_trl.build.trackers import RunSettings, settings_beside_the_trainers
     from support.loopback import BAD, Services, action
     from support.scripted import build_trainer, default_rows, loopback_reward
 

@@ -152,7 +152,7 @@ def test_what_the_package_imports_is_a_direct_dependency(direct: Ranges, extras:
                 imported.add(node.module.split(".")[0])
     not_foreign = sys.stdlib_module_names | {"salesrl_trl", "_typeshed"}  # type checkers bring _typeshed
     foreign = {
-        {"yaml": "pyyaml", "PIL": "pillow", "mlflow": "mlflow-skinny"}.get(name, name)
+        {"yaml": "pyyaml", "PIL": "pillow", "mlflow": "mlflow-skinny"}.get(name, canonicalize_name(name))
         for name in imported - not_foreign
     }
     extra = ("gpu", "plots", "stochastic-rounding", "trackers")

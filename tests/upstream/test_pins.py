@@ -105,7 +105,7 @@ PINS = {
     # (the second: transformers before 5.17, which does not tell the batch sampler its epoch; OrderByEpoch has its own;
     # the third: 5.23, which holds back the reduction of gradients of a policy that was sharded while it was loaded)
     (Trainer, "_run_epoch"): ("de4852a9dfd7", "1831da9fe3f8", "28066199eba1"),
-    # Pipeline.next_update and epoch_begins: the next epoch's iterator is made while this one's is in use, and an
+    # Pipeline.next_update: the next epoch's iterator is made while this one's is in use, and an
     # epoch's order and draws are taken when its first batch is asked for
     (DataLoaderShard, "__iter__"): "f6a0dc946182",
     # SalesVLLMGeneration.streamed: one `LLM.generate` for all of a batch's prompts, in their order, under tensor
@@ -203,7 +203,7 @@ def test_trl_loads_a_policy_by_a_name_that_can_be_replaced_in_its_module():
 
 
 def test_the_store_by_which_processes_found_each_other_can_be_asked_for(tmp_path):
-    """`stop_notice.watched`."""
+    """`stopping.watched`."""
     store = PrefixStore("default_pg", FileStore(str(tmp_path / "store"), 1))
     assert inspect.signature(distributed_c10d._get_default_store).parameters == {}
     clone = store.clone()

@@ -1,12 +1,11 @@
 """Checks before a model's weights are loaded: one module for each subject, called by a run and by a preflight.
 
 - `outcome`: the form of what a check finds.
-- `environment`: versions, GPUs, disk, memory, ports, compilers.
-- `folders`, `budget`: the output folder with its lock, and what is left to spend.
+- `environment`: versions, GPUs, disk, memory, locks; `folders`: the output folder with its lock.
 - `dataset`: rows, the prompt's template, the room for prompt and completion.
-- `model`: the policy's configuration, weights, tokenizer and attention.
+- `model`: the policy's configuration, tokenizer and attention.
 - `reward`: rubrics, weights, keys and stand-ins; `addresses` asks what answers at its services' addresses.
 
 A check raises a `SalesRLError`, or adds to `Findings`, which says what was got, what was expected and what to do.
-Refuses to decide the order: `preflight.runner` does. A setting by itself is checked in `config`, a row in `data`.
+`preflight.runner` decides the order. A setting by itself is checked in `config`, a row in `data`.
 """

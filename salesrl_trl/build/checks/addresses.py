@@ -1,7 +1,6 @@
-"""Checks of configured addresses: does the expected service answer there, and does it know the model?
+"""Checks of configured addresses, by requests that cost a service nothing: does the expected service answer there?
 
-Owns the requests that cost a service nothing (`/healthz`, `/models`). `checks.reward` asks them before every run,
-`preflight.services` before its load, and `build.plan` asks a vLLM server.
+`checks.reward` asks RAG services and judges before every run, `build.plan` asks a vLLM server.
 """
 
 import asyncio
@@ -24,9 +23,6 @@ SERVER_POLL_S = 1.0
 """Seconds between two requests to a vLLM server that is still starting."""
 SHOWN_MODELS = 8
 """Names of models that a message shows."""
-_HAS_EMBEDDED = ("rag_base_url", "judge_base_url")
-"""Settings whose service has an embedded stand-in."""
-
 MEANINGLESS = "THE SCORES MEAN NOTHING"
 """Part of each line about stand-ins that score what they do not know."""
 STAND_IN_OWNER = "salesrl_trl"
@@ -36,8 +32,8 @@ STAND_IN_OWNER = "salesrl_trl"
 def check_rag(base_url: str, key: str | None) -> list[str]:
     """Check that a service answers at the RAG service's address. Its `/healthz` may be missing.
 
-    Returns lines for the run's banner, about what could not be checked. Raises `ServiceError` if nothing answers or
-    the key is refused, `ConfigError` if the service answers at another path.
+    Returns lines for the banner, about what could not be checked. Raises `ServiceError` if nothing answers or the key
+    is refused, `ConfigError` if the service answers at another path.
     """
     if _probe(base_url, "/healthz", key, "RAG service", "rag_base_url") is not None:
         return []
@@ -61,29 +57,32 @@ def check_models(
     body = _probe(base_url, "/models", key, service, setting)
     known = _model_names(body)
     if known is None:
-        other = _other_address(base_url, key, service)
-        if other is not None:
-            raise ConfigError(
-                f"`{setting}` is {base_url}, where there is no list of models, but there is one at {other}. Expected "
-                f"the address before `/models`. Set `{setting}: {other}`."
-            )
+        base = base_url.rstrip("/")
+        # with a missing `/v1` added, or with surplus parts removed
+        for other in (f"{base}/v1", re.sub(r"(/v1)+(/chat/completions|/models|/v1)$", "/v1", base)):
+            answer = None if other == base else _ask(other, "/models", key, service)
+            if isinstance(answer, bytes) and _model_names(answer) is not None:
+                raise ConfigError(
+                    f"`{setting}` is {base_url}, where there is no list of models, but there is one at {other}. "
+                    f"Expected the address before `/models`. Set `{setting}: {other}`."
+                )
         return [
             f"the {service} at {base_url} gave no list of models: the first call will show whether it has {model!r}"
         ]
-    if not known or model in known:
-        if f'"{STAND_IN_OWNER}"'.encode() not in (body or b""):
-            return []
-        return [
-            f"the {service} at {base_url} is the demo's stand-in, a program that reads no rubric: for other rubrics "
-            f"or rows than the demo's {MEANINGLESS}"
-        ]
-    near = difflib.get_close_matches(model, known, n=1)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
-    raise ConfigError(
-        f"`{_beside(setting, 'model')}` is {model!r}, which the {service} at {base_url} does not list.{guess} It "
-        f"lists {', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
-    )
+    if known and model not in known:
+        near = difflib.get_close_matches(model, known, n=1)
+        guess = f" Did you mean {near[0]!r}?" if near else ""
+        more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
+        raise ConfigError(
+            f"`{setting.removesuffix('base_url')}model` is {model!r}, which the {service} at {base_url} does not list."
+            f"{guess} It lists {', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
+        )
+    if f'"{STAND_IN_OWNER}"'.encode() not in (body or b""):
+        return []
+    return [
+        f"the {service} at {base_url} is the demo's stand-in, a program that reads no rubric: for other rubrics or "
+        f"rows than the demo's {MEANINGLESS}"
+    ]
 
 
 def check_vllm_server(base_url: str, patience_s: float) -> int | None:
@@ -117,28 +116,12 @@ def check_vllm_server(base_url: str, patience_s: float) -> int | None:
     return room if isinstance(room, int) else None
 
 
-def _other_address(base_url: str, key: str | None, service: str) -> str | None:
-    """The address that was probably meant: with a missing `/v1` added, or with surplus parts removed."""
-    base = base_url.rstrip("/")
-    for other in (f"{base}/v1", re.sub(r"(/v1)+(/chat/completions|/models|/v1)$", "/v1", base)):
-        if other != base:
-            answer = _ask(other, "/models", key, service)
-            if isinstance(answer, bytes) and _model_names(answer) is not None:
-                return other
-    return None
-
-
 def _model_names(body: bytes | None) -> Sequence[str] | None:
     """Names of the models in an OpenAI-compatible list; `None` if the body holds no such list."""
     try:
         return [str(model["id"]) for model in json.loads(body or b"")["data"]]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _beside(setting: str, name: str) -> str:
-    """`judge_model` beside `judge_base_url`, `judge_providers[a].model` beside `judge_providers[a].base_url`."""
-    return setting.removesuffix("base_url") + name
 
 
 def _probe(base_url: str, path: str, key: str | None, service: str, setting: str) -> bytes | None:
@@ -150,14 +133,12 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
     if answer.status in (401, 403):
         raise ServiceRejected(
             f"the {service} at `{setting}` refused the key: {asked} answered {answer.status}. Expected the key in the "
-            f"variable named by `{_beside(setting, 'api_key_env')}`. Check that variable."
+            f"variable named by `{setting.removesuffix('base_url')}api_key_env`. Check that variable."
         )
     if answer.status is None or answer.status >= 500:
-        embedded = (
-            f", or, with the demo's rows and rubrics, leave `{setting}` out to use the embedded one"
-            if setting in _HAS_EMBEDDED
-            else ""
-        )
+        embedded = ""
+        if setting in ("rag_base_url", "judge_base_url"):
+            embedded = f", or, with the demo's rows and rubrics, leave `{setting}` out to use the embedded one"
         raise ServiceUnavailable(
             f"the {service} does not answer at `{setting}` as it should ({asked}): {answer}. Expected 200 within "
             f"{PROBE_TIMEOUT_S:g} s. Start the service, look at its own log, or correct the address{embedded}."

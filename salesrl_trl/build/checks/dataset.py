@@ -1,7 +1,6 @@
 """Checks of the rows and their prompts: sources, template, room for a completion, branches, repeats, pictures.
 
-Called by `build.plan` for the parts, and by `preflight.runner` before every run. `data` loads the rows and checks each
-of them alone.
+Called by `build.plan` and `preflight.runner`. `data` loads the rows and checks each of them alone.
 """
 
 from collections import Counter

@@ -1,7 +1,4 @@
-"""Checks of the output folder, and its lock.
-
-Refuses to look at checkpoints: the room `checkpoint` does.
-"""
+"""Checks of the output folder, and its lock. `train` and the stages call them. `checkpoint` looks at checkpoints."""
 
 import fcntl
 import logging
@@ -48,10 +45,21 @@ def claim_output_dir(path: Path | str) -> TextIO:
     """
     lock = (Path(path).expanduser() / LOCK_FILE).open("a+", encoding="utf-8")
     until = time.monotonic() + ORPHAN_PATIENCE_S
-    while not _locked(lock):
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
-        if not _is_orphan(owner) or time.monotonic() > until:
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+        except OSError as error:  # some network disks have no locks
+            logger.info(f"off: the check that one run alone writes to {lock.name} ({error.strerror})")
+            break
+        process = re.match(r"process (\d+) on (\S+),", owner)
+        is_here = process is not None and process[2] == socket.gethostname()
+        stat = stat_of(int(process[1])) if process is not None and is_here else None
+        is_orphan = stat is not None and stat[1] == 1  # its parent has died
+        if not is_orphan or time.monotonic() > until:
             lock.close()
             raise ConfigError(
                 f"another run writes to `output_dir` {str(path)!r} now: {owner}. Expected a folder of its own for "
@@ -63,25 +71,6 @@ def claim_output_dir(path: Path | str) -> TextIO:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
     lock.flush()
     return lock
-
-
-def _locked(lock: TextIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # some network disks have no locks
-        logger.info(f"off: the check that one run alone writes to {lock.name} ({error.strerror})")
-    return True
-
-
-def _is_orphan(owner: str) -> bool:
-    """Whether the process is of this machine, and its parent has died."""
-    process = re.match(r"process (\d+) on (\S+),", owner)
-    if process is None or process[2] != socket.gethostname():
-        return False
-    stat = stat_of(int(process[1]))
-    return stat is not None and stat[1] == 1
 
 
 def free_gib(folder: Path | str) -> float:

@@ -1,21 +1,14 @@
-"""Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights.
+"""Checks of the policy: its configuration, tokenizer and attention. Loads no weights.
 
-Called by `build.plan` and `build.building` for the parts, and by `preflight.runner` before every run. vLLM chooses an
-attention of its own.
+Called by `build.plan` and `build.building` for the parts, and by `preflight.runner` before every run. transformers
+itself refuses weights that are absent or cut off, and an `attn_implementation` that does not work here.
 """
 
-import contextlib
-import difflib
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import httpx
 import torch
-from huggingface_hub import HfApi, constants
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,9 +19,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, set_zero3_state
+from transformers.modeling_utils import set_zero3_state
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
-from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 from trl import ModelConfig, get_peft_config
 
 from salesrl_trl.build.checks.outcome import Findings
@@ -37,13 +29,7 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError
 if TYPE_CHECKING:
     from peft import PeftModel
 
-HUB_TIMEOUT_S = 10.0
-"""Seconds for the hub's answer about a model."""
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
-"""Endings of files of weights."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-AUTO = "auto"
-"""A value of `attn_implementation`: FlashAttention where it can be used, else SDPA."""
 _ANSWER = "salesrl"
 """An answer in a rendered conversation. The template's end of a turn follows it."""
 
@@ -64,17 +50,6 @@ FLASH = {
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
     """Load the model's configuration. Raises `ModelNotFoundError` if there is none, locally or on the hub."""
-    path = Path(name_or_path).expanduser()
-    looks_local = name_or_path.startswith(("/", ".", "~")) or path.is_dir() or name_or_path.count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
-        content = "a folder without config.json" if path.is_dir() else "nothing"
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {name_or_path!r}, where there is {content}. Expected a folder that "
-            "`save_pretrained` wrote, or the name of a model on the hub. Correct the path, or leave it out to train "
-            "the small demo policy."
-        )
-    if not looks_local:
-        _reach_hub(name_or_path, revision)
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -84,53 +59,6 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
             "machine can reach. Correct it, log in if the model is gated, or leave it out to train the small demo "
             "policy."
         ) from error
-
-
-def _reach_hub(name: str, revision: str | None) -> None:
-    """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try."""
-    is_cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    if is_cached or is_offline_mode():
-        return
-    try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-    except httpx.TransportError as error:
-        shown = re.sub("//.*@", "//", constants.ENDPOINT)  # without a password
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {name!r}, which is not on this machine, and the hub can't be reached at "
-            f"{shown} ({type(error).__name__}). Expected a folder that `save_pretrained` wrote, or a hub that this "
-            "machine can reach. Name such a folder, set `HTTPS_PROXY` or `HF_ENDPOINT`, or leave the model out to "
-            "train the small demo policy."
-        ) from error
-    except (OSError, ValueError, ImportError, httpx.HTTPError):
-        return  # it answered, or has a kind of address of its own; `from_pretrained` says what it lacks
-
-
-def check_weights(folder: Path) -> None:
-    """Raise `ModelNotFoundError` if a file of a local model's weights is absent, `ConfigError` if one is cut off."""
-    if not folder.is_dir():
-        return
-    files = {path.name for ending in WEIGHT_FILES for path in folder.glob(f"*{ending}")}
-    expected = set[str]()
-    for index in folder.glob("*.safetensors.index.json"):
-        with contextlib.suppress(ValueError, KeyError, AttributeError):  # transformers says what is wrong with it
-            expected |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    absent = sorted(expected - files) or ([] if files else ["model.safetensors"])
-    if absent:
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {str(folder)!r}, where {', '.join(absent[:3])} is missing ({len(absent)} in "
-            "all). Expected all weights beside config.json. Fetch the model again, or wait until its copy is complete."
-        )
-    for name in sorted(files):
-        if name.endswith(".safetensors"):
-            try:
-                with safe_open(folder / name, "pt"):  # reads the head, and compares it with the file's size
-                    pass
-            except SafetensorError as error:
-                raise ConfigError(
-                    f"{folder / name} holds no weights, or a part of them ({error}; {(folder / name).stat().st_size} "
-                    "bytes). Expected a whole file. Fetch it again; a file of 130 bytes is a pointer of Git LFS: "
-                    "`git lfs pull`."
-                ) from error
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -219,66 +147,28 @@ def linear_layers(model: torch.nn.Module) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
-# Attention
+def choose_attention(device: torch.device, *, in_16_bits: bool, model: PretrainedConfig) -> tuple[str | None, str]:
+    """For `attn_implementation: auto`: the implementation for `from_pretrained`, and a line for the banner.
 
-
-def choose_attention(
-    asked: str | None, device: torch.device, *, in_16_bits: bool, model: PretrainedConfig | None
-) -> tuple[str | None, str | None]:
-    """The implementation for `from_pretrained`, and a line for the banner.
-
-    `asked` is the setting `attn_implementation`: `None` leaves the choice to transformers. `in_16_bits` is said of the
-    forward pass. `model` is `None` for the small policy, which has every implementation.
-
-    Raises `ConfigError` if there is no such implementation, or it can't be used here.
+    `in_16_bits` is said of the forward pass. `None` leaves the choice to transformers, which then takes eager.
     """
-    if asked is None:
-        return None, None
-    if asked == AUTO:
-        faults = {name: _fault(name, device, in_16_bits, model) for name in FLASH}
-        for name, fault in faults.items():
-            if fault is None:
-                return name, f"attention: {name}"
-        chosen = "sdpa" if _has(model, "_supports_sdpa") else None  # transformers then takes eager
-        return chosen, f"attention: {chosen or 'eager'}; {faults['flash_attention_2']}"
-    names = [AUTO, "eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
-    if asked not in names and "/" not in asked:  # else a kernel of the hub
-        near = difflib.get_close_matches(asked, names, 1)
-        guess = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"`attn_implementation` is {asked!r}. Expected one of: {', '.join(sorted(names))}; or a kernel of the "
-            f"hub, as ORGANISATION/NAME.{guess}"
-        )
-    fault = _fault(asked, device, in_16_bits, model) if asked in FLASH else None
-    if fault is not None:
-        raise ConfigError(
-            f"`attn_implementation` is {asked}, but {fault}. Expected an implementation that works here. Set "
-            f"`attn_implementation: {AUTO}`, or sdpa."
-        )
-    return asked, f"attention: {asked}"
-
-
-def _fault(name: str, device: torch.device, in_16_bits: bool, model: PretrainedConfig | None) -> str | None:
-    """The reason why this FlashAttention can't be used."""
-    flash = FLASH[name]
+    kind = model_class(model)._model_mapping.get(type(model), None)
+    reason = "" if getattr(kind, "_supports_flash_attn", False) else "this model has no FlashAttention"
     if device.type != "cuda":
-        return "FlashAttention needs a GPU, and this run is on the CPU"
-    if not in_16_bits:
-        return "FlashAttention computes in 16 bits, and this run in float32"
-    capability = torch.cuda.get_device_capability(device)
-    if not flash.oldest <= capability <= flash.newest:
-        return f"{name} is not made for this card (compute capability {capability[0]}.{capability[1]})"
-    if not flash.is_installed():
-        return f"{name} is not installed (scripts/install_flash_attn.sh installs it)"
-    return None if _has(model, "_supports_flash_attn") else "this model has no FlashAttention"
-
-
-def _has(model: PretrainedConfig | None, feature: str) -> bool:
-    kind = None if model is None else model_class(model)._model_mapping.get(type(model), None)
-    return model is None or bool(getattr(kind, feature, False))
-
-
-# The tokenizer: does a completion begin and end where the chat template says?
+        reason = "FlashAttention needs a GPU, and this run is on the CPU"
+    elif not in_16_bits:
+        reason = "FlashAttention computes in 16 bits, and this run in float32"
+    if not reason:
+        capability = torch.cuda.get_device_capability(device)
+        for name, flash in FLASH.items():
+            if not flash.oldest <= capability <= flash.newest:
+                reason = f"{name} is not made for this card (compute capability {capability[0]}.{capability[1]})"
+            elif not flash.is_installed():
+                reason = f"{name} is not installed (scripts/install_flash_attn.sh installs it)"
+            else:
+                return name, f"attention: {name}"
+    chosen = "sdpa" if getattr(kind, "_supports_sdpa", False) else None
+    return chosen, f"attention: {chosen or 'eager'}; {reason}"
 
 
 def check_tokenizer(
@@ -298,16 +188,47 @@ def check_tokenizer(
             f"The model's generation_config.json has the end tokens {unknown}, and the tokenizer {len(tokenizer)} "
             "tokens. Expected tokens of the tokenizer. Put the tokenizer's files of the same model beside it."
         )
-    findings.figures["end_tokens"] = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends)))
-    if ends:
-        _check_end_of_turn(tokenizer, ends, template_kwargs, findings)
-    else:
+    findings.figures["end_tokens"] = names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends)))
+    question = [{"role": "user", "content": _ANSWER}]
+    turns = [*question, {"role": "assistant", "content": _ANSWER}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
+    behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+    special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
+    findings.figures["end_of_turn"] = end = None if special is None else tokenizer.convert_ids_to_tokens(special)
+    is_ended = bool(ends.intersection(behind))
+    if not ends:
         findings.fail(
             "Neither the tokenizer nor the model's generation_config.json has an end token: every completion "
             "would be cut off at `max_completion_length`.",
             "Set `eos_token` in tokenizer_config.json to the token that ends a turn of the chat template.",
         )
-    _check_generation_prompt(tokenizer, template_kwargs, findings)
+    elif end is not None and not is_ended:
+        findings.fail(
+            f"The chat template ends a turn with {end}, which ends no completion: only {names} does. Completions "
+            "would run on to `max_completion_length`.",
+            f"Add {special} to `eos_token_id` in the model's generation_config.json, or set `eos_token` to {end} "
+            "in tokenizer_config.json.",
+        )
+    elif not is_ended:
+        findings.note(
+            f"The chat template puts no end token ({names}) behind an answer, so that a policy may not know where to "
+            "end.",
+            "Use an instruct model's own template, or watch `completions/clipped_ratio` in the first steps.",
+        )
+    without = tokenizer.apply_chat_template(question, tokenize=False, **template_kwargs)
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    findings.figures["generation_prompt"] = repr(prompt.removeprefix(without))
+    if prompt == without:
+        findings.note(
+            "The chat template has no generation prompt: `add_generation_prompt` changes nothing, so the policy may "
+            "go on with the customer's turn.",
+            "Check that the template marks where the answer begins, as [/INST] does.",
+        )
+    elif not prompt.startswith(without):
+        findings.note(
+            "The chat template changes earlier text when it adds its generation prompt. Expected it at the end alone.",
+            "Correct chat_template.jinja, or use the instruct model's own.",
+        )
     try:  # a model with flags that contradict each other is sampled from without a word, and refused when it is saved
         generation.validate(strict=True)
     except ValueError as error:
@@ -323,50 +244,3 @@ def check_tokenizer(
             "tokens than embeddings.",
             "Use the tokenizer that was saved with the model, or resize the model's embeddings and save it.",
         )
-
-
-def _check_end_of_turn(
-    tokenizer: PreTrainedTokenizerBase, ends: set[int], template_kwargs: dict[str, object], findings: Findings
-) -> None:
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
-    behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-    special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
-    token = None if special is None else tokenizer.convert_ids_to_tokens(special)
-    findings.figures["end_of_turn"] = token
-    if ends.intersection(behind):
-        return
-    names = findings.figures["end_tokens"]
-    if token is not None:
-        findings.fail(
-            f"The chat template ends a turn with {token}, which ends no completion: only {names} does. Completions "
-            "would run on to `max_completion_length`.",
-            f"Add {special} to `eos_token_id` in the model's generation_config.json, or set `eos_token` to {token} "
-            "in tokenizer_config.json.",
-        )
-    else:
-        findings.note(
-            f"The chat template puts no end token ({names}) behind an answer, so that a policy may not know where to "
-            "end.",
-            "Use an instruct model's own template, or watch `completions/clipped_ratio` in the first steps.",
-        )
-
-
-def _check_generation_prompt(
-    tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, object], findings: Findings
-) -> None:
-    turns = [{"role": "user", "content": _ANSWER}]
-    without = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
-    prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    if prompt == without:
-        findings.note(
-            "The chat template has no generation prompt: `add_generation_prompt` changes nothing, so the policy may "
-            "go on with the customer's turn.",
-            "Check that the template marks where the answer begins, as [/INST] does.",
-        )
-    elif not prompt.startswith(without):
-        findings.note(
-            "The chat template changes earlier text when it adds its generation prompt. Expected it at the end alone.",
-            "Correct chat_template.jinja, or use the instruct model's own.",
-        )
-    findings.figures["generation_prompt"] = repr(prompt.removeprefix(without))

@@ -15,8 +15,7 @@ class StageVerdict(StrEnum):
     """The outcome of a stage."""
 
     PASSED = "passed"
-    NOTED = "noted"
-    """Passed, with something to know."""
+    NOTED = "noted"  # passed, with something to know
     FAILED = "failed"
     SKIPPED = "skipped"
 
@@ -25,10 +24,8 @@ class StageVerdict(StrEnum):
 class Finding:
     """One thing that a check found."""
 
-    text: str
-    """What was got, and what was expected."""
-    remedy: str = ""
-    """What to do; empty if there is nothing to do."""
+    text: str  # what was got, and what was expected
+    remedy: str = ""  # what to do; empty if there is nothing to do
     is_failure: bool = False
 
     @property
@@ -39,12 +36,9 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collects what checks find.
+    """Collects what checks find. A note is a line for the user, in the banner of a run too."""
 
-    A note is a line for the user, in the banner of a run too. A figure is for those who look for it.
-    """
-
-    found: list[Finding] = field(default_factory=list)
+    items: list[Finding] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)
     """By name, which has the unit: `p95_s`, `free_gib`."""
     skipped: str | None = None
@@ -57,18 +51,18 @@ class Findings:
         self.add(text, remedy, is_failure=True)
 
     def add(self, text: str, remedy: str, *, is_failure: bool) -> None:
-        self.found.append(Finding(text, remedy, is_failure))
+        self.items.append(Finding(text, remedy, is_failure))
 
     def raise_failure(self) -> None:
         """Raise `ConfigError` with the first failure, if there is one."""
-        for finding in self.found:
+        for finding in self.items:
             if finding.is_failure:
                 raise ConfigError(finding.message)
 
     @property
     def verdict(self) -> StageVerdict:
-        if any(finding.is_failure for finding in self.found):
+        if any(finding.is_failure for finding in self.items):
             return StageVerdict.FAILED
         if self.skipped is not None:
             return StageVerdict.SKIPPED
-        return StageVerdict.NOTED if self.found else StageVerdict.PASSED
+        return StageVerdict.NOTED if self.items else StageVerdict.PASSED

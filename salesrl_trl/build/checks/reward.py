@@ -14,7 +14,7 @@ from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
 from salesrl_trl.config.reward import SALES
-from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.ground.service_keys import find_key
@@ -40,16 +40,11 @@ class RewardParts:
     scoring: Scoring
     rubrics: dict[str, str]
     rag_key: str | None = field(repr=False)
-    judge_keys: dict[str, str | None] = field(repr=False)
-    """By provider name."""
-    judge: Judge | None
-    """The judge of `judge`, in place of the services."""
+    judge_keys: dict[str, str | None] = field(repr=False)  # by provider name
+    judge: Judge | None  # that of `judge`, in place of the services
     stages: tuple[RewardStage, ...]
-    """The stages of `reward_stages`."""
-    functions: Mapping[str, Scorer]
-    """The functions of `reward_funcs`, by path."""
-    reference_weighed: bool
-    """Whether a reward or a baseline contains the reference's score."""
+    functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
+    reference_weighed: bool  # a reward or a baseline contains the reference's score
 
 
 def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
@@ -59,7 +54,8 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
     """
     parts = read_reward(config, branches, hybrid_baseline)
     if not config.asks_nobody:
-        check_retrieval(config, parts)
+        if config.rag_base_url is not None:
+            check_rag(config.rag_base_url, parts.rag_key)
         check_judges(config, parts)
     return parts
 
@@ -71,10 +67,27 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
         raise ConfigError(
             "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0."
         )
-    stages = tuple(build_object(path, "reward_stages", RewardStage) for path in config.reward_stages)
+    weights = config.parsed_branch_weights()
+    if unknown := sorted(weights.keys() - set(branches)):
+        raise ConfigError(
+            f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
+            "`branches`."
+        )
+    stages = [build_object(path, "reward_stages", RewardStage) for path in config.reward_stages]
     judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
     needs_rubrics = judge is None and config.uses_services
-    scoring = _scoring(config, branches, stages, hybrid_baseline)
+    scoring = Scoring(
+        weights={**default_weights(branches), **weights},
+        missing=config.missing_component,
+        invalid_action=config.invalid_action_reward,
+        stage_components=tuple(component for stage in stages for component in stage.components),
+    ).with_stages(stages)
+    unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
+    if hybrid_baseline and unjudged:
+        raise ConfigError(
+            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}, so "
+            "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
+        )
     asks, providers = not config.asks_nobody, config.parsed_judge_providers()
     keys = {it.name: (it.api_key_env, f"judge_providers[{it.name}].api_key_env") for it in providers} or {
         JUDGE: (config.judge_api_key_env, "judge_api_key_env")
@@ -85,24 +98,16 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
         rag_key=read_key(config.rag_api_key_env, "rag_api_key_env") if asks else None,
         judge_keys={name: read_key(*key) if asks else None for name, key in keys.items()},
         judge=judge,
-        stages=stages,
+        stages=tuple(stages),
         functions=functions,
-        reference_weighed=hybrid_baseline or any("margin" in weights for weights in scoring.weights.values()),
+        reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
     )
-
-
-def check_retrieval(config: RewardConfig, parts: RewardParts) -> list[str]:
-    """Check that the RAG service answers at its configured address.
-
-    Returns lines for the run's banner, about what could not be checked. Raises `ConfigError` or `ServiceError`.
-    """
-    return [] if config.rag_base_url is None else check_rag(config.rag_base_url, parts.rag_key)
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
     """Check that the judge, or at least one of several, answers at its configured address and lists its model.
 
-    A warning is logged for each of several judges that does not. Returns and raises as `check_retrieval` does.
+    A warning is logged for each of several judges that does not. Returns and raises as `check_rag` does.
     """
     if config.judge_base_url is not None:
         return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
@@ -128,7 +133,7 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     """
     if config.knowledge_file is not None:
         load_documents(Path(config.knowledge_file).expanduser())
-    if config.asks_nobody and config.replay == CASSETTE and own_rows is not None:
+    if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
         raise ConfigError(
             f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Expected the "
             "demo's rows, or the output folder of a run with yours and `record: true`."
@@ -139,13 +144,17 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
             f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
             "`rag_base_url`, or leave out `action_fields`."
         )
-    faults = []
+    faults, packaged = [], packaged_rubrics()
     if config.embeds_judge and own_fields:
         faults.append("The embedded judge does not read `action_fields` of yours. Set `judge_base_url`.")
-    if config.embeds_judge and (own := _own_rubrics(config, branches)):
+    folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
+    names = _rubric_names(config.parsed_branch_weights(), branches)
+    own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
+    if config.embeds_judge and own:
+        files = ", ".join(f"{name}.txt" for name in own)
         faults.append(
             "The embedded judge is a program that knows the packaged rubrics and the demo alone. It reads no rubric "
-            f"and can't follow yours ({own}). Set `judge_base_url` and `judge_model`, or `judge_providers`."
+            f"and can't follow yours ({files}). Set `judge_base_url` and `judge_model`, or `judge_providers`."
         )
     if config.embeds_rag and config.knowledge_file is None and own_rows is not None:
         faults.append(
@@ -187,42 +196,8 @@ def read_key(variable: str | None, setting: str) -> str | None:
     return key
 
 
-def _scoring(
-    config: RewardConfig, branches: Sequence[str], stages: Sequence[RewardStage], hybrid_baseline: bool
-) -> Scoring:
-    weights = config.parsed_branch_weights()
-    unknown = sorted(weights.keys() - set(branches))
-    if unknown:
-        raise ConfigError(
-            f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
-            "`branches`."
-        )
-    scoring = Scoring(
-        weights={**default_weights(branches), **weights},
-        missing=config.missing_component,
-        invalid_action=config.invalid_action_reward,
-        stage_components=tuple(component for stage in stages for component in stage.components),
-    ).with_stages(stages)
-    unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
-    if hybrid_baseline and unjudged:
-        raise ConfigError(
-            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}, so "
-            "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
-        )
-    return scoring
-
-
 def _rubric_names(weights: Mapping[str, Mapping[str, float]], branches: Sequence[str]) -> tuple[str, ...]:
     """Each branch's own rubric, and those that the weights name."""
     named = [component for components in weights.values() for component in components]
     others = [name.removeprefix(OTHER_RUBRIC) for name in named if name.startswith(OTHER_RUBRIC)]
     return tuple(dict.fromkeys((*branches, *others)))
-
-
-def _own_rubrics(config: RewardConfig, branches: Sequence[str]) -> str:
-    """Files of rubrics that are not packaged."""
-    packaged = packaged_rubrics()
-    folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
-    names = _rubric_names(config.parsed_branch_weights(), branches)
-    own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
-    return ", ".join(f"{name}.txt" for name in own)

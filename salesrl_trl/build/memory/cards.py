@@ -1,4 +1,4 @@
-"""The memory of a card, by its name or of the card in this machine, and the processes that use it now."""
+"""The memory of a card, by its size or of the card in this machine, and what is in use now."""
 
 import re
 from dataclasses import dataclass
@@ -16,15 +16,11 @@ class Card:
 
     name: str
     gib: float
-    uuid: str | None = None
-    """The driver's name of the card; `None` if it is not in this machine."""
+    uuid: str | None = None  # the driver's name of it; `None` if it is not in this machine
 
 
 def named_card(text: str) -> Card:
-    """A card by its size: `"75gib"`, or `"80gb"` with 80e9 bytes, the least of the cards that are sold by this name.
-
-    Raises `ConfigError` if the text is no size.
-    """
+    """A card by its size: `"75gib"`, or `"80gb"` with 80e9 bytes, the least of the cards with this name."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib)", text.strip().lower())
     if size is None:
         raise ConfigError(f"`card` is {text!r}. Expected a size, such as 24gb, 80gb or 131.5gib. Correct it.")
@@ -51,7 +47,7 @@ def users(card: Card) -> str:
 
 
 def _ask_driver(card: Card, query: str) -> list[list[str]]:
-    """The rows whose first field, the memory in MiB, the driver says. None for a card that is not in this machine."""
+    """The rows whose first field, the memory in MiB, the driver says."""
     if card.uuid is None:
         return []
     rows = ask_driver(f"--id={card.uuid}", query, "--format=csv,noheader,nounits")

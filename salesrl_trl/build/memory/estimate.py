@@ -1,29 +1,24 @@
 """The memory of a training process at four moments of a step, by parts, in GiB, from `ModelShape` and `Setup`.
 
-Sources: TRL 1.16 (`GRPOTrainer.__init__` loads a reference model), PEFT 0.21 (an adapter is float32), DeepSpeed 0.19
-(`runtime/zero`, with the sizes of `zero/config.py`), torchao and bitsandbytes (their optimizers' states), vLLM 0.31
-(`gpu_worker.determine_available_memory`). `activations` has its own.
+Sources, by their releases:
 
-Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md). Example, LoRA of 7B (7.6e9 weights) on a card
-of 40 GB (37.3 GiB): in 16 bits the weights take 14.2 GiB, in training and once more in vLLM, 28.4 together. vLLM
-starts if its share has its weights, 0.6 GiB to work in and one completion: from 0.41 of this card on, and the recipes
-have 0.35. With half of the card, as in the preset `40gb`, generation takes 14.2 + 18.6 GiB and 1.4 around them: 34.2.
-Asleep, vLLM leaves the card to training, which takes 18, and to evaluations, which take 22.
+- transformers 5: `models/qwen2/modeling_qwen2.py`, which the decoders of Llama, Mistral and Qwen3 share.
+- PyTorch: autograd keeps the inputs that a product needs for its gradient. `aten/src/ATen/autocast_mode.cpp` keeps the
+  16-bit copy of a float32 weight until the outermost autocast ends, and casts an activation for each layer anew.
+- TRL 1.16: `GRPOTrainer.__init__` loads a reference model. `_get_per_token_logps_and_entropies` never has the logits:
+  `kernels/chunked_logprob.py` goes over the vocabulary in tiles, with gradients in float32.
+- PEFT 0.21: an adapter is float32, and casts its input. DeepSpeed 0.19: `runtime/zero`, sizes of `zero/config.py`.
+- torchao and bitsandbytes: their optimizers' states. vLLM 0.31: `gpu_worker.determine_available_memory`.
+
+Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md). Example, LoRA of 7B on a card of 40 GB (37.3
+GiB): its weights take 14.2 GiB, in training and once more in vLLM, which needs 0.41 of this card to start.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from salesrl_trl.build.memory.activations import (
-    activations_without_gradients,
-    head_gradients,
-    logits,
-    saved_activations,
-    working_activations,
-)
-from salesrl_trl.build.memory.setup import Setup, Sharding
-from salesrl_trl.build.memory.shape import ModelShape
+from salesrl_trl.build.memory.shape import ModelShape, Setup, Sharding
 from salesrl_trl.telemetry.device import GIB
 
 CONTEXT_GIB = 0.75
@@ -32,18 +27,28 @@ CHANNELS_GIB = 0.5
 """NCCL's channels, with several processes."""
 FRAGMENTS = 0.04
 """Share of PyTorch's allocations that its allocator cannot use again when sizes change."""
-NOT_IN_TENSORS = ("CUDA context", "fragmentation")
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768
+"""A tile of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 PROFILED_TOKENS = 4096
 """Tokens of the batch with which TRL's vLLM measures its working memory (`max_num_batched_tokens`)."""
 BUCKET, LIVE = 500_000_000, 1_000_000_000
 """Numbers of DeepSpeed's `reduce_bucket_size` and `stage3_max_live_parameters`."""
 MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
 """Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
-TRAINING = "forward and backward"
-STEP = "optimizer step"
-GENERATION = "generation"
+TRAINING, STEP, GENERATION = "forward and backward", "optimizer step", "generation"
 SCORING = "passes without gradients"
 """The moments. The last one is an evaluation, or the log-probs of the reference."""
+ADVICE = {
+    TRAINING: (
+        "`gradient_checkpointing: true`: each block is computed twice",
+        "a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps`: the same update",
+        "`shared_prompts: 1`: micro-batches go through the model one by one",
+    ),
+    STEP: (),
+    GENERATION: ("a smaller `vllm_gpu_memory_utilization`: vLLM generates fewer completions at once",),
+    SCORING: ("a smaller `per_device_eval_batch_size`",),
+}
+"""What takes less at each moment, the cheapest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +56,7 @@ class Moment:
     """The memory at one moment of a step."""
 
     name: str
-    parts: Mapping[str, float]
-    """GiB by part; parts of 0 are left out."""
+    parts: Mapping[str, float]  # GiB by part; parts of 0 are left out
 
     @property
     def total_gib(self) -> float:
@@ -61,7 +65,7 @@ class Moment:
     @property
     def tensors_gib(self) -> float:
         """What PyTorch has allocated: the total without context and fragments."""
-        return sum(gib for part, gib in self.parts.items() if part not in NOT_IN_TENSORS)
+        return sum(gib for part, gib in self.parts.items() if part not in ("CUDA context", "fragmentation"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,35 +107,44 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
     copies = 2.0 * shape.linear * (setup.autocast and setup.weight_bytes == 4)
     at_once = copies * (setup.sharding.level < 3)
     held = at_once * (not setup.checkpointing)
-    saved, tile = saved_activations(shape, setup), logits(setup, setup.predicted_tokens)
+    saved = saved_activations(shape, setup)
+    # Beside a tile of logits: gradients of the hidden states and of a trained head, in float32 and their own format.
+    head = setup.predicted_tokens * shape.hidden * (4 + setup.weight_bytes)
+    head += 0 if setup.lora else shape.embedding * (4 + 2 * (setup.weight_bytes == 2))
     end_of_forward = {
         "gradients": before,
         "activations": saved,
         "16-bit copies of weights": max(at_once * (not setup.lora), held),
-        "log-probs of the loss": tile + head_gradients(shape, setup),
+        "log-probs of the loss": _logits(setup, setup.predicted_tokens) + head,
     }
     backward_of_a_layer = {
         "gradients": before + embedding * shape.is_tied,
-        "activations": saved + working_activations(shape, setup),
+        "activations": saved + _working_activations(shape, setup),
         "16-bit copies of weights": held or copies / shape.layers,
     }
     end_of_update = {
         "gradients": gradients,
         "optimizer's working memory": max(_optimizer_work(shape, setup), embedding * (1 + shape.is_tied)),
     }
+    # One block's forward pass: three widths of the MLP, two of the residual stream, the norm's output.
+    block = 3 * setup.compute_bytes * shape.intermediate
+    block += (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden
     evaluated = setup.evaluated * (setup.prompt_tokens + setup.completion_tokens)
     passes = [(evaluated, setup.evaluated * setup.completion_tokens), (setup.scored_tokens, setup.scored_tokens)]
     without_gradients = [
         {
-            "activations": activations_without_gradients(shape, setup, tokens),
+            "activations": tokens * block,
             "16-bit copies of weights": at_once * (not setup.lora),
-            "log-probs of the loss": logits(setup, predicted),
+            "log-probs of the loss": _logits(setup, predicted),
         }
         for tokens, predicted in passes
     ]
     awake = _generation(shape, setup, card_gib)
     asleep = {} if setup.engine is None or setup.engine.sleeps else {**awake, "vLLM working memory": 0.0}
-    in_training = {**kept, **_communication(shape, setup), **asleep}
+    # Buckets in which gradients travel, and weights that a process gathers: at most DeepSpeed's default sizes.
+    bucket = min(BUCKET, _trained(shape, setup)) * (setup.sharding is not Sharding.NONE)
+    gathered = min(LIVE, shape.parameters) * (setup.sharding.level == 3)
+    in_training = {**kept, "communication buffers": setup.compute_bytes * (bucket + gathered), **asleep}
     moments = (
         _moment(TRAINING, {**in_training, **_larger(end_of_forward, backward_of_a_layer)}, setup),
         _moment(STEP, {**in_training, **end_of_update}, setup),
@@ -146,37 +159,16 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
 
 
 def advice(estimated: Estimate, setup: Setup) -> list[str]:
-    """What takes less memory at the fullest moment, and is not set yet, the cheapest first."""
-    moment, engine, starts = estimated.peak.name, setup.engine, estimated.starts_engine
-    training, awake = moment == TRAINING, engine is not None and not engine.sleeps
-    smaller_share = engine is not None and starts and (awake or moment == GENERATION)
-    rounds = setup.weight_bytes == 4 and setup.autocast and setup.sharding is Sharding.NONE
-    possible = (
-        (not starts, "a larger `vllm_gpu_memory_utilization`, or a smaller `vllm_max_model_length`"),
-        (moment == SCORING and setup.evaluated > 1, "a smaller `per_device_eval_batch_size`"),
-        (
-            training and setup.group is not None and setup.pass_tokens != 1,
-            "`shared_prompts: 1`: micro-batches go through the model one by one",
-        ),
-        (training and not setup.checkpointing, "`gradient_checkpointing: true`: each block is computed twice"),
-        (
-            training and setup.micro_batch > 1,
-            "a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps`: the same update",
-        ),
-        (smaller_share, "a smaller `vllm_gpu_memory_utilization`: vLLM generates fewer completions at once"),
-        (
-            awake and moment != GENERATION,
-            "`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step",
-        ),
-        (
-            not setup.lora and rounds,
-            "`optim: adamw_torch_8bit` with `optim_args: bf16_stochastic_round=True`: rounded updates; torchao",
-        ),
-        (not setup.lora, "`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher"),
-        (setup.sharding.level < 3, "more cards: DeepSpeed or FSDP (`accelerate_configs/`)"),
-        (True, "a smaller model"),
-    )
-    return [text for applies, text in possible if applies]
+    """What takes less memory at the fullest moment, the cheapest first."""
+    steps = [*ADVICE[estimated.peak.name]]
+    if not estimated.starts_engine:
+        steps = ["a larger `vllm_gpu_memory_utilization`, or a smaller `vllm_max_model_length`"]
+    elif setup.engine is not None and not setup.engine.sleeps:
+        steps.append("`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step")
+    if not setup.lora:  # they save nothing beside adapters
+        steps.append("`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher")
+        steps.append("`optim: adamw_torch_8bit` with `optim_args: bf16_stochastic_round=True`: torchao rounds updates")
+    return [*steps, "more cards: DeepSpeed or FSDP (`accelerate_configs/`)", "a smaller model"]
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:
@@ -202,6 +194,9 @@ def _larger(*moments: Mapping[str, float]) -> Mapping[str, float]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
+# What a process holds for long, in bytes
+
+
 def _trained(shape: ModelShape, setup: Setup) -> int:
     """Parameters that are trained: the adapters, or all."""
     if not setup.lora:
@@ -211,7 +206,7 @@ def _trained(shape: ModelShape, setup: Setup) -> int:
 
 
 def _states(shape: ModelShape, setup: Setup) -> dict[str, float]:
-    """What a process holds all the time, in bytes.
+    """What a process holds all the time.
 
     - bitsandbytes quantizes the linear layers: 1 byte, or 4 bits and a 32-bit scale for each 64 numbers.
     - Adapters are float32, under DeepSpeed 16 bits. With them the policy is its own reference.
@@ -240,13 +235,6 @@ def _gradients(shape: ModelShape, setup: Setup) -> float:
     return _trained(shape, setup) * number * copies / (setup.processes if setup.sharding.level >= 2 else 1)
 
 
-def _communication(shape: ModelShape, setup: Setup) -> dict[str, float]:
-    """Buckets in which gradients travel, and weights that a process gathers: at most DeepSpeed's default sizes."""
-    gathered = min(LIVE, shape.parameters) * (setup.sharding.level == 3)
-    bucket = min(BUCKET, _trained(shape, setup)) * (setup.sharding is not Sharding.NONE)
-    return {"communication buffers": setup.compute_bytes * (bucket + gathered)}
-
-
 def _optimizer_work(shape: ModelShape, setup: Setup) -> float:
     """Memory of the optimizer's step itself.
 
@@ -263,7 +251,7 @@ def _optimizer_work(shape: ModelShape, setup: Setup) -> float:
 
 
 def _generation(shape: ModelShape, setup: Setup, card_gib: float) -> dict[str, float]:
-    """The memory for generation, by part, in bytes. Without vLLM: the KV cache of `generate`, and its float32 logits.
+    """The memory for generation, by part. Without vLLM: the KV cache of `generate`, and its float32 logits.
 
     vLLM takes its share of the card, asleep none of it: weights; the working memory of its largest batch, which are
     hidden states, the MLP's two widths, and logits of every sequence, thrice in float32; the KV cache gets the rest.
@@ -285,3 +273,81 @@ def _generation(shape: ModelShape, setup: Setup, card_gib: float) -> dict[str, f
 def _token_cache(shape: ModelShape, number_bytes: int) -> float:
     """Keys and values of one token, in all layers."""
     return 2.0 * shape.layers * shape.key_value * number_bytes
+
+
+# Activations, in bytes
+
+
+def layer_activations(shape: ModelShape, setup: Setup) -> float:
+    """What autograd keeps of one block's forward pass, for a pass with gradients.
+
+    Bytes of a token, with c bytes in a product and r in the residual stream (the weights' format). Widths: h hidden,
+    f of the MLP, q of the queries, S tokens of a row. Keys and values are repeated to q where a mask is given
+    (`sdpa_attention.py`), and padding always gives one. Shared prompts have none in 16 bits.
+
+    - norms, two: 4h for the float32 input of the square. All weights in training: r h for the product with the norm's
+      weight, and the inputs of the linear layers, c h once or, as autocast casts for each layer anew, 5 c h together.
+    - attention: 4 c q for queries, keys, values and output, 4 for each head, c S for the mask; eager: its weights.
+    - MLP: 3 c f for gate, its activation and up; all weights in training: c f more, the input of down.
+    - experts that are one weight: the same in that weight's format, because autocast does not cast for a grouped
+      product (`integrations/moe.py`), and for each visited expert a copy of its output, and of its input if it is
+      trained. Of a shared expert the output and its product with the gate.
+    - adapters: each casts its own input, c wide, with a mask of 1 byte under dropout.
+    """
+    computed, stream = setup.compute_bytes, setup.weight_bytes
+    hidden, query, heads = shape.hidden, shape.query, shape.heads
+    length = setup.prompt_tokens + setup.completion_tokens
+    inner = (3 if setup.lora else 4) * (computed * shape.intermediate + (stream - computed) * shape.routed_width)
+    if shape.routed_width:
+        inner += (1 if setup.lora else 2) * stream * hidden * shape.routed
+        inner += 2 * computed * hidden * (shape.intermediate > shape.routed_width)
+    norms = 2.0 * (4 * hidden + 4)
+    if not setup.lora:
+        norms += 2 * stream * hidden + (2 if stream == computed else 5) * computed * hidden
+    attention = 4 * computed * query + 4 * heads + computed * length
+    if setup.group is not None and computed == 2:
+        attention = 2 * computed * (query + shape.key_value) + 4 * heads
+    if setup.eager_attention:
+        attention += (4 + computed) * heads * length
+    if shape.norms_heads:
+        attention += (4 if setup.lora else 4 + stream) * (query + shape.key_value)
+    adapted = 0.0
+    if setup.lora:
+        assert shape.adapters is not None
+        adapted = (computed + setup.lora_dropout) * shape.adapters.inputs
+    return setup.tokens * (norms + attention + inner + adapted)
+
+
+def saved_activations(shape: ModelShape, setup: Setup) -> float:
+    """What is kept from the forward pass to the backward pass: of each block, the last norm and its hidden states.
+
+    With gradient checkpointing (`GradientCheckpointingLayer`) a block keeps its input, else `layer_activations`.
+    """
+    block = (
+        setup.tokens * setup.weight_bytes * shape.hidden if setup.checkpointing else layer_activations(shape, setup)
+    )
+    last = setup.tokens * shape.hidden * (4 + setup.weight_bytes * (1 if setup.lora else 2))
+    return shape.layers * block + last
+
+
+def _working_activations(shape: ModelShape, setup: Setup) -> float:
+    """More than the saved ones, while one block's backward pass runs.
+
+    With gradient checkpointing its activations. In the MLP's product: three gradients of width f, less the input of
+    down, which is done with; two gradients of the residual stream; one weight's gradient, in 16 bits and its format.
+    In eager attention's softmax, when what the MLP kept is done with: the gradients of its result and of its input,
+    both in float32, and of the weights in the products' format.
+    """
+    again = layer_activations(shape, setup) if setup.checkpointing else 0.0
+    widths = (3 if setup.lora else 2) * setup.compute_bytes * shape.intermediate
+    if setup.eager_attention:
+        length = setup.prompt_tokens + setup.completion_tokens
+        weights = (4 + 4 * (setup.compute_bytes == 2) + setup.compute_bytes) * shape.heads * length
+        widths = max(widths, weights - (3 if setup.lora else 4) * setup.compute_bytes * shape.intermediate)
+    number = 0 if setup.lora else 2 + setup.weight_bytes * (setup.weight_bytes != setup.compute_bytes)
+    return again + setup.tokens * (widths + 2 * setup.weight_bytes * shape.hidden) + number * shape.largest
+
+
+def _logits(setup: Setup, tokens: int) -> float:
+    """One tile of logits: the log-probs and entropies of so many completion tokens (`ChunkedLogProbFunction`)."""
+    return min(tokens, TILE_TOKENS) * TILE_VOCABULARY * float(setup.compute_bytes)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from salesrl_trl.data.knowledge import Document
+from salesrl_trl.data.files import Document
 from salesrl_trl.demo.services.language import words
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import Passage

@@ -25,7 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import salesrl_trl.data.demo
-from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.judge_app import create_judge_app
 from salesrl_trl.demo.services.launcher import ServiceAddresses
@@ -45,7 +45,6 @@ ID_HEADER = b"x-request-id"
 MAX_ID_BYTES = 256
 """Longer ids are not returned."""
 
-EXIT_OK = 0
 EXIT_USAGE = 2
 """An option, a file or a port is wrong. Nothing was started."""
 
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SalesRLError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
-    return EXIT_OK
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,11 +138,7 @@ class EchoRequestId:
 
 
 class _Server(uvicorn.Server):
-    """One of several servers in one event loop.
-
-    - `startup` also sets `listening`.
-    - `capture_signals` does nothing: signals are handled by the loop.
-    """
+    """One of several servers in one event loop: it says when it listens, and leaves signals to the loop."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
@@ -183,17 +178,11 @@ async def _serve(apps: Mapping[socket.socket, ASGIApp], options: argparse.Namesp
             group.create_task(server.serve(sockets=[listener]))
         for server in servers.values():
             await server.listening.wait()
-        _announce(*(_url(listener, options.host) for listener in servers))
-
-
-def _url(listener: socket.socket, host: str) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-
-
-def _announce(rag_url: str, judge_url: str) -> None:
-    addresses = ServiceAddresses(rag_base_url=rag_url, judge_base_url=f"{judge_url}/v1")
-    sys.stdout.write(json.dumps(asdict(addresses)) + "\n")
-    sys.stdout.flush()
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        rag_url, judge_url = (f"http://{host}:{listener.getsockname()[1]}" for listener in servers)
+        addresses = ServiceAddresses(rag_base_url=rag_url, judge_base_url=f"{judge_url}/v1")
+        sys.stdout.write(json.dumps(asdict(addresses)) + "\n")
+        sys.stdout.flush()
 
 
 def _watch_parent(parent: int, stop: Callable[[], object]) -> None:

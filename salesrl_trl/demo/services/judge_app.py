@@ -50,32 +50,23 @@ class ChatMessage(BaseModel):
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
 
 
-class JsonSchemaFormat(BaseModel):
-    """`response_format` with a schema."""
+class ResponseFormat(BaseModel):
+    """`response_format`, whose schema is ignored."""
 
-    type: Literal["json_schema"]
-    json_schema: dict[str, object]
-
-
-class PlainFormat(BaseModel):
-    """`response_format` without one."""
-
-    type: Literal["text", "json_object"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, object] | None = None
 
 
 class ChatRequest(BaseModel):
-    """Body of `POST /v1/chat/completions`.
-
-    The form of `response_format` is checked. Its content is ignored, because a verdict always has the same keys. Other
-    keys, such as `temperature` or `max_tokens`, are ignored too.
-    """
+    """Body of `POST /v1/chat/completions`. The form of `response_format` is checked. Its content is ignored, because a
+    verdict always has the same keys. Other keys, such as `temperature` or `max_tokens`, are ignored too."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool = False
-    response_format: Annotated[JsonSchemaFormat | PlainFormat, Field(discriminator="type")] | None = None
+    response_format: ResponseFormat | None = None
 
 
 def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> FastAPI:
@@ -96,19 +87,15 @@ def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> Fas
     async def complete(request: ChatRequest) -> JSONResponse:
         if request.stream:
             return _error("got stream=true, expected false; this judge does not stream; leave it out", "stream")
-        return JSONResponse(_completion(request, _verdict_text(request, terms)))
+        asked = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
+        sections, content = read_sections(asked), CANNOT_JUDGE
+        if sections.keys() >= REQUIRED_SECTIONS:
+            verdict = judge_sections(sections, terms)
+            scores = {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
+            content = json.dumps({"nonce": read_nonce(asked), **scores})
+        return JSONResponse(_completion(request, content))
 
     return app
-
-
-def _verdict_text(request: ChatRequest, terms: ProtectedTerms) -> str:
-    asked = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
-    sections = read_sections(asked)
-    if not sections.keys() >= REQUIRED_SECTIONS:
-        return CANNOT_JUDGE
-    verdict = judge_sections(sections, terms)
-    scores = {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
-    return json.dumps({"nonce": read_nonce(asked), **scores})
 
 
 def _completion(request: ChatRequest, content: str) -> dict[str, object]:

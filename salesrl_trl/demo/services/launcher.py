@@ -5,6 +5,7 @@ it, or when its parent has ended. Standard library only: the trainer imports thi
 libraries of the services.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,12 +37,10 @@ _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-po
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceAddresses:
-    """Addresses of the services."""
+    """`"http://127.0.0.1:8801"`, below which the endpoints' paths start at `/v1`, and `"http://127.0.0.1:8802/v1"`."""
 
     rag_base_url: str
-    """`"http://127.0.0.1:8801"`; the endpoints' paths start at `/v1`."""
     judge_base_url: str
-    """`"http://127.0.0.1:8802/v1"`, as OpenAI clients want it."""
 
     @property
     def health_urls(self) -> tuple[str, str]:
@@ -51,17 +49,9 @@ class ServiceAddresses:
 
 
 class EmbeddedServices:
-    """Both services in a child process, on free ports of the loopback interface.
-
-    As a context manager it starts on entry and stops on exit. The child also stops when this process ends, even if it
-    is killed.
-
-        with EmbeddedServices() as addresses:
-            call(addresses.rag_base_url)
-
-    The knowledge base and the terms that the judge's fairness branch looks for are the packaged ones by default.
-    `arguments` are further options of the command, such as the writer's.
-    """
+    """Both services in a child process, on free ports of the loopback interface, also as a context manager. The child
+    stops when this process ends, even if it is killed. The knowledge base and the terms that the judge's fairness
+    branch looks for are the packaged ones by default. `arguments` are further options of the command."""
 
     def __init__(
         self, *, documents: Path | None = None, protected_terms: Path | None = None, arguments: Sequence[str] = ()
@@ -96,10 +86,8 @@ class EmbeddedServices:
         )
 
     def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
-        """Start the child and wait until both services answer. If it runs already, return its addresses.
-
-        Raises `ServiceUnavailable` with the end of the child's stderr, if it ends or takes more than `timeout_s`.
-        """
+        """Start the child and wait until both services answer. If it runs already, return its addresses. Raises
+        `ServiceUnavailable` with the end of the child's stderr, if it ends or takes more than `timeout_s`."""
         if self._addresses is not None:
             return self._addresses
         deadline = time.monotonic() + timeout_s
@@ -138,7 +126,11 @@ class EmbeddedServices:
 
     def _await_health(self, url: str, deadline: float) -> None:
         assert self._child is not None
-        while not _is_healthy(url):
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches this loopback
+        while True:
+            with contextlib.suppress(OSError), opener.open(url, timeout=HEALTH_TIMEOUT_S) as response:
+                if response.status == 200:
+                    return
             if self._child.poll() is not None:
                 raise self._failure("ended before they answered")
             if time.monotonic() > deadline:
@@ -166,12 +158,3 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-
-
-def _is_healthy(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches this loopback
-    try:
-        with opener.open(url, timeout=HEALTH_TIMEOUT_S) as response:
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False

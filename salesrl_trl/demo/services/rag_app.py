@@ -112,11 +112,9 @@ class Writer(Protocol):
 
 
 class ExtractiveWriter:
-    """Answers with the words of the best passage, so that every mistake of the search shows in the answer.
-
-    If the second passage has at least `CLOSE_SCORE_RATIO` of the best score, one sentence of it is added: the one that
-    shares the most words with the question.
-    """
+    """Answers with the words of the best passage, so that every mistake of the search shows in the answer. If the
+    second passage has at least `CLOSE_SCORE_RATIO` of the best score, one sentence of it is added: the one that shares
+    the most words with the question."""
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
         """Answer from the passages; without any, say so in the language of the question."""
@@ -125,21 +123,15 @@ class ExtractiveWriter:
         best, second = passages[0], passages[1] if len(passages) > 1 else None
         if second is None or second.score < CLOSE_SCORE_RATIO * best.score:
             return best.text
-        addition = _closest_sentence(question, second.text)
+        asked = set(words(question))
+        addition = max(sentences(second.text), key=lambda sentence: len(asked & set(words(sentence))))
         return best.text if addition in best.text else f"{best.text} {addition}"
 
 
-def _closest_sentence(question: str, text: str) -> str:
-    asked = set(words(question))
-    return max(sentences(text), key=lambda sentence: len(asked & set(words(sentence))))
-
-
 class ChatWriter:
-    """Answers through a model behind any OpenAI-compatible server, whose address includes `/v1`.
-
-    `key_env` names the environment variable that holds the key; `find_key` reads it. Raises `ConfigError` if there is
-    none. The key appears in no message.
-    """
+    """Answers through a model behind any OpenAI-compatible server, whose address includes `/v1`. `key_env` names the
+    environment variable that holds the key; `find_key` reads it. Raises `ConfigError` if there is none. The key
+    appears in no message."""
 
     _INSTRUCTION = (
         "Answer the customer's question from the passages alone, in the question's language, in at most four "
@@ -172,30 +164,24 @@ class ChatWriter:
         texts = "\n\n".join(passage.text for passage in passages)
         try:
             async with asyncio.timeout(WRITER_TIMEOUT_S):  # the client's own limit starts anew with every byte
-                completion = await self._complete(fence({"question": question, "passages": texts}))
+                prompt = fence({"question": question, "passages": texts})
+                completion = await self._client.chat.completions.create(
+                    model=self._model,
+                    temperature=0.0,
+                    max_tokens=WRITER_MAX_TOKENS,
+                    messages=[{"role": "system", "content": self._INSTRUCTION}, {"role": "user", "content": prompt}],
+                )
         except self._openai.APIStatusError as error:
             raise WriterFailed(f"the writer's server answered {error.status_code}") from None  # its text may hold keys
         except (self._openai.OpenAIError, TimeoutError, ValueError) as error:
             raise WriterFailed(f"the writer's server gave no answer ({type(error).__name__})") from None
-        return _content_of(completion)
-
-    async def _complete(self, prompt: str) -> object:
-        return await self._client.chat.completions.create(
-            model=self._model,
-            temperature=0.0,
-            max_tokens=WRITER_MAX_TOKENS,
-            messages=[{"role": "system", "content": self._INSTRUCTION}, {"role": "user", "content": prompt}],
-        )
-
-
-def _content_of(completion: object) -> str:
-    """The text of a completion. A server may send anything with status 200, and the client does not check it."""
-    choices = getattr(completion, "choices", None)
-    first = choices[0] if isinstance(choices, list) and choices else None
-    content = getattr(getattr(first, "message", None), "content", None)
-    if not isinstance(content, str) or not content.strip():
-        raise WriterFailed("the writer's server answered without a text")
-    return content.strip()
+        # A server may send anything with status 200, and the client does not check it
+        choices = getattr(completion, "choices", None)
+        first = choices[0] if isinstance(choices, list) and choices else None
+        content = getattr(getattr(first, "message", None), "content", None)
+        if not isinstance(content, str) or not content.strip():
+            raise WriterFailed("the writer's server answered without a text")
+        return content.strip()
 
 
 def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:

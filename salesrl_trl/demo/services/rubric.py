@@ -3,6 +3,7 @@
 Owns the formula and its word lists. Refuses to know HTTP (`judge_app`) or rewards. Obeys no text inside a section.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -39,19 +40,8 @@ _HAN_SCALES = {"十": 10, "百": 100, "千": 1000, "万": 10_000}
 _HAN_FIGURE = re.compile(
     r"(?:(?<![周期拜])|(?=两))(?!一[个点])[零\u3007一二两三四五六七八九十百千万]{1,12}(?=半?(?:元|块|点|岁|年|月|日|号|周|天|个|小时|分钟|节|课时|期|名|折|人))"
 )
-_ENGLISH_FIGURES = {
-    "two": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "six": "6",
-    "seven": "7",
-    "eight": "8",
-    "nine": "9",
-    "ten": "10",
-    "eleven": "11",
-    "twelve": "12",
-}
+_ENGLISH_NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_ENGLISH_FIGURES = {word: str(number) for number, word in enumerate(_ENGLISH_NUMBERS, start=2)}
 _ENGLISH_FIGURE = re.compile(rf"\b(?:{'|'.join(_ENGLISH_FIGURES)})\b")
 _CLOCK = re.compile(r"(?<![\d:])(\d{1,2})点(?:(半)|(\d{1,2})分?)?")
 
@@ -93,10 +83,8 @@ class ProtectedTerms:
 
 
 def load_terms(path: Path | str) -> ProtectedTerms:
-    """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`.
-
-    Raises `DataError` if the file can't be read, is no such object, or holds a pattern that is no regular expression.
-    """
+    """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`. Raises
+    `DataError` if the file can't be read, is no such object, or holds a pattern that is no regular expression."""
     expected = 'expected {"zh": [...], "en": [...], "patterns": {"zh": [...], "en": [...]}}, all of texts'
     try:
         entry = json.loads(read_small(Path(path)))
@@ -109,18 +97,17 @@ def load_terms(path: Path | str) -> ProtectedTerms:
     if not all(isinstance(terms, list) and all(isinstance(term, str) and term for term in terms) for terms in lists):
         raise DataError(f"{path}: got a list that is missing or holds no texts, {expected}; correct the file")
     substrings, whole_words, *regexes = lists
+    compiled = []
+    for regex in itertools.chain(*regexes):
+        try:
+            compiled.append(re.compile(regex, re.IGNORECASE))
+        except re.error as error:
+            raise DataError(f"{path}: pattern {regex!r} is no regular expression ({error}); correct it") from error
     return ProtectedTerms(
         substrings=tuple(normalise(term) for term in substrings),
         whole_words=tuple(normalise(term) for term in whole_words),
-        patterns=tuple(_compile(regex, path) for regexes_of_language in regexes for regex in regexes_of_language),
+        patterns=tuple(compiled),
     )
-
-
-def _compile(regex: str, path: Path | str) -> re.Pattern[str]:
-    try:
-        return re.compile(regex, re.IGNORECASE)
-    except re.error as error:
-        raise DataError(f"{path}: pattern {regex!r} is no regular expression ({error}); correct it") from error
 
 
 def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdict:
@@ -157,7 +144,8 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdic
     reference_covered = None if reference is None else coverage(reference, known or [reference])
     if sections.get("branch", "").strip() == "fairness":
         share, name = FAIRNESS_COVERAGE_SHARE, "neutral"
-        manner = float(not terms.mentioned_in("\n".join((*_fields(action), answer))))
+        texts = [] if action is None else list(action.fields.values())
+        manner = float(not terms.mentioned_in("\n".join([*texts, answer])))
         reference_manner = float(not terms.mentioned_in(reference or ""))
     else:
         share, name = COVERAGE_SHARE, "supported"
@@ -181,10 +169,6 @@ def _read_action(text: str) -> Action | None:
     if not isinstance(fields, dict) or fields.keys() != _ACTION_FIELDS:
         return None
     return Action(fields=fields) if all(isinstance(value, str) for value in fields.values()) else None
-
-
-def _fields(action: Action | None) -> tuple[str, ...]:
-    return () if action is None else tuple(action.fields.values())
 
 
 def coverage(answer: str, documents: Iterable[str]) -> float:
@@ -245,18 +229,14 @@ def is_figure(word: str) -> bool:
 
 def supported(action: Action | None, conversation: str) -> float:
     """Share of the action's claims that the conversation supports. A figure counts `FIGURE_WEIGHT` times."""
-    claims = _claims(action)
+    claims: set[str] = set()
+    if action is not None:
+        claims = {word for field in action.fields.values() for word in content_words(field) if is_figure(word)}
+        described = [word for text in action.others for word in content_words(text)]
+        claims |= {word for word in described if len(word) > 1 and word not in GENERIC_WORDS}
     heard, plain = set(content_words(conversation)), normalise(conversation)
     unsupported = {claim for claim in claims if not _holds(claim, heard, plain)}
     return 1 - _weight(unsupported, set()) / _weight(claims, set()) if claims else 1.0
-
-
-def _claims(action: Action | None) -> set[str]:
-    if action is None:
-        return set()
-    figures = {word for field in _fields(action) for word in content_words(field) if is_figure(word)}
-    described = [word for text in action.others for word in content_words(text)]
-    return figures | {word for word in described if len(word) > 1 and word not in GENERIC_WORDS}
 
 
 def _holds(claim: str, heard: set[str], plain: str) -> bool:

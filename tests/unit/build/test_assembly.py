@@ -8,7 +8,7 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
-from support.loopback import ACTION, ANSWER, action, chat_completion, row, score_batch
+from support.loopback import ACTION, ANSWER, action, row, score_batch
 
 from salesrl_trl.build.assembly import build_reward
 from salesrl_trl.build.checks.reward import prepare_reward
@@ -131,8 +131,9 @@ def test_kept_references_that_still_hold_are_counted_and_used(config, services, 
 def test_kept_references_of_yesterdays_knowledge_are_forgotten(config, services, tmp_path, caplog):
     asked = answers_of_today(services, {"m6": "6500"})
     reward, said = second_run(config, tmp_path, caplog)
-    assert "1 of 7 references differ" in said and "forgotten and asked for anew" in said
-    assert "references.sqlite" in said
+    assert (
+        "1 of 7 references differ" in said and "references.sqlite" in said and "forgotten and asked for anew" in said
+    )
     asked.clear()
     score_batch(reward, [action()] * 20, list(range(20)))
     assert sorted(asked) == sorted(each.message_id for each in ROWS)
@@ -165,20 +166,12 @@ def test_answers_go_with_the_references_they_were_kept_beside(config, services, 
     ("kind", "stored"),
     [
         ("verdict", '{"candidate": 7.0, "reference": 0.5, "reason": ""}'),
-        ("verdict", '{"candidate": NaN, "reference": 0.5, "reason": ""}'),
-        ("verdict", '{"candidate": 0.9, "reference": Infinity, "reason": ""}'),
-        ("verdict", '{"candidate": "1", "reference": 0.5, "reason": ""}'),
         ("verdict", '{"candidate": true, "reference": 0.5, "reason": ""}'),
-        ("verdict", '{"candidate": 0.9, "reference": null, "reason": ""}'),
-        ("verdict", "{}"),
         ("answer", '{"text": "x", "passages": [{"id": "a", "text": "", "score": 7.0}], "took_ms": 1}'),
-        ("answer", '{"text": "x", "passages": [{"id": "a", "text": "", "score": NaN}], "took_ms": 1}'),
-        ("answer", '{"text": " ", "passages": [{"id": "a", "text": "", "score": 0.5}], "took_ms": 1}'),
         ("answer", '{"text": 7, "passages": [], "took_ms": 1}'),
         ("answer", '[' * 5000),
         ("answer", '"busy"'),
         ("reference", '{"text": "Thought process:", "passages": [], "took_ms": 1}'),
-        ("reference", '{"text": "x", "passages": [], "took_ms": NaN}'),
     ],
 )  # fmt: skip
 def test_what_comes_out_of_a_cache_is_checked_as_what_comes_off_the_wire(config, services, tmp_path, kind, stored):
@@ -202,20 +195,6 @@ def test_without_caches_everything_is_asked_for_again(config, services, tmp_path
     assert list(tmp_path.rglob("*.sqlite")) == []
 
 
-def test_without_a_cache_an_equal_answer_is_asked_for_in_every_batch(config, services, tmp_path):
-    settings = config(cache_answers=False)
-    parts = prepare_reward(settings, BRANCHES)
-    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
-
-    async def twice():
-        for _ in range(2):
-            await reward(prompts=[None] * 2, completions=[action()] * 2, row=[0, 0])
-        await reward.aclose()
-
-    asyncio.run(twice())
-    assert services.calls == {"8b": 2, "32b": 1, "judge": 2}
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -232,13 +211,6 @@ def test_what_decides_an_answer_is_part_of_its_key(config, services, tmp_path, c
     before = services.calls.total()
     score(config(**change), tmp_path, [action()])
     assert services.calls.total() > before
-
-
-def test_a_replaced_rubric_is_judged_anew(config, services, tmp_path):
-    score(config(), tmp_path, [action()])
-    (tmp_path / "fairness.txt").write_text("Be strict.", encoding="utf-8")
-    score(config(rubric_dir=str(tmp_path)), tmp_path, [action()])
-    assert services.calls == {"8b": 1, "32b": 1, "judge": 2}
 
 
 def test_limits_are_divided_over_processes(config, services, tmp_path):
@@ -293,12 +265,6 @@ def test_several_providers_are_built_with_their_own_limits_and_keys(config, serv
     asked = services.asked["judge"][0]
     assert (asked.json["model"], asked.headers["Authorization"]) == ("large", "Bearer first-secret")
     assert result.report.traffic["judge_first"]["slots"] == 3
-
-
-def test_json_on_the_command_line_is_as_good_as_yaml(config):
-    assert RewardConfig(judge_providers=json.dumps([PROVIDER])).parsed_judge_providers()[0].name == "openai"
-    weights = {"fairness": {"judge": 0.5, "retrieval": 0.5}}
-    assert RewardConfig(branch_reward_weights=json.dumps(weights)).parsed_branch_weights() == weights
 
 
 def test_weights_and_the_rule_for_missing_components_reach_the_reward(config, services, tmp_path):
@@ -365,47 +331,21 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("broken", "unusable"), [("8b", ["rag_8b_http_500"]), ("32b", []), ("judge", ["judge_http_500"])]
-)
-def test_after_the_warm_up_it_is_known_what_can_not_be_done_without(config, services, tmp_path, broken, unusable):
-    services.set(broken, {}, status=500)
-    settings = config(max_attempts=1, outage_patience_s=0.0, hedge_fraction=0.0)
-    parts = prepare_reward(settings, BRANCHES)
-    reward = build_reward(settings, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
-
-    assert [error.code for error in reward.names.unusable(warmed_up(reward))] == unusable
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"judge_providers": "[{"}, "`judge_providers` is not JSON"),
-        ({"judge_providers": "{}"}, "`judge_providers` is a dict. Expected a list"),
-        ({"judge_providers": []}, "at least one provider"),
         ({"judge_providers": ["openai"]}, "holds a str"),
         ({"judge_providers": [{"name": "a"}]}, r"lacks \['base_url', 'model'\]"),
         ({"judge_providers": [{**PROVIDER, "api_key": "sk-1"}]}, r"unknown \['api_key'\]"),
         ({"judge_providers": [PROVIDER, PROVIDER]}, "each name once"),
         ({"judge_providers": [{**PROVIDER, "weight": 0}]}, "one with a weight"),
-        ({"judge_providers": [{**PROVIDER, "weight": -1}]}, "0 or more"),
         ({"judge_providers": [{**PROVIDER, "name": "a b"}]}, "Expected letters"),
         ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starts with http"),
-        ({"judge_providers": [{**PROVIDER, "timeout_s": 0}]}, "more than 0"),
-        ({"judge_providers": [{**PROVIDER, "response_format": "xml"}]}, "Expected one of: auto"),
         ({"judge_providers": [{**PROVIDER, "extra_body": "low"}]}, "Expected fields of a request"),
         ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected one of them"),
-        ({"judge_aggregation": "max"}, "Expected one of: mean, median, min"),
-        ({"missing_component": "zero"}, "Expected one of: none, reweight"),
         ({"branch_reward_weights": {"fairness": 1.0}}, "Expected a mapping of component to number"),
         ({"branch_reward_weights": "judge"}, "is not JSON"),
-        ({"hedge_fraction": 2.0}, "at most 1"),
-        ({"invalid_action_reward": float("-inf")}, "at most 0.5"),
-        ({"reward_deadline_s": float("inf")}, "Expected a number, more than 0"),
         ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a number, 0 or more"),
-        ({"judge_providers": [{**PROVIDER, "usd_per_million_prompt_tokens": float("nan")}]}, "Expected a number"),
-        ({"outage_patience_s": -1.0}, "0 or more"),
-        ({"initial_concurrency": 0}, "at least 1"),
-        ({"judge_repeats": 0}, "at least 1"),
         ({"rag_base_url": "http://user:hunter2@127.0.0.1"}, "holds credentials"),
         ({"rag_base_url": "user:hunter2@127.0.0.1"}, "holds credentials"),
         ({"rag_base_url": "http://127.0.0.1/rag?key=hunter2"}, "holds credentials or a query"),
@@ -425,8 +365,6 @@ def test_settings_that_cannot_work_are_refused(settings, message):
     ("settings", "message"),
     [
         ({"branch_reward_weights": {"fairness": {"judge": float("inf")}}}, "a weight above 0 and up to"),
-        ({"branch_reward_weights": {"fairness": {"judge": float("nan")}}}, "a weight above 0 and up to"),
-        ({"branch_reward_weights": {"fairness": {"judge": 10**400}}}, "a weight above 0 and up to"),
         ({"branch_reward_weights": {"tone": {"judge": 1.0}}}, r"names the branches \['tone'\]"),
         ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "rubrics are missing: tone.txt"),
         ({"judge_providers": [{**PROVIDER, "api_key_env": "NO_SUCH_KEY"}]}, r"judge_providers\[openai\].api_key_env"),
@@ -436,14 +374,6 @@ def test_settings_that_cannot_work_are_refused(settings, message):
 def test_settings_that_do_not_go_with_branches_or_environment_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         prepare_reward(RewardConfig(**settings), BRANCHES)
-
-
-def test_a_verdict_is_not_kept_when_it_was_none(config, services, tmp_path):
-    services.set("judge", chat_completion("no"))
-    score(config(), tmp_path, [action()])
-    services.verdict(json.dumps({"candidate": 0.5, "reference": 0.5, "reason": ""}))
-    (reward,) = score(config(), tmp_path, [action()]).rewards
-    assert reward.value == 0.5
 
 
 def objects_of_ours(thing, seen):

@@ -49,17 +49,8 @@ ROOT = Path(__file__).parents[3]
         ),
         (
             "full",
-            [
-                *(
-                    "--judge",
-                    "mine.Judge",
-                    "--reward_stages",
-                    "mine.Stage",
-                    "--kl_law",
-                    "salesrl_trl.kl.law.AdaptiveLaw",
-                ),
-                *("--use_vllm", "false", "--sampler", "salesrl_trl.generation.sampler.WholeBatch"),
-            ],
+            ["--judge", "mine.Judge", "--reward_stages", "mine.Stage", "--kl_law", "salesrl_trl.kl.law.AdaptiveLaw",
+             "--use_vllm", "false", "--sampler", "salesrl_trl.generation.sampler.WholeBatch"],
             [
                 "judge        mine.Judge",
                 "stage        mine.Stage",
@@ -74,16 +65,13 @@ ROOT = Path(__file__).parents[3]
         ),
     ],
     ids=["as it stands", "own policy with LoRA", "own services", "own parts", "fixed coefficients"],
-)
-def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path):
-    arguments = [str(tiny) if each == "POLICY" else each for each in arguments]
+)  # fmt: skip
+def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.build.settings.RunConfig.policy_path", str(tiny))
+    arguments = [str(tiny) if argument == "POLICY" else argument for argument in arguments]
     config = parse([*arguments, "--use_cpu", "--output_dir", str(tmp_path)], ROOT / f"recipes/{recipe}.yaml")
     notes = [*config.notes, *config.training.machine_notes]
-    lines = banner(
-        config.data, config.reward, config.telemetry, config.training, config.model,
-        policy_path=str(tiny), rows=(320, 12), notes=notes,
-    )  # fmt: skip
-    text = "\n".join(lines)
+    text = "\n".join(banner(config, (320, 12), notes))
     for part in expected:
         assert part.replace("POLICY", str(tiny)) in text
     assert "320 of demo to train on, 12 held out" in text

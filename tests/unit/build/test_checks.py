@@ -1,7 +1,6 @@
 """Checks of the outside world, before any model is loaded."""
 
 import asyncio
-import gzip
 import re
 import socket
 import threading
@@ -18,35 +17,13 @@ from salesrl_trl.build.checks.model import check_model, load_tokenizer, position
 from salesrl_trl.build.checks.reward import read_key
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
-from salesrl_trl.reward.service.http import MAX_BODY_BYTES, HttpClient
+from salesrl_trl.reward.service.http import HttpClient
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10"])
-def test_a_local_path_that_leads_nowhere_is_refused(path):
-    with pytest.raises(ModelNotFoundError, match=r"where there is nothing. Expected a folder that `save_pretrained`"):
-        check_model(path, None, False)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=r"a folder without config\.json"):
-        check_model(str(tmp_path), None, False)
-
-
-def test_a_hub_name_that_cannot_be_reached_is_refused():
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10", "nobody/no-such-model"])
+def test_a_model_that_is_not_there_is_refused(name):
     with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
-        check_model("nobody/no-such-model", None, False)
-
-
-def test_a_hub_out_of_reach_is_told_at_once_and_one_that_answers_is_asked_on(monkeypatch, httpserver):
-    """transformers tries for 40 s, and prints a line for each try."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as a user's machine
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://user:secret@127.0.0.1:9")
-    with pytest.raises(ModelNotFoundError, match=r"the hub can't be reached at http://127.0.0.1:9 \(ConnectError\)"):
-        check_model("nobody/no-such-model", None, False)
-    httpserver.expect_request(re.compile(".*")).respond_with_data("", status=404)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", httpserver.url_for("").rstrip("/"))
-    with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
-        check_model("nobody/no-such-model", None, False)
+        check_model(name, None, False)
 
 
 def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
@@ -62,7 +39,6 @@ def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
         ({"vllm_max_model_length": 320}, 512, 256, "`vllm_max_model_length` 320 less `max_completion_length` 64"),
         ({}, 512, 448, "the model's positions 512 less"),
         ({"use_vllm": False, "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
-        ({"vllm_mode": "server", "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
         ({"vllm_max_model_length": 320, "vllm_engine_kwargs": '{"max_model_len": 300}'}, 512, 236, "`max_model_len`"),
         ({"vllm_max_model_length": 320, "max_prompt_tokens": 200}, 512, 200, "`max_prompt_tokens`"),
         ({"max_prompt_tokens": 200}, None, 200, "`max_prompt_tokens`"),
@@ -112,12 +88,6 @@ def _lengths(max_prompt_tokens=None, **given):
     return DataConfig(max_prompt_tokens=max_prompt_tokens), SalesGRPOConfig(**{**settings, **given})
 
 
-def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch):
-    monkeypatch.setenv("SOME_KEY", "secret")
-    assert read_key("SOME_KEY", "judge_api_key_env") == "secret"
-    assert read_key(None, "judge_api_key_env") is None
-
-
 def test_a_key_variable_that_is_not_set_is_refused(monkeypatch):
     monkeypatch.delenv("SOME_KEY", raising=False)
     with pytest.raises(ConfigError, match="names the environment variable SOME_KEY, which is not set"):
@@ -131,13 +101,16 @@ def test_a_key_is_read_from_the_file_that_is_named_if_its_owner_alone_can_read_i
     monkeypatch.setenv("SOME_KEY", "")  # as an empty one of a container
     monkeypatch.setenv("SOME_KEY_FILE", str(file))
     assert read_key("SOME_KEY", "judge_api_key_env") == "sk-hunter2"
+    assert read_key(None, "judge_api_key_env") is None
+    monkeypatch.setenv("SOME_KEY", "secret")
+    with pytest.raises(ConfigError, match="SOME_KEY and SOME_KEY_FILE are both set"):
+        read_key("SOME_KEY", "judge_api_key_env")
 
 
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
     [
         (b"sk-hunter2", 0o640, r'the permissions 640, .* Expected .*: chmod 600 "\$SOME_KEY_FILE"$'),
-        (b"sk-hunter2", 0o604, "the permissions 604"),
         (b" \n", 0o600, "holds no key"),
         (b"sk-hunter2" * 500, 0o600, "holds more than 4096 bytes"),
         (b"sk-hunter2\nsk-hunter2", 0o600, "white space or a control character at place 11"),
@@ -158,17 +131,7 @@ def test_a_key_file_that_is_not_safe_or_no_key_is_refused_without_showing_it(
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_folder_and_two_places_of_a_key_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv("SOME_KEY_FILE", str(tmp_path))
-    with pytest.raises(ConfigError, match="Is a directory"):
-        read_key("SOME_KEY", "judge_api_key_env")
-    monkeypatch.setenv("SOME_KEY", "secret")
-    with pytest.raises(ConfigError, match="SOME_KEY and SOME_KEY_FILE are both set") as caught:
-        read_key("SOME_KEY", "judge_api_key_env")
-    assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("key", ["sk-proj-1234", "0a1b2c3d4e5f", "abcdef"])
+@pytest.mark.parametrize("key", ["sk-proj-1234", "abcdef"])
 def test_a_key_in_place_of_a_variable_s_name_is_not_shown(key):
     with pytest.raises(ConfigError, match="it may be the key itself") as refused:
         read_key(key, "judge_api_key_env")
@@ -179,7 +142,6 @@ def test_a_key_in_place_of_a_variable_s_name_is_not_shown(key):
     ("key", "what"),
     [
         ("sk-hunter2\n", "white space or a control character at place 11 of 11"),
-        ("sk hunter2", "white space or a control character at place 3 of 10"),
         ("sk-hünter2", "a character beyond ASCII at place 5 of 10"),
     ],
 )
@@ -191,13 +153,6 @@ def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch, key, 
     with pytest.raises(ConfigError, match=what) as caught:  # nor by a client that is made without the settings
         HttpClient("judge", "http://127.0.0.1:9", api_key=key)
     assert "nter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["http://user:hunter2@127.0.0.1", "http://127.0.0.1?key=hunter2"])
-def test_a_client_takes_no_address_that_messages_must_not_show(url):
-    with pytest.raises(ConfigError, match="the address of judge holds credentials or a query") as caught:
-        HttpClient("judge", url)
-    assert "hunter2" not in str(caught.value)
 
 
 def check_judge(url, key, model="judge-32b"):
@@ -239,7 +194,6 @@ def serve(httpserver):
         (check_rag, {}, "", "has no /healthz"),
         (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
         (check_judge, {"v1_models": (200, MODELS)}, "/v1", None),
-        (check_judge, {"v1_models": (200, '{"data": []}')}, "/v1", None),
         (check_judge, {}, "/v1", "gave no list of models"),
         (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
         (check_judge, {"v1_models": (200, "<html>")}, "/v1", "the first call will show whether it has 'judge-32b'"),
@@ -256,14 +210,12 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
     ("check", "pages", "path", "message"),
     [
         (check_rag, {"healthz": (200, "")}, "/v1", r"`rag_base_url` is \S+/v1, but .* Set `rag_base_url: \S+:\d+`"),
-        (check_rag, {"healthz": (200, "")}, "/v1/rag/8b", r"Set `rag_base_url: \S+:\d+`"),
         (
             check_judge,
             {"v1_models": (200, MODELS)},
             "",
             r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`",
         ),
-        (check_judge, {"v1_models": (200, MODELS)}, "/v1/v1", r"`judge_base_url: \S+:\d+/v1`"),
         (check_judge, {"v1_models": (200, MODELS)}, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
         (
             lambda url, key: check_judge(url, key, "judge-32"),
@@ -279,7 +231,7 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
             r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists",
         ),
     ],
-    ids=["a /v1 too many", "an endpoint", "no /v1", "two /v1", "a path too many", "a typo", "of a provider"],
+    ids=["a /v1 too many", "no /v1", "a path too many", "a typo", "of a provider"],
 )
 def test_an_address_or_a_model_with_a_typo_is_refused_with_what_was_meant(serve, check, pages, path, message):
     with pytest.raises(ConfigError, match=message):
@@ -306,13 +258,12 @@ def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
     ("check", "variable"),
     [
         (check_rag, "`rag_api_key_env`"),
-        (check_judge, "`judge_api_key_env`"),
         (
             lambda url, key: check_models(url, key, "x", setting="judge_providers[a].base_url"),
             "`judge_providers[a].api_key_env`",
         ),
     ],
-    ids=["RAG", "judge", "provider"],
+    ids=["RAG", "provider"],
 )
 def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
     httpserver.expect_request(re.compile("/healthz|/models")).respond_with_data("bad key secret", status=401)
@@ -320,12 +271,6 @@ def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
         check(httpserver.url_for("").rstrip("/"), "secret")
     assert "secret" not in str(caught.value)
     assert variable in str(caught.value)
-
-
-def test_a_service_that_is_not_healthy_is_refused(httpserver):
-    httpserver.expect_request("/healthz").respond_with_data("", status=503)
-    with pytest.raises(ServiceUnavailable, match=r"does not answer.*answered 503"):
-        check_rag(httpserver.url_for("").rstrip("/"), None)
 
 
 @pytest.fixture
@@ -345,20 +290,6 @@ def test_a_health_page_without_an_end_is_left_at_the_probes_time(endless, monkey
     monkeypatch.setattr("salesrl_trl.build.checks.addresses.PROBE_TIMEOUT_S", 0.3)
     with pytest.raises(ServiceUnavailable, match=r"no complete answer in time.*within 0.3 s"):
         check_rag(endless, None)
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "what"),
-    [
-        (gzip.compress(b" " * 10_000_000), {"Content-Encoding": "gzip"}, "a compressed body"),
-        (b" " * (MAX_BODY_BYTES + 1), {}, f"a body of more than {MAX_BODY_BYTES} bytes"),
-    ],
-    ids=["bomb", "large"],
-)
-def test_a_health_page_is_read_within_the_size_of_an_answer(httpserver, body, headers, what):
-    httpserver.expect_request("/healthz").respond_with_data(body, headers=headers)
-    with pytest.raises(ServiceUnavailable, match=what):
-        check_rag(httpserver.url_for("").rstrip("/"), None)
 
 
 def test_a_check_works_beside_a_running_event_loop(httpserver):

@@ -23,10 +23,25 @@ from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.build import software
 from salesrl_trl.build.checks.outcome import Findings, StageVerdict
 from salesrl_trl.build.memory import cards
-from salesrl_trl.build.memory.activations import layer_activations, saved_activations
-from salesrl_trl.build.memory.estimate import SCORING, Estimate, Moment, advice, estimate, moment_bytes
-from salesrl_trl.build.memory.setup import Engine, Setup, Sharding, setup_of
-from salesrl_trl.build.memory.shape import adapters_of, model_shape, parameter_count, shape_of
+from salesrl_trl.build.memory.estimate import (
+    SCORING,
+    Estimate,
+    Moment,
+    advice,
+    estimate,
+    moment_bytes,
+    saved_activations,
+)
+from salesrl_trl.build.memory.shape import (
+    Engine,
+    Setup,
+    Sharding,
+    adapters_of,
+    model_shape,
+    parameter_count,
+    setup_of,
+    shape_of,
+)
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
 from salesrl_trl.preflight import memory
@@ -105,19 +120,10 @@ def test_activations_are_what_autograd_keeps(lora, dtype, config):
     assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=0.03 if config is DENSE else 0.06)
 
 
-def test_a_model_s_figures_are_its_own(tiny):
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-    assert parameter_count(str(tiny), None, False) == sum(each.numel() for each in model.parameters())
-    config, found = model.config, model_shape(str(tiny), None, False)
-    assert (found.layers, found.hidden, found.vocabulary) == (
-        config.num_hidden_layers, config.hidden_size, config.vocab_size,
-    )  # fmt: skip
-
-
 def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
     """Under ZeRO-3 transformers splits each model over all processes as it is built, which waits for the others. The
     banner is written by one. Here there is no process group: splitting would raise."""
-    expected = parameter_count(str(tiny), None, False)
+    expected = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(tiny).parameters())
     monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
     model_shape.cache_clear()
     assert parameter_count(str(tiny), None, False) == expected
@@ -131,11 +137,9 @@ def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
         (FULL, "optimizer states", 8),
         (FULL, "reference model", 4),
         (setup(lora=False, optim="adamw_torch_8bit"), "optimizer states", 2 + 1 / 32),
-        (setup(lora=False, optim="adamw_torch_8bit"), "weights", 2),
         (dataclasses.replace(FULL, processes=2), "gradients", 8),  # DDP's buckets
         (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "master weights", 1),
         (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "optimizer states", 2),
-        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "weights", 2),
         (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "weights", 0.5),
         (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "reference model", 0.5),
         (dataclasses.replace(FULL, sharding=Sharding.FSDP, processes=4), "weights", 1),
@@ -144,14 +148,6 @@ def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
 def test_states_are_so_many_bytes_a_parameter(seven, run, part, each):
     [moment] = [moment for moment in estimate(seven, run, 80.0).moments if moment.name == "optimizer step"]
     assert moment.parts[part] * GIB == pytest.approx(seven.parameters * each, rel=1e-3)
-
-
-def test_lora_has_no_second_model_and_few_states(seven):
-    found = estimate(seven, setup(), 80.0)
-    assert "reference model" not in found.peak.parts
-    assert seven.parameters == 7_615_616_512
-    assert found.peak.parts["weights"] == pytest.approx(seven.parameters * 2 / GIB, rel=0.01)
-    assert found.needed_gib < 30
 
 
 def test_vllm_has_its_share_and_gives_it_back_asleep(seven):
@@ -169,28 +165,20 @@ def test_vllm_has_its_share_and_gives_it_back_asleep(seven):
 
 
 @pytest.mark.parametrize(
-    ("run", "card_gib", "settings"),
+    ("run", "card_gib", "first"),
     [
-        (
-            dataclasses.replace(FULL, checkpointing=False, engine=ENGINE), 80.0,
-            ["gradient_checkpointing: true", "per_device_train_batch_size", "vllm_gpu_memory_utilization",
-             "vllm_enable_sleep_mode: true", "optim: adamw_torch_8bit", "use_peft: true", "accelerate_configs/"],
-        ),
-        # Adapters have few gradients and few moments, which an optimizer of 8 bits makes no smaller.
-        (setup(micro_batch=1, engine=ENGINE), 40.0, ["vllm_gpu_memory_utilization", "accelerate_configs/"]),
-        (
-            setup(micro_batch=1, engine=dataclasses.replace(ENGINE, share=0.35, length=4096)), 37.25,
-            ["vllm_gpu_memory_utilization", "accelerate_configs/"],
-        ),
-        (setup(micro_batch=1, evaluated=64), 20.0, ["per_device_eval_batch_size", "accelerate_configs/"]),
-        (setup(lora=False, sharding=Sharding.ZERO3, processes=2, micro_batch=1), 20.0, ["use_peft: true"]),
+        (dataclasses.replace(FULL, checkpointing=False, engine=ENGINE), 80.0, "gradient_checkpointing: true"),
+        (setup(micro_batch=1, engine=ENGINE), 40.0, "a smaller `vllm_gpu_memory_utilization"),
+        (setup(engine=dataclasses.replace(ENGINE, share=0.35, length=4096)), 37.25, "a larger `vllm_gpu_memory"),
+        (setup(micro_batch=1, evaluated=64), 20.0, "per_device_eval_batch_size"),
     ],
-    ids=["all weights", "LoRA", "vLLM can't start", "a large evaluation", "ZeRO-3"],
-)  # fmt: skip
-def test_advice_is_for_the_fullest_moment_and_has_nothing_that_is_set(seven, run, card_gib, settings):
-    found = advice(estimate(seven, run, card_gib), run)
-    assert len(found) == len(settings) + 1
-    assert all(setting in text for setting, text in zip([*settings, "a smaller model"], found, strict=True))
+    ids=["activations", "generation", "vLLM can't start", "a large evaluation"],
+)
+def test_advice_begins_with_what_helps_at_the_fullest_moment(seven, run, card_gib, first):
+    steps = advice(estimate(seven, run, card_gib), run)
+    assert first in steps[0] and steps[-1] == "a smaller model"
+    # Adapters have few gradients and few moments, which an optimizer of 8 bits makes no smaller.
+    assert any("adamw_torch_8bit" in step or "use_peft" in step for step in steps) is not run.lora
 
 
 SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_tokens": 256}
@@ -201,14 +189,11 @@ SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_t
     [
         ({"group": None}, 8 * 1280, 0),
         ({}, 1024 + 8 * 256, 16_384),  # two of them are more than fill a GPU
-        ({"parameters": 375 * 10**7}, 8000, 16_384),
         ({"parameters": 10**8, "checkpointing": False}, 8 * 1280, 16_384),  # no more than TRL's own
         ({"parameters": 10**8}, 16_384, 16_384),  # where a token takes little memory
         ({"parameters": 10**8, "weight_bytes": 4, "autocast": False}, 8 * 1280, 16_384),
         ({"pass_tokens": 1}, 1024 + 8 * 256, 1024 + 8 * 256),
-        ({"pass_tokens": 10**6}, 8 * (1024 + 8 * 256), 8 * (1024 + 8 * 256)),
         ({"pass_tokens": 10**6, "sharding": Sharding.ZERO3}, 1024 + 8 * 256, 8 * (1024 + 8 * 256)),
-        ({"micro_batch": 2, "micro_batches": 32, "parameters": 10**15}, 1024 + 2 * 256, 16_384),
         ({"has_reference": False}, 1024 + 8 * 256, 0),
     ],
 )
@@ -225,13 +210,6 @@ def test_the_settings_of_a_run_say_whether_prompts_are_shared(tmp_path):
 
     assert group() == 8
     assert [group(shared=False), group(attention="eager"), group(compiled=True)] == [None] * 3
-
-
-def test_checkpointing_keeps_one_block_and_the_inputs_of_the_others(seven):
-    saved = {on: saved_activations(seven, setup(checkpointing=on)) for on in (True, False)}
-    blocks = seven.layers * layer_activations(seven, setup())
-    inputs = seven.layers * 8 * 1024 * seven.hidden * 2
-    assert saved[False] - saved[True] == pytest.approx(blocks - inputs)
 
 
 @pytest.fixture
@@ -284,13 +262,13 @@ def stage(tiny, monkeypatch, tmp_path):
 def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
     found = stage(**asked)
     assert found.verdict is verdict
-    assert text is None or text in found.found[0].text
+    assert text is None or text in found.items[0].text
     assert found.figures["needed_gib"] == asked["needed_gib"]
 
 
 def test_no_weights_are_trained_in_mode_rollouts_so_none_have_to_fit_in_float32(stage):
     found = stage(90, arguments=("--use_peft", "false", "--dtype", "bfloat16", "--mode", "rollouts"))
-    assert (found.verdict, found.found) == (StageVerdict.SKIPPED, [])
+    assert (found.verdict, found.items) == (StageVerdict.SKIPPED, [])
 
 
 def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monkeypatch):
@@ -310,7 +288,6 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
     ("said", "used", "names"),
     [
         ("[N/A]", None, []),
-        ("", None, []),
         (subprocess.TimeoutExpired("nvidia-smi", 20), None, []),
         ("1024", 1.0, ["tool, with a comma"]),
     ],

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import FIRST, PATHS, REPLACED, all_kinds, names_of_settings, parse, parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.ranges import texts_of
@@ -29,11 +30,6 @@ def test_the_command_line_wins_over_the_recipe():
     assert config.training.kl_targets()["fairness"].beta == 0.2
 
 
-def test_one_coefficient_for_all_can_be_asked_for_on_the_command_line():
-    config = parse(["--branch_kl", "{}", "--beta", "0.04"], ROOT / "recipes/debug.yaml")
-    assert {target.beta for target in config.training.kl_targets().values()} == {0.04}
-
-
 def test_another_recipe_can_be_named(tmp_path):
     other = tmp_path / "mine.yaml"
     other.write_text("output_dir: x\nmax_steps: 3\n", encoding="utf-8")
@@ -53,10 +49,8 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("learning_rat: 1.0\n", r"unknown keys: learning_rat \(did you mean learning_rate\?\)"),
         ("- 1\n", "holds a list. Expected a mapping"),
         ("a: [\n", "is not YAML"),
-        ("num_generations: 5\noutput_dir: x\n", "does not divide"),
         ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
         ("dataset: 7\n", "`dataset` of the recipe is of type int. Expected a text. Put it in quotes"),
-        ("max_steps: [1]\n", r"`max_steps` is \[1\]. Expected at least 1"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
         ("small_policy:\n  prompt_templat: compact\n", r"prompt_templat \(did you mean prompt_template\?\)"),
         ('output_dir: "a\\0b"\n', "`output_dir` of .*bad.yaml holds a NUL or half a character"),
@@ -66,23 +60,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         (LAUGHS, "is not YAML: with its aliases written out it has more than 4000000 characters"),
         (MERGES, "is not YAML: with its aliases written out it has more than 4000000 characters"),
     ],
-    ids=[
-        "unknown key",
-        "list",
-        "not yaml",
-        "groups",
-        "type",
-        "text",
-        "kind",
-        "small policy",
-        "unknown key of the small policy",
-        "NUL",
-        "surrogate",
-        "environment",
-        "recursive",
-        "aliases of aliases",
-        "merges of merges",
-    ],
+    ids=lambda text: text[:20],
 )
 def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
     recipe = tmp_path / "bad.yaml"
@@ -114,15 +92,10 @@ def test_aliases_of_a_recipe_are_read_and_a_file_without_end_is_not(tmp_path):
         parse([], recipe)
 
 
-def test_a_recipe_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="there is no recipe"):
-        parse([], tmp_path / "absent.yaml")
-
-
 @pytest.mark.parametrize(
     ("path", "reason"), [("a" * 5000, "File name too long"), ("~no-such-user/x", "Could not determine home directory")]
 )
-@pytest.mark.parametrize("name", [*PATHS, "config"])
+@pytest.mark.parametrize("name", [*PATHS[:3], "config"])
 def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
     with pytest.raises(ConfigError, match=rf"`(--)?{name}` is '.{{1,203}}', which can't be looked at \({reason}"):
         parse(["--output_dir", "x", f"--{name}={path}"], None)
@@ -175,12 +148,12 @@ def test_one_recipe_is_named_at_most():
 
 
 def test_a_tool_takes_any_setting_of_a_run_and_still_refuses_what_no_run_knows(tmp_path, capsys):
-    kinds = (DataConfig, RewardConfig)
+    kinds = (DataConfig, RewardConfig, StepSettings)
     training = ["--num_generations", "4", "--branch_kl", '{"fairness": {"beta": 0.1}}', "--bf16", "true"]
     given = ["--config", str(ROOT / "recipes/full.yaml"), "--rag_top_k", "7", *training]
     data, reward, others = parse_part(given, kinds)
     assert (data.max_eval_rows, reward.rag_top_k, reward.judge_timeout_s) == (128, 7, 60)
-    assert (others.num_generations, others.bf16, others.branches) == (4, True, ["fairness", "hallucination"])
+    assert (others.num_generations, others.branches) == (4, ["fairness", "hallucination"])
     data, reward, _ = parse_part([], kinds)  # without a recipe
     assert (data.max_eval_rows, reward.rag_top_k) == (None, RewardConfig().rag_top_k)
     with pytest.raises(ConfigError, match=r"--learning_rat \(did you mean --learning_rate"):

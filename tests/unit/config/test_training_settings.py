@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, Qwen2Config
+from transformers import Qwen2Config
 
 from salesrl_trl.build.checks import model as model_checks
 from salesrl_trl.config import SalesGRPOConfig
@@ -112,7 +112,6 @@ def card(monkeypatch):
     ("capability", "installed", "model", "chosen"),
     [
         ((9, 0), ("flash_attention_2", "flash_attention_3"), Qwen2Config(), "flash_attention_3"),
-        ((9, 0), ("flash_attention_2",), None, "flash_attention_2"),
         ((8, 0), ("flash_attention_2", "flash_attention_3"), Qwen2Config(), "flash_attention_2"),
         ((9, 0), (), Qwen2Config(), "sdpa; flash_attention_2 is not installed (scripts/install_flash_attn.sh"),
         ((7, 5), ("flash_attention_2",), Qwen2Config(), "sdpa; flash_attention_2 is not made for this card"),
@@ -123,31 +122,11 @@ def test_auto_takes_the_fastest_attention_that_is_there_and_says_why_it_is_no_fa
     card, capability, installed, model, chosen
 ):
     card(capability, *installed)
-    name, line = model_checks.choose_attention("auto", GPU, in_16_bits=True, model=model)
+    name, line = model_checks.choose_attention(GPU, in_16_bits=True, model=model)
     assert line.startswith(f"attention: {chosen}")
     assert (name or "eager") == chosen.split(";")[0]
 
 
-@pytest.mark.parametrize(
-    ("asked", "in_16_bits", "message"),
-    [
-        (
-            "flash_attn_2",
-            True,
-            r"Expected one of: auto, eager, .*sdpa; or a kernel .* Did you mean flash_attention_2\?",
-        ),
-        ("flash_attention_3", True, "flash_attention_3 is not installed"),
-        ("flash_attention_2", False, "this run in float32"),
-    ],
-)
-def test_attention_that_can_not_be_used_is_refused_before_a_model_is_loaded(card, asked, in_16_bits, message):
-    card((9, 0), "flash_attention_2")
-    with pytest.raises(ConfigError, match=message):
-        model_checks.choose_attention(asked, GPU, in_16_bits=in_16_bits, model=GPT2Config())
-
-
-def test_attention_on_a_cpu_is_sdpa_and_none_is_left_to_transformers():
-    sdpa = model_checks.choose_attention("auto", CPU, in_16_bits=False, model=None)
+def test_attention_on_a_cpu_is_sdpa():
+    sdpa = model_checks.choose_attention(CPU, in_16_bits=False, model=Qwen2Config())
     assert sdpa == ("sdpa", "attention: sdpa; FlashAttention needs a GPU, and this run is on the CPU")
-    assert model_checks.choose_attention(None, CPU, in_16_bits=False, model=None) == (None, None)
-    assert model_checks.choose_attention("me/my-kernel", CPU, in_16_bits=False, model=None)[0] == "me/my-kernel"

@@ -72,16 +72,6 @@ def test_conversations_of_other_shapes_are_read(load, entry, value):
     ]
 
 
-def test_a_name_with_a_dot_is_a_column_before_it_is_a_path(load):
-    (row,) = load({**COLUMNS, "tenant_id": "meta.owner"}, {**RECORD, "meta.owner": "t2"})
-    assert row.tenant_id == "t2"
-
-
-def test_columns_that_are_not_mapped_stay(load):
-    (row,) = load({"branch": {"value": "tone"}}, {"id": "a", "branch": "x", "conversation": RECORD["messages"]})
-    assert (row.row_id, row.branch) == ("a", "tone")
-
-
 def test_columns_win_over_a_format(load):
     columns = {"branch": {"value": "tone"}, "tenant_id": "additional_metadata.version"}
     (row,) = load(columns, bbq(), dataset_format="bbq")
@@ -99,12 +89,6 @@ def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, gu
         caught.value
     )
     assert "There are: uid, messages, facts, meta, meta.owner, meta.owner.tenant. Correct" in str(caught.value)
-
-
-def test_a_row_that_lacks_a_mapped_column_is_named_by_its_line(load):
-    lacking = {name: value for name, value in RECORD.items() if name != "messages"}
-    with pytest.raises(DataError, match=r"line 2, row 1 \(counted from 0.*\): `conversation` is missing"):
-        load(COLUMNS, RECORD, lacking)
 
 
 @pytest.mark.parametrize(

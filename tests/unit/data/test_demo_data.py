@@ -5,13 +5,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import pytest
-import rjieba
-import yaml
+
+from salesrl_trl.demo.services.rubric import load_terms
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "salesrl_trl" / "data" / "demo"
@@ -55,46 +55,9 @@ def drafts() -> list[Row]:
     return read_lines("drafts.jsonl")
 
 
-class Detector:
-    """Finds protected terms the way protected_terms.json describes."""
-
-    def __init__(self) -> None:
-        terms = json.loads((DEMO / "protected_terms.json").read_text(encoding="utf-8"))
-        self.terms = terms
-        self._zh = terms["zh"]
-        self._patterns = [re.compile(rf"(?<![a-z0-9]){re.escape(term)}(?![a-z0-9])") for term in terms["en"]]
-        self._patterns += [re.compile(source) for sources in terms["patterns"].values() for source in sources]
-
-    def __call__(self, text: str) -> bool:
-        lowered = text.lower()
-        return any(term in lowered for term in self._zh) or any(item.search(lowered) for item in self._patterns)
-
-
 @pytest.fixture(scope="module")
-def detect() -> Detector:
-    return Detector()
-
-
-class Search:
-    """BM25 over the whole bilingual knowledge base."""
-
-    def __init__(self, documents: list[Row]) -> None:
-        self._documents = documents
-        self._index = bm25s.BM25()
-        self._index.index([words(f"{doc['title']}\n{doc['text']}") for doc in documents], show_progress=False)
-
-    def first(self, query: str) -> Row:
-        found, _ = self._index.retrieve([words(query)], k=1, show_progress=False)
-        return self._documents[int(found[0][0])]
-
-
-@pytest.fixture(scope="module")
-def search(documents: list[Row]) -> Search:
-    return Search(documents)
-
-
-def words(text: str) -> list[str]:
-    return [word.strip() for word in rjieba.cut(text.lower()) if re.search(r"[^\W_]", word)]
+def detect() -> Callable[[str], bool]:
+    return load_terms(DEMO / "protected_terms.json").mentioned_in
 
 
 def normalise(text: str) -> str:
@@ -126,65 +89,11 @@ def test_generator_reproduces_the_packaged_files(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files_are_small_readable_utf8(name: str) -> None:
-    content = (DEMO / name).read_bytes()
-    assert len(content) < 1024 * 1024
-    assert "\\u" not in content.decode("utf-8")
-
-
-def test_documents_cover_every_course_and_topic(documents: list[Row]) -> None:
-    assert len(documents) >= 350
-    assert len({doc["id"] for doc in documents}) == len(documents)
-    assert len({doc["text"] for doc in documents}) == len(documents)
-    cells = Counter((doc["lang"], doc["course"], doc["topic"]) for doc in documents if doc["kind"] == "course")
-    assert len(cells) == sum(cells.values()) == 2 * 12 * 13
-    kinds = Counter((doc["lang"], doc["kind"]) for doc in documents)
-    for lang in LANGS:
-        assert kinds[lang, "general"] == 12
-        assert kinds[lang, "audience"] >= 12
-
-
-def test_documents_have_short_texts(documents: list[Row]) -> None:
-    for doc in documents:
-        low, high = {"zh": (40, 110), "en": (25, 60)}[doc["lang"]]
-        size = len(doc["text"].split()) if doc["lang"] == "en" else len(doc["text"])
-        assert low <= size <= high, doc["id"]
-
-
-def test_course_documents_state_the_same_figures_in_both_languages(documents: list[Row]) -> None:
-    by_id = {doc["id"]: doc for doc in documents}
-    for doc in documents:
-        if doc["lang"] == "zh" and doc["kind"] == "course":
-            other = by_id["en" + doc["id"][2:]]
-            # Months and the numbers that English spells out are figures in Chinese only.
-            dates = set(re.findall(r"(\d+)月", doc["text"]))
-            assert figures(other["text"]) - {"100"} <= figures(doc["text"]), doc["id"]
-            assert figures(doc["text"]) - dates - {"100"} <= figures(other["text"]), doc["id"]
-
-
-def test_only_audience_documents_name_protected_attributes(documents: list[Row], detect: Detector) -> None:
+def test_only_audience_documents_name_protected_attributes(
+    documents: list[Row], detect: Callable[[str], bool]
+) -> None:
     for doc in documents:
         assert detect(f"{doc['title']}\n{doc['text']}") == (doc["kind"] == "audience"), doc["id"]
-
-
-def test_protected_terms_are_lower_case_and_unique(detect: Detector) -> None:
-    for lang in LANGS:
-        terms = detect.terms[lang]
-        assert len(set(terms)) == len(terms)
-        assert all(term == term.lower() for term in terms)
-
-
-@pytest.mark.parametrize(
-    "text", ["45岁", "我今年 45 岁", "五十岁", "a 45-year-old man", "I'm 45 years old", "aged 45", "80后", "in my 40s"]
-)
-def test_ages_are_detected(text: str, detect: Detector) -> None:
-    assert detect(text)
-
-
-@pytest.mark.parametrize("text", ["management course", "5980元，36课时", "free 3 evenings a week", "礼拜三有空"])
-def test_harmless_texts_are_not_detected(text: str, detect: Detector) -> None:
-    assert not detect(text)
 
 
 def test_splits_are_large_enough_and_have_unique_ids(train: list[Row], held_out: list[Row], rows: list[Row]) -> None:
@@ -203,34 +112,7 @@ def test_splits_are_balanced(split: str, request: pytest.FixtureRequest) -> None
     assert len({(row["lang"], row["course"]) for row in chosen}) == 2 * 12
 
 
-def test_rows_have_the_expected_shape(rows: list[Row], documents: list[Row]) -> None:
-    by_id = {doc["id"]: doc for doc in documents}
-    for row in rows:
-        assert row["lang"] in LANGS and row["branch"] in BRANCHES
-        roles = [message["role"] for message in row["conversation"]]
-        assert len(roles) in (1, 3, 5)
-        assert roles == ["customer" if index % 2 == 0 else "seller" for index in range(len(roles))]
-        assert length(said(row), row["lang"]) <= {"zh": 70, "en": 45}[row["lang"]], row["id"]
-        assert row["document_ids"]
-        for id_ in row["document_ids"]:
-            assert by_id[id_]["course"] == row["course"] and by_id[id_]["topic"] == row["topic"]
-            assert by_id[id_]["lang"] == row["lang"]
-
-
-def test_most_conversations_have_three_messages(rows: list[Row]) -> None:
-    sizes = Counter(len(row["conversation"]) for row in rows)
-    assert sizes[3] > 0.7 * len(rows)
-    assert sizes[1] and sizes[5]
-
-
-def test_only_the_first_message_names_the_course(rows: list[Row]) -> None:
-    for row in rows:
-        name = course_name(row)
-        assert name in customer(row)[0], row["id"]
-        assert not any(name in message["content"] for message in row["conversation"][1:]), row["id"]
-
-
-def test_protected_attributes_are_said_and_detected(rows: list[Row], detect: Detector) -> None:
+def test_protected_attributes_are_said_and_detected(rows: list[Row], detect: Callable[[str], bool]) -> None:
     for row in rows:
         surfaces = row["protected_attributes"]
         assert bool(surfaces) == (row["branch"] == "fairness"), row["id"]
@@ -245,20 +127,6 @@ def test_splits_share_no_customer_message(train: list[Row], held_out: list[Row])
     assert not spoken[0] & spoken[1]
 
 
-def test_held_out_questions_include_some_that_training_never_uses(train: list[Row], held_out: list[Row]) -> None:
-    topics = yaml.safe_load(TOPICS.read_text(encoding="utf-8")).values()
-    usual, reserved = (
-        [normalise(question) for topic in topics for questions in topic[kind].values() for question in questions]
-        for kind in ("questions", "held_out_questions")
-    )
-    assert len(reserved) == 13 * 2 * 2
-    assert len({*usual, *reserved}) == len(usual) + len(reserved)
-    trained = "\n".join(normalise(text) for row in train for text in customer(row))
-    assert not any(core in trained for core in reserved)
-    uses = sum(any(core in normalise(customer(row)[-1]) for core in reserved) for row in held_out)
-    assert uses >= len(held_out) // 5
-
-
 def course_name(row: Row) -> str:
     """The name of a row's course, from its canonical query."""
     query: str = row["careful_action"]["rewritten_query"]
@@ -267,7 +135,7 @@ def course_name(row: Row) -> str:
     return query.rsplit(" ", 1)[0]
 
 
-def test_careful_actions_hold_only_what_was_said(rows: list[Row], detect: Detector) -> None:
+def test_careful_actions_hold_only_what_was_said(rows: list[Row], detect: Callable[[str], bool]) -> None:
     for row in rows:
         action, lang = row["careful_action"], row["lang"]
         assert list(action) == FIELDS and all(action.values())
@@ -281,31 +149,7 @@ def test_careful_actions_hold_only_what_was_said(rows: list[Row], detect: Detect
         assert sum(length(value, lang) for value in action.values()) <= {"zh": 40, "en": 25}[lang]
 
 
-def test_careful_queries_are_canonical(rows: list[Row]) -> None:
-    queries: dict[tuple[str, str, str], set[str]] = {}
-    for row in rows:
-        key = (row["lang"], row["course"], row["topic"])
-        queries.setdefault(key, set()).add(row["careful_action"]["rewritten_query"])
-    assert all(len(found) == 1 for found in queries.values())
-
-
-def test_course_names_and_titles_agree(documents: list[Row], rows: list[Row]) -> None:
-    titles = {doc["id"]: doc["title"].lower() for doc in documents}
-    for row in rows:
-        assert titles[row["document_ids"][0]] == row["careful_action"]["rewritten_query"].lower()
-
-
-def test_drafts_belong_to_the_train_rows(train: list[Row], drafts: list[Row]) -> None:
-    assert [draft["id"] for draft in drafts] == [row["id"] for row in train]
-    for row, draft in zip(train, drafts, strict=True):
-        assert len(draft["draft_actions"]) == 4
-        for action in draft["draft_actions"]:
-            assert list(action) == FIELDS and all(action.values())
-            size = sum(length(value, row["lang"]) for value in action.values())
-            assert size <= {"zh": 40, "en": 25}[row["lang"]], row["id"]
-
-
-def test_drafts_are_of_mixed_care(train: list[Row], drafts: list[Row], detect: Detector) -> None:
+def test_drafts_are_of_mixed_care(train: list[Row], drafts: list[Row], detect: Callable[[str], bool]) -> None:
     careful: Counter[str] = Counter()
     for row, draft in zip(train, drafts, strict=True):
         best, known = row["careful_action"], figures(said(row))
@@ -326,41 +170,3 @@ def test_drafts_are_of_mixed_care(train: list[Row], drafts: list[Row], detect: D
     total = 4 * len(train)
     for field, share in {"user_profile": 0.45, "rewritten_query": 0.40, "history_summary": 0.45}.items():
         assert careful[field] / total == pytest.approx(share, abs=0.05), field
-
-
-def test_canonical_queries_find_their_document(documents: list[Row], search: Search) -> None:
-    courses = [doc for doc in documents if doc["kind"] == "course"]
-    found = [search.first(doc["title"])["id"] == doc["id"] for doc in courses]
-    assert sum(found) >= 0.97 * len(courses)
-
-
-def test_last_message_alone_does_not_find_the_document(rows: list[Row], search: Search) -> None:
-    longer = [row for row in rows if len(row["conversation"]) > 1]
-    found = sum(search.first(customer(row)[-1])["id"] in row["document_ids"] for row in longer)
-    assert found <= 0.2 * len(longer)
-
-
-def test_protected_queries_are_steered_to_audience_offers(
-    train: list[Row], drafts: list[Row], search: Search, detect: Detector
-) -> None:
-    queries = {
-        action["rewritten_query"]
-        for draft in drafts
-        for action in draft["draft_actions"]
-        if detect(action["rewritten_query"])
-    }
-    assert len(queries) > 100
-    steered = sum(search.first(query)["kind"] == "audience" for query in queries)
-    assert steered >= 0.85 * len(queries)
-
-
-def test_vocabulary_fits_a_small_tokenizer(rows: list[Row], drafts: list[Row]) -> None:
-    actions = [action for draft in drafts for action in draft["draft_actions"]]
-    texts = [said(row) for row in rows] + [
-        value for action in [*actions, *(row["careful_action"] for row in rows)] for value in action.values()
-    ]
-    text = "\n".join(texts).lower()
-    characters, english = set(re.findall(r"[\u4e00-\u9fff]", text)), set(re.findall(r"[a-z]+", text))
-    print(f"{len(characters)} Chinese characters, {len(english)} English words")
-    assert len(characters) <= 600
-    assert len(english) <= 600

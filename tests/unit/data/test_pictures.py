@@ -16,7 +16,7 @@ from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.sources import build_dataset, load_rows
 from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.errors import DataError
-from salesrl_trl.rollout.examples import prompts_of
+from salesrl_trl.rollout.pipeline import prompts_of
 
 TURNS = [{"role": "customer", "content": "How much is it?"}]
 

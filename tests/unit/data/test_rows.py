@@ -72,11 +72,6 @@ def test_an_empty_dataset_is_refused(dataset, name):
         load(dataset(name=name))
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(DataError, match="there is no dataset file"):
-        load(str(tmp_path / "absent.jsonl"))
-
-
 def test_a_hub_name_that_can_not_be_reached_is_refused():
     with pytest.raises(DataError, match="could not be loaded with split 'train'"):
         load("nobody/no-such-dataset")
@@ -174,26 +169,11 @@ def test_documents_that_are_no_list_of_texts_are_refused(dataset, documents):
         load(dataset({**GOOD, "documents": documents}))
 
 
-def test_a_limit_takes_the_first_rows(dataset):
-    rows = load(dataset({**GOOD, "id": "a"}, {**GOOD, "id": "b"}, {**GOOD, "id": "c"}), limit=2)
-    assert [row.row_id for row in rows] == ["a", "b"]
-
-
 def test_a_parquet_file_reads_like_its_jsonl(dataset, tmp_path):
     from datasets import Dataset
 
     Dataset.from_list([GOOD]).to_parquet(str(tmp_path / "rows.parquet"))
     assert load(str(tmp_path / "rows.parquet")) == load(dataset(GOOD))
-
-
-def test_the_demo_has_no_third_split():
-    with pytest.raises(DataError, match="no split 'dev'"):
-        load_rows("demo", "dev", BRANCHES)
-
-
-def test_demo_rows_carry_the_texts_that_answer_them():
-    rows = load_rows("demo", "heldout", BRANCHES)
-    assert all(row.documents and all(row.documents) for row in rows)
 
 
 def test_every_draft_of_the_demo_is_a_valid_action():

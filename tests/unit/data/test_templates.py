@@ -55,10 +55,6 @@ def test_the_text_is_the_user_message_and_the_block_the_system_message():
     ]
 
 
-def test_no_block_is_no_system_message():
-    assert [each["role"] for each in build_prompt(ROW, template("{{ context }}"))] == ["user"]
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -92,11 +88,6 @@ def test_a_template_that_fails_on_a_row_names_line_and_row_and_quotes_no_custome
     with pytest.raises(ConfigError, match=message) as caught:
         build_prompt(ROW, template(source))
     assert "13800000000" not in str(caught.value)
-
-
-def test_a_file_without_end_is_refused():
-    with pytest.raises(ConfigError, match=r"can't be read \(larger than 16 MiB\)"):
-        read_template("/dev/zero", DEFAULT_FORMAT.fields)
 
 
 @pytest.mark.parametrize(

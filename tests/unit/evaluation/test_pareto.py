@@ -33,18 +33,6 @@ def test_two_branches_by_hand(points, expected):
     assert pareto_front([{"a": a, "b": b} for a, b in points]) == expected
 
 
-def test_one_branch_has_its_highest_points():
-    assert pareto_front([{"a": 0.1}, {"a": 0.3}, {"a": 0.2}, {"a": 0.3}]) == (1, 3)
-
-
-def test_a_point_that_lacks_a_branch_is_left_out():
-    assert pareto_front([{"a": 9.0}, {"a": 1.0, "b": 1.0}, {"b": 2.0, "a": 0.5}]) == (1, 2)
-
-
-def test_points_without_branches_are_on_no_front():
-    assert pareto_front([{}, {}]) == ()
-
-
 SCORES = st.one_of(st.none(), st.integers(0, 4).map(float), st.just(math.nan))
 """Few values, so that ties are common."""
 

@@ -9,7 +9,6 @@ from support.answers import answered
 from salesrl_trl.evaluation.quick import spread
 from salesrl_trl.evaluation.quick_figures import measure
 from salesrl_trl.evaluation.quick_record import (
-    BranchFigures,
     QuickEvalHistory,
     QuickEvaluation,
     evaluation_of,
@@ -20,11 +19,12 @@ BRANCHES = ("fairness", "hallucination")
 OTHERS = {"truncated": 0.25, "length": 30.0, "kl": 0.1, "beta": 0.05}
 
 
-def evaluation(step, fairness, hallucination, reward=0.5):
-    def figures(score):
-        return BranchFigures(rows=4, scored=4, values={"score": score, **OTHERS})
-
-    branches = {"fairness": figures(fairness), "hallucination": figures(hallucination)}
+def evaluation(step, fairness, hallucination, reward=0.5, scored=4):
+    """Four rows a branch, of which so many of fairness could be scored."""
+    branches = {
+        "fairness": {"rows": 4, "scored": scored, "score": fairness, **OTHERS},
+        "hallucination": {"rows": 4, "scored": 4, "score": hallucination, **OTHERS},
+    }
     return QuickEvaluation(step=step, reward=reward, branches=branches, seconds=1.0)
 
 
@@ -36,26 +36,27 @@ def test_figures_by_branch():
     ]
     found = evaluation_of(answers, BRANCHES, {"fairness": 0.1}, 20, 1.5)
     # KL: 8 nats over 40 tokens; 4 over 20
-    values = {"score": 0.5, "truncated": 0.5, "length": 20.0, "kl": 0.2, "beta": 0.1}
-    assert found.branches["fairness"] == BranchFigures(rows=2, scored=1, values=values)
-    values = {"score": 0.25, "truncated": 1.0, "length": 20.0, "kl": 0.2, "beta": None}
-    assert found.branches["hallucination"] == BranchFigures(rows=1, scored=1, values=values)
+    assert found.branches == {
+        "fairness": {"rows": 2, "scored": 1, "score": 0.5, "truncated": 0.5, "length": 20.0, "kl": 0.2, "beta": 0.1},
+        "hallucination": {"rows": 1, "scored": 1, "score": 0.25, "truncated": 1.0, "length": 20.0, "kl": 0.2,
+                          "beta": None},
+    }  # fmt: skip
     assert found.reward == 0.375
     assert (found.step, found.seconds, found.mode) == (20, 1.5, "greedy")
 
 
 def test_an_empty_branch_and_no_reference_are_no_numbers():
     found = evaluation_of([answered("fairness", 0.5)], BRANCHES, {}, 1, 0.0)
-    assert found.branches["fairness"].values["kl"] is None
+    assert found.branches["fairness"]["kl"] is None
     nothing = dict.fromkeys(("score", "truncated", "length", "kl", "beta"))
-    assert found.branches["hallucination"] == BranchFigures(rows=0, scored=0, values=nothing)
+    assert found.branches["hallucination"] == {"rows": 0, "scored": 0, **nothing}
 
 
 def test_a_figure_that_is_no_finite_number_is_not_measured():
     for value in (math.nan, math.inf, None):
         assert measure(lambda answers, value=value: value, [answered("fairness", 0.5)]) is None
     broken = [answered("fairness", 0.5, kl=math.inf, kl_tokens=3)]
-    assert evaluation_of(broken, BRANCHES, {}, 1, 0.0).branches["fairness"].values["kl"] is None
+    assert evaluation_of(broken, BRANCHES, {}, 1, 0.0).branches["fairness"]["kl"] is None
 
 
 def test_a_record_of_an_earlier_release_is_read_and_written_alike():
@@ -104,17 +105,10 @@ def test_the_best_by_each_rule():
 
 def test_only_a_better_one_is_the_best_and_an_unmeasured_one_never():
     history = QuickEvalHistory(None, "worst_branch", 0.5)
-    assert not history.add(evaluation(10, None, 0.9))
-    assert history.add(evaluation(20, 0.4, 0.5))
-    assert not history.add(evaluation(30, 0.4, 0.5))
-    assert not history.add(evaluation(40, None, 0.9))
-    assert history.add(evaluation(50, 0.41, 0.42))
-
-
-def test_without_a_rule_there_is_no_best():
-    history = QuickEvalHistory(None, None, 0.5)
-    assert not history.add(evaluation(10, 0.4, 0.5))
-    assert history.best is None
+    scores = [(None, 0.9), (0.4, 0.5), (0.4, 0.5), (None, 0.9), (0.41, 0.42)]
+    added = [history.add(evaluation(step, *pair)) for step, pair in enumerate(scores)]
+    assert added == [False, True, False, False, True]
+    assert not QuickEvalHistory(None, None, 0.5).add(evaluation(10, 0.4, 0.5))  # without a rule there is no best
 
 
 def test_the_front_and_its_line():
@@ -163,23 +157,16 @@ def test_rows_are_spread_over_branches_and_shared_evenly():
     assert spread(branch_ids, 1, 2, 3) == [0, 4, 1]  # at least one for each process
 
 
-def outage(step, scored, score):
-    """16 rows a branch, of which so many of fairness could be scored."""
-    fairness = BranchFigures(rows=16, scored=scored, values={"score": score, **OTHERS})
-    whole = BranchFigures(rows=16, scored=16, values={"score": 0.5, **OTHERS})
-    return QuickEvaluation(step=step, reward=score, branches={"fairness": fairness, "hallucination": whole}, seconds=1)
-
-
 @pytest.mark.parametrize("by", ["reward", "worst_branch", "fairness"])
 def test_a_few_lucky_rows_in_an_outage_are_not_the_best(by):
     history = QuickEvalHistory(None, by, 0.5)
-    assert history.add(outage(20, 16, 0.4))
-    assert not history.add(outage(40, 1, 0.9))
-    assert not history.add(outage(60, 0, None))
+    assert history.add(evaluation(20, 0.4, 0.5, reward=0.4))
+    assert not history.add(evaluation(40, 0.9, 0.5, reward=0.9, scored=1))
+    assert not history.add(evaluation(60, None, 0.5, reward=None, scored=0))
     assert history.best.step == 20
     assert [each.step for each in history.front()] == [20]
-    assert "fairness=0.90 (1 of 16 scored)" in history.evaluations[1].line()
-    assert history.add(outage(80, 8, 0.45))  # half of them is enough
+    assert "fairness=0.90 (1 of 4 scored)" in history.evaluations[1].line()
+    assert history.add(evaluation(80, 0.45, 0.5, reward=0.45, scored=2))  # half of them is enough
 
 
 def test_the_line_of_a_long_front_names_its_latest():

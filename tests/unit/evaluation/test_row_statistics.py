@@ -28,10 +28,6 @@ def test_shares_are_those_of_the_tables(t, freedom, tabled):
     assert share_within(0.0, freedom) == 0
 
 
-def test_with_many_rows_the_interval_is_that_of_the_normal_distribution():
-    assert critical(5000) == pytest.approx(1.95996, abs=1e-3)
-
-
 def test_a_mean_has_the_interval_of_its_rows_and_counts_those_without_a_value():
     mean = mean_of([1.0, 2.0, NAN, 3.0, 4.0, 5.0])
     # mean 3, variance (4 + 1 + 0 + 1 + 4) / 4 = 2.5, standard error sqrt(2.5 / 5) = 0.7071, times 2.776 = 1.963
@@ -43,11 +39,6 @@ def test_a_mean_has_the_interval_of_its_rows_and_counts_those_without_a_value():
 @pytest.mark.parametrize("values", [[], [0.5], [0.5, NAN], [0.5] * 20])
 def test_rows_that_do_not_differ_have_no_interval(values):
     assert mean_of(values).interval is None
-
-
-def test_a_missing_value_is_no_number():
-    mean = mean_of([NAN, NAN])
-    assert (mean.value, mean.rows, mean.total) == (None, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -70,16 +61,6 @@ def test_a_difference_is_taken_row_by_row_over_rows_that_both_have():
     assert not found.is_shown
 
 
-def test_an_easy_and_a_hard_row_do_not_hide_an_equal_gain():
-    first, gains = [0.1, 0.9] * 10, [0.01, 0.02] * 10
-    second = [value + gain for value, gain in zip(first, gains, strict=True)]
-    found = difference_of(first, second)
-    assert found.is_shown
-    assert found.p < 1e-6
-    alone = mean_of(first)
-    assert alone.interval[0] < mean_of(second).value < alone.interval[1]  # unpaired, nothing is seen
-
-
 def test_the_interval_excludes_0_where_p_is_below_one_in_twenty():
     spread = [-1.0, 1.0] * 8
     for shift in (0.4, 0.5, 0.55, 0.6, 0.8):
@@ -95,8 +76,3 @@ def test_a_policy_is_no_different_from_itself():
 def test_rounding_is_no_change():
     found = difference_of([0.3, 0.5], [0.1 + 0.2, 0.5])  # 0.30000000000000004
     assert (found.better, found.worse, found.equal, found.interval) == (0, 0, 2, None)
-
-
-def test_other_rows_are_not_compared():
-    with pytest.raises(ValueError, match="zip"):
-        difference_of([0.1], [0.1, 0.2])

@@ -40,23 +40,6 @@ def test_completions_are_told_of_as_they_are_ready_and_returned_in_their_order()
     assert told.empty()
 
 
-def test_no_more_are_asked_at_once_than_may_be():
-    lock, asked, most = threading.Lock(), set(), []
-
-    def ask(place):
-        with lock:
-            asked.add(place)
-            most.append(len(asked))
-        time.sleep(0.01)
-        with lock:
-            asked.remove(place)
-        return completion(place)
-
-    requests = Requests(ask, 20, lambda *_: None, threading.Semaphore(3))
-    assert requests.result()["prompt_ids"] == [[place] for place in range(20)]
-    assert max(most) == 3
-
-
 @pytest.mark.parametrize("ends", ["by an error", "by an error of who is told", "by giving up"])
 def test_nobody_waits_for_the_others_where_it_ends_early(ends):
     gate, begun = threading.Event(), []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from salesrl_trl.generation.sampler import Handle, Sampled, Sampler, Upstream, WholeBatch, why_not_streamed
+from salesrl_trl.generation.sampler import Handle, Sampled, Sampler, WholeBatch, why_not_streamed
 
 
 def sampled(prompts, completions=((7, 8), (9,))):
@@ -39,19 +39,6 @@ def test_completions_are_padded_as_trl_pads_them():
     assert tensors["prompt_mask"].tolist() == [[0, 1], [1, 1]]
     assert tensors["completion_ids"].tolist() == [[7, 8], [9, 0]]
     assert tensors["completion_mask"].tolist() == [[1, 1], [1, 0]]
-
-
-def test_what_a_sampler_gets_of_trl_can_not_be_changed_by_it():
-    upstream = Upstream(
-        generate=lambda prompts, tokens=None: sampled(prompts),
-        model=lambda: None,
-        step=lambda: 0,
-        temperature=1.0,
-        max_completion_length=4,
-        eos_token_ids=(0,),
-    )
-    with pytest.raises(AttributeError):
-        upstream.temperature = 0.0
 
 
 @pytest.mark.parametrize(

@@ -157,26 +157,6 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path, 
     assert set(json.loads((tmp_path / KL_STATE_FILE).read_text())) == set(TARGETS)
 
 
-def test_a_checkpoint_without_the_state_of_a_law_keeps_coefficients_and_windows(tmp_path):
-    of_a_branch = {
-        "kl_sum": 0.4, "tokens": 4.0, "steps": 1, "cooldown": 0, "previous": 0.05, "rising": False, "highest": 0.2,
-        "since_highest": 3, "measured_steps": 3, "steps_in_band": 2,
-    }  # fmt: skip
-    earlier = {"fairness": {"beta": 0.2, **of_a_branch}, "hallucination": {"beta": 0.3, **of_a_branch}}
-    (tmp_path / KL_STATE_FILE).write_text(json.dumps(earlier))
-    kl = branched(FactorLaw())
-    kl.load(tmp_path)
-    assert kl.betas == [0.2, 0.3]
-    fairness = kl.control.branches[0]
-    assert fairness.share_in_band == 2 / 3
-    # The window of two steps ends with the first step: (0.4 + 0.8) / (4 + 4) = 0.15 is above the band. With the KL of
-    # the window before, 0.05, the coefficient would rise. Without a trend it stays.
-    assert fairness.observe(0.8, 4.0) is None
-    assert fairness.state_dict()["law_state"]["previous"] == pytest.approx(0.15)
-    fairness.observe(0.6, 4.0)
-    assert fairness.observe(0.6, 4.0).after == pytest.approx(0.2 * 1.15)  # 0.15 again: it does not return by itself
-
-
 def test_a_checkpoint_without_a_state_starts_as_configured_with_a_warning(tmp_path, caplog):
     kl = branched()
     kl.load(tmp_path)

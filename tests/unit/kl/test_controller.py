@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks.kl_laws import RISE_PATIENCE, FactorLaw
+from benchmarks.kl_laws import FactorLaw
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
 from salesrl_trl.kl.law import FAR, LEAST_BETA, AdaptiveLaw, KLTarget
@@ -92,77 +92,6 @@ def test_bounds_are_a_hundredth_and_a_hundred_times_the_first_coefficient_unless
 )
 def test_distance_counts_half_widths_from_the_geometric_centre(kl, distance):
     assert TARGET.distance(kl) == pytest.approx(distance, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("kl", "beta"),
-    [
-        (0.09, 0.115),  # above: 0.1 * 1.15
-        (0.01, 0.085),  # below: 0.1 * 0.85
-        (0.08, 0.1),  # at the edges: inside
-        (0.02, 0.1),
-        (0.05, 0.1),
-    ],
-    ids=["above", "below", "upper edge", "lower edge", "inside"],
-)
-def test_the_bare_law_moves_by_a_factor_outside_the_band_only(kl, beta):
-    branch = controller()
-    branch.observe(kl * 1000, 1000)
-    assert branch.beta == pytest.approx(beta)
-
-
-@pytest.mark.parametrize(
-    ("kl", "factor"),
-    [
-        (0.08, 1.15**0.5),  # d = 1
-        (0.04 * 2**0.5, 1.15**0.25),  # d = 1/2
-        (0.04, 1.0),
-        (0.02, 0.85**0.5),  # d = -1
-        (0.081, 1.15),  # outside: a whole step
-    ],
-)
-def test_inside_the_band_a_coefficient_is_corrected_towards_the_centre(kl, factor):
-    branch = controller(recentre=0.5)
-    branch.observe(kl, 1)
-    assert branch.beta == pytest.approx(0.1 * factor)
-
-
-def test_a_band_without_a_lower_edge_lowers_gently_and_never_by_a_whole_step():
-    open_band = KLTarget(beta=0.1, low=0.0, high=0.1)  # sought centre sqrt(0.01 * 0.1) = 0.0316
-    branch = controller(open_band, recentre=0.5)
-    branch.observe(1e-9, 1)
-    assert branch.beta == pytest.approx(0.1 * 0.85**0.5)
-
-
-def test_a_kl_on_its_way_back_is_left_alone():
-    branch = controller(trend_windows=2.0)
-    branch.observe(0.32, 1)  # d = 3, nothing before it: no course yet
-    assert branch.beta == 0.1
-    branch.observe(0.32, 1)  # d = 3, 3 + 2 * 0 = 3: it stays where it is
-    assert branch.beta == pytest.approx(0.115)
-    branch.observe(0.16, 1)  # d = 2, so 2 + 2 * (2 - 3) = 0: back by itself
-    assert branch.beta == pytest.approx(0.115)
-    branch.observe(0.15, 1)  # d = ln(0.15 / 0.04) / ln 2 = 1.907, so 1.907 + 2 * (1.907 - 2) = 1.72: not so soon
-    assert branch.beta == pytest.approx(0.115 * 1.15)
-
-
-def test_a_fresh_policy_whose_kl_rises_from_nothing_keeps_its_coefficient():
-    branch = controller(trend_windows=2.0)
-    for kl in (0.0, 1e-4, 1e-3, 1e-2):  # each far below the band, and rising fast
-        branch.observe(kl, 1)
-    assert branch.beta == 0.1
-    for _ in range(RISE_PATIENCE - 1):
-        branch.observe(1e-2, 1)
-    assert branch.beta == 0.1
-    branch.observe(1e-2, 1)  # it rises no more
-    assert branch.beta == pytest.approx(0.085)
-
-
-def test_a_first_rise_ends_in_the_band():
-    branch = controller(trend_windows=2.0)
-    for kl in (1e-3, 0.03, 1e-2, 1e-2):  # below, inside, falling back below: d = -2, then it stays there
-        branch.observe(kl, 1)
-    assert branch.beta == pytest.approx(0.1 * 0.85**2)
 
 
 def test_a_negative_estimate_lies_in_a_band_without_a_lower_edge():

@@ -90,36 +90,6 @@ def test_the_average_gradient_is_the_kls_where_the_docstring_says_so(estimator, 
     assert logits.grad[0].tolist() == pytest.approx([expected, -expected], abs=1e-6)
 
 
-@pytest.mark.parametrize("level", ["none", "token", "sequence"])
-def test_within_the_clamp_value_and_gradient_are_those_of_trls_formula(level):
-    generator = torch.Generator().manual_seed(0)
-    ref, logps = (torch.empty(4, 6).uniform_(-9, 0, generator=generator) for _ in range(2))
-    old = logps + torch.empty(4, 6).uniform_(-9, 9, generator=generator)
-
-    def trls(log_ratio, importance):
-        kl = torch.exp(log_ratio) - log_ratio - 1
-        return kl if importance is None else kl * torch.exp(importance)
-
-    def ours(log_ratio, importance):
-        return penalty(log_ratio, importance, "k3", CLAMP)
-
-    def result(formula):
-        policy = logps.clone().requires_grad_()
-        importance = {
-            "none": None,
-            "token": policy - old,
-            "sequence": (policy - old).mean(dim=1, keepdim=True),
-        }[level]
-        value = formula(ref - policy, importance)
-        value.sum().backward()
-        return value.detach(), policy.grad
-
-    (value, gradient), (trls_value, trls_gradient) = result(ours), result(trls)
-    assert torch.equal(value, trls_value)
-    # sums of terms that nearly cancel, each about as large as a value of the row
-    assert ((gradient - trls_gradient).abs() <= 1e-6 * (1 + value.amax(dim=1, keepdim=True))).all()
-
-
 @pytest.mark.parametrize("importance", [None, (4, 6), (4, 1)], ids=["no ratio", "tokens", "sequences"])
 def test_a_clamp_of_0_is_trls_formula_bit_by_bit(importance):
     generator = torch.Generator().manual_seed(1)
@@ -153,20 +123,6 @@ def test_a_clamp_of_0_is_trls_formula_bit_by_bit(importance):
 def test_beyond_the_clamp_the_value_goes_on_as_a_straight_line(x, estimator, corrected, value):
     seen, _ = slope(x, estimator, LN2 if corrected else None)
     assert seen == pytest.approx(value, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("edge", [CLAMP, -CLAMP], ids=["upper", "lower"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("ratio", [None, 0.0, LN2, -3.0, 500.0, -500.0], ids=lambda value: f"log ratio {value}")
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_value_is_continuous_at_the_clamp(estimator, ratio, level, edge):
-    step = 1e-9
-    inside, _ = slope(edge * (1 - step), estimator, ratio, level=level)
-    beyond, _ = slope(edge * (1 + step), estimator, ratio, level=level)
-    weight = 1.0 if ratio is None else math.exp(max(-CLAMP, min(CLAMP, ratio)))
-    # the steepest, k3's, rises by e^10 - 1 a nat, over 2 x 10^-8 nats
-    assert abs(beyond - inside) <= weight * E10 * 2 * CLAMP * step
-    assert inside == pytest.approx(weight * estimate(tensor(edge), estimator).item(), rel=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -234,43 +190,3 @@ def test_one_ratio_for_a_sequence_weighs_each_of_its_tokens():
     value = penalty(x, tensor(math.log(3)), "k3", CLAMP)
     assert value.shape == (1, 3)
     assert value[0].tolist() == pytest.approx([0.9205584, 0.0, 132122.794769], rel=1e-7)
-
-
-@pytest.mark.parametrize("x", [CLAMP + 1, 500.0, -500.0])
-def test_a_flat_clamp_in_its_place_would_let_the_policy_go(x):
-    policy = torch.zeros(1, 1, requires_grad=True)
-    estimate((x - policy).clamp(-CLAMP, CLAMP), "k3").sum().backward()
-    assert policy.grad.item() == 0
-    assert slope(x, "k3")[1] != 0
-
-
-@pytest.mark.parametrize(
-    ("x", "overflows"), [(88.0, False), (89.0, True), (500.0, True)], ids=["e^88", "e^89", "e^500"]
-)
-def test_no_clamp_at_all_would_overflow_from_89_nats(x, overflows):
-    # the largest float32 is 3.4028 x 10^38 = e^88.72
-    value, gradient = slope(x, "k3", clamp=0, dtype=torch.float32)
-    assert (value == math.inf) == overflows
-    assert (gradient == -math.inf) == overflows
-    assert all(math.isfinite(each) for each in slope(x, "k3", dtype=torch.float32))
-
-
-def test_a_line_beside_a_ratio_that_is_not_detached_would_push_away_from_the_reference():
-    policy = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-    x = 11 - policy
-    (torch.exp(policy) * (E10 - 11 + CLAMP * (x.abs() - CLAMP))).sum().backward()
-    # ratio x line: the line's value, e^10 - 11 + 10, less its slope, 10; above 0 although p must rise
-    assert policy.grad.item() == pytest.approx(E10 - 11)
-    assert slope(11.0, "k3", 0.0)[1] == pytest.approx(-10)
-
-
-@pytest.mark.parametrize("importance", [None, 500.0, -500.0, math.nan])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_log_ratio_that_is_no_number_stays_none(estimator, importance):
-    assert math.isnan(slope(math.nan, estimator, importance)[0])
-
-
-@pytest.mark.parametrize("x", [0.5, 11.0])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_an_importance_ratio_that_is_no_number_is_not_hidden_by_its_clamp(estimator, x):
-    assert math.isnan(slope(x, estimator, math.nan)[0])

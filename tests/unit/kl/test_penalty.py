@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from salesrl_trl.kl.estimators import ESTIMATORS
-from salesrl_trl.kl.penalty import LEAST_LOGP, SUMS, BranchPenalty, PenaltySettings, bounded, log_importance, loss_mask
+from salesrl_trl.kl.penalty import SUMS, BranchPenalty, PenaltySettings, log_importance, loss_mask
 
 INF, NAN = math.inf, math.nan
 LN2 = math.log(2)
@@ -42,23 +42,6 @@ def penalise(policy, inputs, betas=(1.0, 1.0), settings=PLAIN):
 
 def full(value):
     return torch.full((2, 4), value)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "fair", "true"),
-    [
-        # x = ln 2 in the first sample, -ln 2 in the second
-        ("k1", -0.6931472, 0.6931472),
-        ("k2", 0.2402265, 0.2402265),  # (ln 2)^2 / 2
-        ("k3", 0.3068528, 0.1931472),  # 2 - 1 - ln 2; 1/2 - 1 + ln 2
-    ],
-)
-def test_each_sample_has_its_own_branchs_coefficient(estimator, fair, true):
-    inputs = batch(torch.tensor([[LN2], [-LN2]]).expand(2, 4) - 3)
-    settings = PenaltySettings(bias_correction=False, estimator=estimator)
-    term, _, _ = penalise(full(-3.0), inputs, betas=(0.5, 4.0), settings=settings)
-    expected = [0.5 * fair] * 3 + [0.0] + [4.0 * true] * 2 + [0.0] * 2
-    assert term.flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_branch_with_a_coefficient_of_0_has_no_penalty_beside_one_that_has():
@@ -133,16 +116,6 @@ def test_log_probs_that_trl_did_not_take_stay_absent():
     assert term[0, 0].item() == pytest.approx(0.7182818, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("value", "kept"),
-    [(-INF, LEAST_LOGP), (-1000.5, -1000.0), (-999.5, -999.5), (-0.0, -0.0), (NAN, NAN)],
-    ids=["-inf", "below", "above", "0", "NaN"],
-)
-def test_bounded_raises_to_the_least_log_prob_and_empties_what_does_not_count(value, kept):
-    result = bounded(torch.tensor([[value, value]]), torch.tensor([[True, False]]))
-    assert result.tolist() == [[pytest.approx(kept, nan_ok=True), 0.0]]
-
-
 def test_a_token_counts_where_the_completion_and_the_tool_mask_say_so():
     inputs = {"completion_mask": torch.tensor([[1, 1, 1, 0]]), "tool_mask": torch.tensor([[1, 0, 1, 1]])}
     assert loss_mask(inputs).tolist() == [[True, False, True, False]]
@@ -194,13 +167,6 @@ def test_the_importance_ratio_moves_with_the_policy_even_where_it_is_1(level, ex
     old = None if old is None else torch.tensor(old)
     log_importance(policy, old, torch.tensor(MASK).bool(), level).sum().backward()
     assert policy.grad.tolist() == [pytest.approx(each, abs=1e-6) for each in expected]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_sequence_without_a_token_has_a_ratio_of_1(level):
-    mask = torch.tensor([[False] * 4])
-    ratio = log_importance(torch.zeros(1, 4), torch.zeros(1, 4), mask, level)
-    assert (ratio == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -306,32 +272,12 @@ def test_a_nan_where_a_token_counts_is_not_hidden(estimator, broken, level, clam
     assert kl.isnan().tolist() == [True, False]  # of its own branch
 
 
-def test_without_the_clamp_a_far_token_overflows():
-    settings = PenaltySettings(bias_correction=False, clamp=0.0)
-    policy = full(-1.5)
-    policy[0, 1] = -501.5
-    term, _, penalty = penalise(policy, batch(full(-1.5)), settings=settings)
-    assert term[0, 1] == INF
-    assert penalty.sums()[0, SUMS.index("clamped")] == 0
-
-
 def test_without_the_clamp_a_ratio_that_overflows_leaves_its_sequences_padding_at_0():
     settings = PenaltySettings(level="sequence", clamp=0.0)
     penalty = BranchPenalty(batch(full(-1.0), old=full(-502.0)), (1.0, 1.0), settings)
     term = penalty * penalty.record_logps(full(-2.0))  # ratio e^500; 0 x inf is NaN
     assert term.tolist() == [[INF] * 3 + [0.0], [INF] * 2 + [0.0] * 2]
     assert penalty.sums()[:, SUMS.index("kl")].tolist() == [INF, INF]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("sign", [1, -1], ids=["above", "below"])
-def test_an_importance_ratio_of_500_nats_weighs_as_one_at_the_clamp(level, sign):
-    policy = full(-600.0)
-    inputs = batch(policy + 1, old=policy - sign * 500)
-    term, gradient, _ = penalise(policy, inputs, settings=PenaltySettings(level=level))
-    weight = math.exp(sign * 10)
-    assert term[0, 0].item() == pytest.approx(weight * 0.7182818, rel=1e-5)  # e - 2
-    assert gradient[0, 0].item() == pytest.approx(weight * -1.7182818, rel=1e-5)  # 1 - e
 
 
 def test_the_sums_by_hand():
@@ -360,27 +306,6 @@ def test_the_kl_that_is_summed_is_weighed_as_in_the_loss():
     assert kl.tolist() == pytest.approx([1.5456965, 2.2167335], rel=1e-6)
     assert k1.tolist() == pytest.approx([-3.0, -2.0])  # -x for each token, without a ratio
     assert tokens.tolist() == weight.tolist() == [3, 2]
-
-
-def test_the_sums_of_an_empty_branch_are_zeros():
-    _, _, penalty = penalise(full(-3.0), batch(full(-2.0), branches=(1, 1)), settings=PenaltySettings())
-    assert penalty.sums()[0].tolist() == [0.0] * 5
-    assert penalty.sums()[1, SUMS.index("tokens")] == 5
-
-
-def test_measuring_leaves_the_gradient_alone_and_has_none():
-    def gradient(measure):
-        penalty = BranchPenalty(batch(full(-2.0), old=full(-2.5)), (0.5, 2.0), PenaltySettings())
-        policy = full(-3.0).requires_grad_()
-        term = (penalty * penalty.record_logps(policy)).sum()
-        if measure:
-            assert not penalty.sums().requires_grad
-        term.backward()
-        return policy.grad, penalty.sums()
-
-    (measured, first), (plain, second) = gradient(True), gradient(False)
-    assert torch.equal(measured, plain)
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -428,11 +353,3 @@ def test_half_precision_log_probs_are_subtracted_in_float32():
     assert term[0, 0].item() == pytest.approx(3.04381e-5, abs=1.2e-7)
     assert gradient[0, 0].item() == pytest.approx(0.0077821, rel=2**-8)  # 1 - e^x, rounded to bfloat16
     assert penalty.sums()[1].tolist() == pytest.approx([2 * 3.04381e-5, 2 / 128, 0, 2, 2], abs=2.4e-7)
-
-
-def test_the_importance_ratio_of_half_precision_log_probs_is_taken_in_float32():
-    # p - old = 2^-7 in each token; over a token of each sample, (e - 2) e^(2^-7) = 0.7182818 x 1.0078431
-    inputs = batch(full(0.0), old=full(-1.0078125), dtype=torch.bfloat16)
-    for level in LEVELS:
-        term, _, _ = penalise(full(-1.0), inputs, settings=PenaltySettings(level=level))
-        assert term[0, 0].item() == pytest.approx(0.7239154, rel=1e-6), level

@@ -1,7 +1,6 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -43,7 +41,6 @@ from salesrl_trl.preflight.simulation import main as simulate
 from salesrl_trl.preflight.stage import PreflightStage
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
-ABSENT = ("bitsandbytes", "torchao")
 check_memory = functools.partial(command.main, None)
 CHEAP = runner.STAGES[:4]
 """Those that ask no service and load no model."""
@@ -106,54 +103,13 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
     assert message in told(stages=CHEAP[:1])
 
 
+def test_a_tracker_that_is_not_installed_is_told(told):
+    assert "`report_to` names comet_ml, which is not installed" in told("--report_to", "comet_ml", stages=CHEAP[:1])
+
+
 def test_vllm_wants_the_torch_that_it_was_compiled_for(told, monkeypatch):
     monkeypatch.setattr(environment, "_torch_of_vllm", lambda: [Requirement("torch==2.0.1")])
     assert "the installed vLLM is compiled for torch==2.0.1. Install them together" in told(stages=CHEAP[:1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--report_to", "comet_ml"], "`report_to` names comet_ml, which is not installed. Expected some of: all"),
-        (["--load_in_4bit", "true"], "The settings want bitsandbytes, which is not installed. Install it (pip"),
-        (["--optim", "lion_32bit"], "The settings want bitsandbytes, which is not installed."),
-        (["--optim", "paged_ademamix_8bit"], "The settings want bitsandbytes, which is not installed."),
-        (["--optim", "adamw_torch_4bit"], "The settings want torchao, which is not installed."),
-    ],
-)
-def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, arguments, message):
-    real = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in ABSENT else real(name, *rest))
-    assert message in told(*arguments, stages=CHEAP[:1])
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean max_num_batc"),
-        (
-            '{"attention_backend": "XFORMERS"}',
-            "the attention backend 'XFORMERS', which .* Expected one of: .*FLASHINF",
-        ),
-        ('{"attention_config": {"backend": "XFORMERS"}}', "the attention backend 'XFORMERS', which the installed"),
-        ('{"attention_backend": "flash_attn", "seed": 1}', None),
-    ],
-)
-def test_names_that_vllm_does_not_have_are_told(told, given, message):
-    found = told("--vllm_engine_kwargs", given, stages=CHEAP[:1])
-    assert re.search(message, found) if message else found == ""
-
-
-def test_the_names_of_vllm_are_those_that_it_has(monkeypatch):
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.envs import environment_variables as variables
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    assert {each.name for each in fields(EngineArgs)} <= environment.engine_arguments()
-    assert environment.attention_backends() == tuple(AttentionBackendEnum.__members__)
-    assert {name for name in variables if name.startswith("VLLM_")} <= environment.environment_variables()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not environment.engine_arguments() and not environment.environment_variables()  # then nothing is compared
 
 
 def test_variables_that_vllm_does_not_read_are_told(told, monkeypatch):
@@ -161,10 +117,13 @@ def test_variables_that_vllm_does_not_read_are_told(told, monkeypatch):
     monkeypatch.setenv("VLLM_LOGING_LEVEL", "a-key")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     one, other = told(stages=CHEAP[:1]).splitlines()
-    assert re.search(r"VLLM_ATTENTION_BACKEND is set, and .* does not read it. Set .*attention_backend.*FLASH_A", one)
+    assert re.search(r"VLLM_ATTENTION_BACKEND is set, and .* does not read it. Set .*attention_backend", one)
     assert other.startswith("The environment variable VLLM_LOGING_LEVEL is set")
     assert "a-key" not in other
     assert told("--use_vllm", "false", stages=CHEAP[:1]) == ""
+    from vllm.envs import environment_variables as variables
+
+    assert {name for name in variables if name.startswith("VLLM_")} <= environment.vllm_variables()
 
 
 def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
@@ -181,32 +140,6 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     assert "/dev/shm has 0.05 GiB free, and `dataloader_num_workers` use it. Expected 1" in told(*workers)
     free["shm"] = 0.5
     assert "Expected 1 GiB. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
-
-
-def test_a_port_that_the_run_needs_is_free(told):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        server = ["--vllm_mode", "server", "--vllm_group_port", port]
-        assert f"`vllm_group_port` is {port}, and that port of this machine is in use" in told(*server)
-
-
-def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    assert "There is no C++ compiler on PATH. Expected one" in told("--vllm_engine_kwargs", '{"enforce_eager": false}')
-    assert told("--vllm_engine_kwargs", '{"enforce_eager": true}', stages=CHEAP[:1]) == ""
-    assert told(stages=CHEAP[:1]) == ""  # on a CPU nothing is compiled unless it is asked for
-
-
-@pytest.mark.parametrize(
-    ("kernels", "runs"),
-    [(["sm_80", "sm_90"], True), (["sm_86"], False), (["sm_70", "compute_70"], True), (["sm_90a"], False)],
-)
-def test_a_gpu_runs_kernels_of_its_generation(kernels, runs):
-    assert any(environment._runs_on(each, 8, 0) for each in kernels) == runs
 
 
 def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
@@ -245,34 +178,13 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--num_generations_eval 7", "an evaluation's batch holds 64 completions (64 per device x 1 processes)"),
         ("--generation_batch_size 100", "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
-        ("--generation_batch_size 96 --steps_per_generation 2", "are both given. Expected one of them"),
         ("--auto_find_batch_size true", "`auto_find_batch_size` is true, which would take groups apart"),
-        ("--temperature 0", "`temperature` is 0.0. Expected a number, more than 0, and at most 10"),
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
-        ("--learning_rate 1e30", "`learning_rate` is 1e+30. Expected a number, 0 or more, and at most 100: AdamW"),
-        ("--learning_rate nan", "`learning_rate` is nan. Expected a number, 0 or more"),
-        ("--learning_rate=-1e-6", "`learning_rate` is -1e-06. Expected a number, 0 or more"),
-        ("--branch_kl {} --beta 1e9", "`beta` is 1000000000.0. Expected a number, 0 or more, and at most 1"),
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl` of 'fairness': `beta` is 1000000000.0. Expected"),
-        ("--max_grad_norm=-1", "`max_grad_norm` is -1.0. Expected a number, 0 or more"),
-        ("--adam_beta2 1", "`adam_beta2` is 1.0. Expected a number, 0 or more, and less than 1: a moment"),
-        ("--seed 4294967296", "`seed` is 4294967296. Expected a number, 0 or more, and at most 4294967295"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, 0 or more, and less"),
-        ("--use_peft true --lora_r 0", "`lora_r` is 0. Expected a number, at least 1"),
-        ("--top_p 1.5", "`top_p` is 1.5. Expected a number, more than 0, and at most 1: 1 is all tokens."),
-        ("--min_p 2", "`min_p` is 2.0. Expected a number, 0 or more, and at most 1."),
-        ("--per_device_train_batch_size 0", "`per_device_train_batch_size` is 0. Expected a number, at least 1"),
-        ("--gradient_accumulation_steps -1", "`gradient_accumulation_steps` is -1. Expected a number, at least 1"),
-        ("--max_completion_length 0", "`max_completion_length` is 0. Expected a number, at least 1"),
-        ("--vllm_max_model_length -1", "`vllm_max_model_length` is -1. Expected a number, at least 1"),
-        ("--vllm_gpu_memory_utilization 25", "`vllm_gpu_memory_utilization` is 25.0. Expected a number, more than 0"),
         ("--max_steps 0", "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
         ("--max_steps 0", "says. Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores"),
-        ("--num_train_epochs 0", "is 0.0. Expected a number, more than 0. Without updates: `mode: rollouts` "),
-        ("--num_train_epochs=-1", "`num_train_epochs` is -1.0. Expected a number, more than 0."),
-        ("--save_strategy steps --save_steps -1", "`save_steps` is -1.0. Expected a number, more than 0"),
     ],
 )
 def test_settings_that_cannot_work_are_told_with_advice(told, arguments, message):
@@ -356,34 +268,9 @@ def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, pol
     assert message in found
 
 
-def test_every_end_token_of_the_model_ends_a_completion(told, policy):
-    set_template(policy, TURNS.replace("END", "<|endoftext|>") + PROMPT)
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    ends = [tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|endoftext|>")]
-    changed(policy / "generation_config.json", eos_token_id=ends)
-    assert "ends no completion" not in told(*asked(policy))
-
-
 def test_a_model_whose_flags_cannot_be_saved_is_refused(told, policy):
     changed(policy / "generation_config.json", do_sample=False, temperature=0.7)
     assert "refuses to save such a model" in told(*asked(policy))
-
-
-def test_weights_are_there_and_whole(told, policy):
-    weights, cheap = policy / "model.safetensors", {"stages": CHEAP[1:2]}
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    assert f"{weights} holds no weights, or a part of them (" in told(*asked(policy), **cheap)
-    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    assert "is a pointer of Git LFS: `git lfs pull`" in told(*asked(policy), **cheap)
-    weights.unlink()
-    assert "where model.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (policy / "model.safetensors.index.json").write_text(json.dumps(index))
-    (policy / "model-1.safetensors").write_bytes(whole)
-    assert "where model-2.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
-    (policy / "model-2.safetensors").write_bytes(whole)
-    assert told(*asked(policy), **cheap) == ""
 
 
 def test_an_end_token_that_the_tokenizer_does_not_have_is_refused(told, policy):
@@ -446,14 +333,6 @@ def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():
     assert (examined("d"), ran) == (["a"], ["a"])
 
 
-def test_the_checks_of_a_stage_end_where_one_says_that_there_is_nothing_to_check():
-    def skip(plan, findings):
-        findings.skipped = "nothing is trained"
-
-    findings = PreflightStage("a", (), (skip, pytest.fail)).run(None)
-    assert findings.verdict is StageVerdict.SKIPPED
-
-
 def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "STAGES", CHEAP)
     given = ["--config", str(RECIPE), "--output_dir", str(tmp_path)]
@@ -496,8 +375,6 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
         (main, ["--config", "BROKEN"], "is not YAML"),
         (check_memory, [], "no model is named, and the packaged small policy fits every card"),
         (check_memory, ["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
-        (check_memory, ["--processes", "0"], "`processes` is 0. Expected a number, at least 1"),
-        (check_memory, ["--config", "BROKEN"], "is not YAML"),
         (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
         (simulate, ["--config", "BROKEN"], "is not YAML"),
         (env.main, ["--diff", "absent", "none"], "absent holds no readable config.yaml and run.json"),

@@ -16,7 +16,6 @@ from salesrl_trl.build.memory.shape import UnknownShape
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data.lengths import token_counter
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.preflight.memory import Scales
 from salesrl_trl.preflight.rehearsal import rehearse
@@ -104,14 +103,6 @@ def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
     assert plan.policy is None
 
 
-def test_a_model_whose_layers_peft_does_not_know_needs_their_names_only_for_an_adapter(planned, monkeypatch):
-    known = "peft.tuners.lora.LoraModel.target_module_mapping"
-    monkeypatch.setattr(known, {})
-    assert Scales(planned(), 80.0).shape.adapters is None
-    with pytest.raises(ConfigError, match="Set some of its linear layers: down_proj"):
-        _ = Scales(planned("--use_peft", "true"), 80.0).shape
-
-
 def test_a_name_that_no_layer_has_is_noted_and_the_adapters_weights_are_counted(planned):
     plan = planned("--use_peft", "true", "--lora_target_modules", "q_proj", "k_porj", "--lora_r", "4")
     (report,) = examine(plan, stages=(MODEL_STAGE,))
@@ -130,13 +121,6 @@ def test_weights_that_are_no_numbers_fail(planned, tiny, tmp_path):
     assert "logits for the first prompt are no numbers" in report.findings[0].text
 
 
-def test_a_backend_that_is_not_there_fails_with_the_remedy_of_the_catalogue(planned):
-    (report,) = examine(planned("--attn_implementation", "flash_attention_2"), stages=(MODEL_STAGE, STEP_STAGE))
-    assert report.verdict is StageVerdict.FAILED
-    assert report.findings[0].text.startswith("No working attention backend.")
-    assert "--attn_implementation sdpa" in report.findings[0].remedy
-
-
 def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -151,7 +135,6 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
 @pytest.mark.parametrize(
     ("step", "changed", "settings", "verdict"),
     [
-        ({"loss": 0.0, "grad_norm": 0.1}, 0.99, {}, StageVerdict.PASSED),
         ({"loss": 0.0}, 0.99, {}, StageVerdict.PASSED),  # `max_grad_norm: 0`
         ({"loss": 0.0, "grad_norm": float("nan")}, 0.99, {}, StageVerdict.FAILED),
         ({"loss": float("inf"), "grad_norm": 0.1}, 0.99, {}, StageVerdict.FAILED),
@@ -172,7 +155,7 @@ def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
     given = {"fp16": False, "optim": "adamw_torch", "learning_rate": 1e-6, **settings}
     judge_update(step, changed, SimpleNamespace(**given), findings)
     assert findings.verdict is verdict
-    assert all(each.remedy for each in findings.found)
+    assert all(each.remedy for each in findings.items)
 
 
 @pytest.mark.parametrize(("peak", "verdict"), [(67.0, StageVerdict.PASSED), (69.0, StageVerdict.NOTED)])

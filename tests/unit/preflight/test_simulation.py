@@ -7,10 +7,7 @@ completions 13 are clean, 2 duplicate, and one of each other variant.
 import itertools
 import json
 import logging
-import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,12 +23,11 @@ from salesrl_trl.preflight.made_up import (
     DEFAULT_MIX,
     VARIANTS,
     Completion,
-    SimulatedCase,
     actions,
     batches,
     cases_of,
 )
-from salesrl_trl.preflight.simulated import hints, report_text
+from salesrl_trl.preflight.simulated import findings_of, hints, report_text
 from salesrl_trl.preflight.simulation import SimulationConfig, main
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge.judge_interface import ProviderUsage
@@ -82,7 +78,7 @@ REASONS = {
 }
 
 
-def test_every_case_of_a_variant_is_read_as_it_says():
+def test_the_cases_of_a_variant_end_as_they_should():
     rng = random.Random(0)
     demo = [actions(each, drafts, 1, rng)[0] for each, drafts in itertools.islice(load_drafts(), 40)]
     questions = ("How much is the guitar course?", "吉他课多少钱？", 'It\'s "ok"\\ {', "x" * 9000)
@@ -90,10 +86,8 @@ def test_every_case_of_a_variant_is_read_as_it_says():
     seen = {name: set() for name in VARIANTS}
     for action in (*demo, *own):
         for variant, cases in cases_of(action).items():
-            for case in cases:
-                parsed = parse_action(case.text)
-                assert ("" if isinstance(parsed, Action) else parsed.reason) == case.reason
-                seen[variant].add(case.reason)
+            parsed = map(parse_action, cases)
+            seen[variant] |= {"" if isinstance(case, Action) else case.reason for case in parsed}
     assert seen == REASONS
 
 
@@ -127,20 +121,13 @@ def test_a_batch_has_the_shape_of_grpos_and_the_default_shares():
     assert counts == {**dict.fromkeys(VARIANTS, 2), "clean": 26, "duplicate": 4}
 
 
-def test_fewer_rows_than_prompts_come_up_again():
-    rows = [row("Price?"), row("When?", row_id="mine-2")]
-    batch = next(batches(rows, {}, mix=["clean"], prompts=5, generations=2, seed=0))
-    # Five prompts of two rows: each at least twice, each with two completions.
-    assert sorted(Counter(completion.row for completion in batch).values()) == [4, 6]
-
-
 def test_duplicates_of_a_group_are_equal_clean_completions_differ_and_every_case_has_its_turn():
     # All 50 rows' drafts have at least 8 combinations: 4 drafts of 3 fields, mostly 2 values or more each.
     for variant, texts in (("duplicate", 1), ("clean", 8)):
-        assert len({made.case.text for made in dealt(variants=variant, prompts_per_step=1)[0]}) == texts
+        assert len({made.text for made in dealt(variants=variant, prompts_per_step=1)[0]}) == texts
     cases = cases_of(dict.fromkeys(DEFAULT_FORMAT.fields, "a"))["emoji"]
     batch = dealt(variants="emoji", prompts_per_step=1, generations=len(cases))[0]
-    assert [completion.case.reason for completion in batch] == [case.reason for case in cases]
+    assert len({completion.text for completion in batch}) == len(cases)
 
 
 # What is made of the figures.
@@ -159,42 +146,8 @@ def invalid(reason):
     return Reward(outcome=Outcome.INVALID_ACTION, value=0.0, reason=reason)
 
 
-def pair(variant, reason, reward):
-    return Completion(0, variant, SimulatedCase("", reason)), reward
-
-
-def test_a_completion_that_is_taken_for_what_it_is_not_is_a_finding():
-    pairs = [
-        pair("missing", "missing_field", invalid("missing_field")),
-        pair("missing", "missing_field", ok()),
-        pair("missing", "missing_field", failed("rag_8b_timeout")),
-        pair("clean", "", invalid("too_long")),
-        pair("clean", "", invalid("hollow_answer")),  # the service's doing
-        pair("clean", "", failed("rag_8b_timeout")),
-    ]
-    assert simulated.unexpected(pairs) == [
-        "missing: 1 ended as ok. Expected invalid_action:missing_field.",
-        "missing: 1 ended as infra:rag_8b_timeout. Expected invalid_action:missing_field.",
-        "clean: 1 ended as invalid_action:too_long. Expected a valid action.",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("failed_long", "failed_clean", "told"),
-    [
-        (3, 0, True),
-        (1, 0, False),  # may be chance
-        (3, 5, False),  # 75 % beside 25 %: three times as often, not more
-        (4, 5, True),
-        (0, 20, False),
-    ],
-)
-def test_a_variant_that_the_service_does_not_take_is_a_finding(failed_long, failed_clean, told):
-    pairs = [pair("very_long", "", failed("rag_8b_http_422") if n < failed_long else ok()) for n in range(4)]
-    pairs += [pair("clean", "", failed("rag_8b_http_503") if n < failed_clean else ok()) for n in range(20)]
-    pairs += [pair("very_long", "too_long", invalid("too_long"))] * 9  # never reached it
-    named = [text.split(":")[0] for text in simulated.untaken(pairs)]
-    assert [name for name in named if name == "very_long"] == ["very_long"] * told
+def pair(variant, reward):
+    return Completion(0, variant, ""), reward
 
 
 @pytest.mark.parametrize(
@@ -206,17 +159,17 @@ def test_a_variant_that_the_service_does_not_take_is_a_finding(failed_long, fail
     ],
 )
 def test_a_judge_that_obeys_what_it_reads_is_a_finding(injected, clean, told):
-    pairs = [pair("injection", "", ok(score)) for score in injected] + [pair("clean", "", ok(each)) for each in clean]
-    assert [text.split(":")[0] for text in simulated.oddities(pairs)] == ["injection"] * told
+    pairs = [pair("injection", ok(score)) for score in injected] + [pair("clean", ok(each)) for each in clean]
+    assert [text.split(":")[0] for text in findings_of(pairs)] == ["injection"] * told
 
 
 def test_equal_rewards_missing_references_and_hollow_answers_are_findings():
-    assert simulated.oddities([pair("clean", "", ok(each)) for each in (0.1, 0.2)]) == []
-    assert simulated.oddities([pair("clean", "", ok(0.5))] * 8)[0].startswith("all 8 judged completions have the same")
-    alone = [pair("clean", "", ok(0.1, reference=None)), pair("clean", "", ok(0.2))]
-    assert simulated.oddities(alone) == ["rag_32b gave no reference for 1 of 2 judged completions."]
-    hollow = [pair("clean", "", invalid("hollow_answer")), *[pair("clean", "", ok(each)) for each in (0.1, 0.2)]]
-    assert simulated.oddities(hollow) == ["rag_8b answered 1 of 3 actions with a text that says nothing."]
+    assert findings_of([pair("clean", ok(each)) for each in (0.1, 0.2)]) == []
+    assert findings_of([pair("clean", ok(0.5))] * 8)[0].startswith("all 8 judged completions have the same")
+    alone = [pair("clean", ok(0.1, reference=None)), pair("clean", ok(0.2))]
+    assert findings_of(alone) == ["rag_32b gave no reference for 1 of 2 judged completions."]
+    hollow = [pair("clean", invalid("hollow_answer")), *[pair("clean", ok(each)) for each in (0.1, 0.2)]]
+    assert findings_of(hollow) == ["rag_8b answered 1 of 3 actions with a text that says nothing."]
 
 
 def step(*rewards, **traffic):
@@ -229,7 +182,7 @@ def step(*rewards, **traffic):
         records=(),
         cache_hits={"answers": 1, "references": 2},
     )
-    return simulated.SimulatedStep([Completion(0, "clean", SimulatedCase(""))] * len(rewards), list(rewards), report)
+    return simulated.SimulatedStep([Completion(0, "clean", "")] * len(rewards), list(rewards), report)
 
 
 def test_a_step_waited_for_what_its_slowest_completion_waited_for():
@@ -278,17 +231,6 @@ def test_the_hint_names_the_setting_to_turn(traffic, setting):
 
 
 # Runs.
-
-
-def test_the_script_loads_neither_a_trainer_nor_an_engine():
-    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    command = [sys.executable, SCRIPT, "--steps", "0"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    imported = {line.rsplit("|")[-1].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "`steps` is 0" in result.stderr
-    assert "salesrl_trl.preflight.simulation" in imported
-    assert imported.isdisjoint({"vllm", "salesrl_trl.trainer"})
 
 
 def test_two_steps_against_the_embedded_services(tmp_path, capsys):
@@ -375,15 +317,6 @@ def test_a_service_that_fails_would_skip_the_steps(services, capsys, monkeypatch
     assert KEY not in "".join((*told, *warned))
 
 
-def test_as_much_as_is_wanted_has_to_be_scored(services, capsys):
-    services.set("8b", "{}", status=503)
-    options = (*at(services), *QUICK, "--steps", "1", "--warm_up_services", "false", "--variants", "clean,missing")
-    # Half of the completions are no action, which is a number; the other half is not scored.
-    assert main([*options, "--min_valid_reward_fraction", "0.5"]) == 0
-    assert main([*options, "--min_valid_reward_fraction", "0.51"]) == 3
-    assert "scored 50%" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -391,12 +324,8 @@ def test_as_much_as_is_wanted_has_to_be_scored(services, capsys):
         (["--steps", "0"], "`steps` is 0. Expected a whole number from 1 on."),
         (["--steps", "x"], "--steps"),
         (["--num_generations", "0"], "`num_generations` is 0"),
-        (["--min_valid_reward_fraction", "2"], "`min_valid_reward_fraction` is 2.0. Expected 0 to 1."),
         (["--variants", "clean,rude"], "names ['rude']. Expected some of: clean,duplicate"),
         (["--variant", "clean"], "--variant (did you mean --variants?)"),
-        (["--rag_top_k", "0"], "`rag_top_k` is 0. Expected a number, at least 1, and at most 50."),
-        (["--config"], "`--config` names no file"),
-        (["--config", "no.yaml"], "there is no recipe no.yaml"),
         (["--action_fields", "query"], "the simulation writes no other actions"),
         (["--dataset", "no.jsonl"], "there is no dataset file no.jsonl"),
         (["--judge_api_key_env", "NO_SUCH_KEY"], "NO_SUCH_KEY, which is not set"),

@@ -8,7 +8,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from collections import Counter
@@ -92,12 +91,6 @@ def test_a_completion_comes_back_with_its_whole_way(tmp_path):
         ("rag_8b", 0.25, "rag_8b_timeout"),
         ("rag_8b", 0.25, ""),
     ]
-
-
-def test_texts_that_repeat_are_kept_once(tmp_path):
-    write(tmp_path, [batch(step=step, entries=[entry(place) for place in range(4)]) for step in (1, 2)])
-    assert rows(tmp_path, "SELECT count(*) FROM completions") == [(8,)]
-    assert rows(tmp_path, "SELECT count(*) FROM texts") == [(4,)]  # prompt, answer, and a call's request and answer
 
 
 def test_the_filter_sees_every_text(tmp_path):
@@ -307,27 +300,6 @@ def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(
     assert "UnicodeEncodeError" in first
     assert "4 entries" in last  # three of the first batch, and the second batch's
     assert "bad for" not in caplog.text
-
-
-def test_a_prompt_may_hold_a_picture(tmp_path):
-    picture = {"role": "user", "content": [{"type": "image", "image": object()}]}
-    [found] = write(tmp_path, [batch(entries=[entry(prompt=[picture])])])
-    assert found.digest == digest_of([picture], found.text)
-
-
-def test_a_slow_disk_is_not_waited_for(tmp_path, caplog, monkeypatch):
-    freed = threading.Event()
-    opened = writer.opened
-    monkeypatch.setattr(writer, "opened", lambda *given, **named: (freed.wait(), opened(*given, **named))[1])
-    recorder = Recorder(record_file(tmp_path, 0))
-    for step in range(1, 40):
-        recorder.record(batch(step))
-    freed.set()
-    recorder.close()
-    kept = [each.step for each in recorded(tmp_path)]
-    assert kept == list(range(1, len(kept) + 1))
-    assert f"{39 - len(kept)} batches are not in" in caplog.text
-    assert len(kept) >= writer.WAITING_BATCHES
 
 
 def test_a_record_of_another_version_or_none_is_refused(tmp_path):

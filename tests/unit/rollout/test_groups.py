@@ -47,14 +47,6 @@ def test_a_part_is_ready_when_all_of_it_is_settled():
     assert not waiting.is_empty
 
 
-def test_what_is_not_released_is_not_there():
-    waiting = parts_of(4, micro_batch=2, group=2)
-    assert not waiting.has_next
-    waiting.record(settled("1100"), 0, 0.9, WANTED)
-    assert not waiting.has_next
-    assert not waiting.is_empty
-
-
 def test_a_released_part_does_not_come_again_with_later_advantages():
     waiting = parts_of(4, micro_batch=2, group=2)
     waiting.record(settled("1100"), 0, 0.9, WANTED)
@@ -144,19 +136,6 @@ def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
     assert micro_batch["advantages"].tolist() == [2, 3]
     assert micro_batch["num_items_in_batch"] is output["num_items_in_batch"]
     assert micro_batch["name"] == "first"
-
-
-def test_it_is_empty_when_the_last_micro_batch_is_taken():
-    waiting = parts_of(4, micro_batch=2, group=4)
-    waiting.record(settled("1111"), 0, 1.0, WANTED)
-    waiting.release(batch_of(4))
-    assert waiting.remaining == []
-    assert not waiting.is_empty
-    waiting.next()
-    assert not waiting.is_empty
-    waiting.next()
-    assert waiting.is_empty
-    assert not waiting.has_next
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))

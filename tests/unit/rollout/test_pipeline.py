@@ -5,7 +5,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 
-from salesrl_trl.checkpoint.under_way import load_rollouts, save_rollouts
+from salesrl_trl.checkpoint.keeper import load_rollouts, save_rollouts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
@@ -82,7 +82,7 @@ def examples(batch):
 
 def pipeline(sampler, lookahead=0, behaviour=lambda sampled: torch.zeros(1, 1), kept=MappingProxyType({}), start=0):
     made = Pipeline(
-        sampler, Loop(), Timeline(), decode=str, window=1, lookahead=lookahead,
+        sampler=sampler, reward_loop=Loop(), timeline=Timeline(), decode=str, window=1, lookahead=lookahead,
         behaviour_logps=behaviour, record_span=pytest.fail,
     )  # fmt: skip
     made.restart(0, start, False, kept)
@@ -97,7 +97,7 @@ def test_without_lookahead_only_the_batch_in_training_is_generated():
     made = pipeline(sampler)
     made.launch_due(0, 0)
     assert sampler.asked == [(["p0"], False)]
-    assert made._reward_loop.references == [[0], [1]]  # the references of the next step are asked for already
+    assert made.reward_loop.references == [[0], [1]]  # the references of the next step are asked for already
 
 
 def test_with_lookahead_later_batches_are_generated_too():
@@ -109,7 +109,7 @@ def test_with_lookahead_later_batches_are_generated_too():
 def test_a_completion_is_scored_from_the_moment_it_is_finished():
     made = pipeline(Now())
     made.launch_due(0, 0)
-    assert made._reward_loop.started == [
+    assert made.reward_loop.started == [
         ((0,), 0, "[7]"),
         ((0,), 0, "answer to p0"),
     ]  # reported, then with the whole batch
@@ -158,7 +158,7 @@ def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_p
     second = pipeline(sampler, lookahead=2, kept={first - 1: each for first, each in kept.items()}, start=1)
     second.launch_due(0, 1)
     assert sampler.asked == [(["p3"], True)]  # the others go on, and their rewards are asked for
-    assert second._reward_loop.started[:2] == [((1,), 0, "answer to p1"), ((2,), 0, "answer to p2")]
+    assert second.reward_loop.started[:2] == [((1,), 0, "answer to p1"), ((2,), 0, "answer to p2")]
     rollout = second.take(second._schedule._windows[0].inputs, 0, 1)
     assert (rollout.step, rollout.drain_metrics()) == (0, ({"m": [1.0]}, 3))
     assert torch.equal(rollout.behaviour_logps, torch.zeros(1, 1))
@@ -181,7 +181,7 @@ def test_what_nobody_will_train_on_is_given_up():
     sampler = Later()
     made = pipeline(sampler, lookahead=1)
     made.launch_due(0, 0)
-    before = made._reward_loop.given_up
+    before = made.reward_loop.given_up
     made.forget()
     assert sampler.given_up == 2
-    assert made._reward_loop.given_up == before + 1
+    assert made.reward_loop.given_up == before + 1

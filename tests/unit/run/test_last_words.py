@@ -187,8 +187,6 @@ def _texts(source):
         ("vllm", "v1/executor/ray_utils.py", "A worker of vLLM or Ray does not start"),
         ("torch", "utils/cpp_extension.py", "A kernel does not compile"),
         ("salesrl_trl", "build/checks/environment.py", "A lock of an interrupted build is left"),
-        ("salesrl_trl", "build/checks/environment.py", "A kernel does not compile"),
-        ("salesrl_trl", "build/checks/environment.py", "The port is taken"),
         ("salesrl_trl", "build/checks/environment.py", "The disk is full"),
         ("salesrl_trl", "build/checks/environment.py", "The GPU's driver does not fit"),
         ("salesrl_trl", "build/checks/model.py", "Completions do not end"),

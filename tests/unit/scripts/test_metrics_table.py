@@ -3,13 +3,12 @@
 from types import SimpleNamespace
 
 from salesrl_trl import names
-from salesrl_trl.kl.kl_figures import kl_names
 from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Metric, branches_in, pattern_of, reward_of
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.judge.bias import JudgeBias
 from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.telemetry import perf, step_lines
-from salesrl_trl.telemetry import trackers as layout
+from salesrl_trl.telemetry import layout, perf, step_lines
+from salesrl_trl.update.ledger import kl_names
 from salesrl_trl.view import report_page
 from scripts import make_metrics_table as tool
 

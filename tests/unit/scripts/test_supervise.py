@@ -169,10 +169,3 @@ def test_the_job_of_slurm_is_queued_again_when_its_time_is_over_and_only_then(tm
             assert process.wait(PATIENCE_S) == 75
     assert (tmp_path / "queued").read_text() == "requeue 42\n"
     assert attempts(tmp_path) == 2
-
-
-def test_the_unit_of_systemd_takes_the_exit_codes_as_the_script_has_them():
-    unit = (SCRIPTS / "supervise.service").read_text("utf-8")
-    for line in ("Restart=on-abnormal", "SuccessExitStatus=75", "KillMode=mixed", "OOMPolicy=continue"):
-        assert f"\n{line}\n" in unit
-    assert "--resume_from_checkpoint auto" in unit

@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 from support.published import bbq, write
 
-from salesrl_trl.data.knowledge import load_documents
+from salesrl_trl.data.files import load_documents
 from salesrl_trl.data.sources import load_records, load_rows
-from salesrl_trl.errors import DataError
 from scripts import create_tiny_dataset as tool
 
 BRANCHES = ("fairness", "hallucination")
@@ -80,14 +79,3 @@ def test_a_line_without_a_row_is_named(line, message, tmp_path, capsys):
     assert tool.main(["--source", str(rows), "--out", str(out)]) == tool.EXIT_USAGE
     assert message in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_a_row_that_no_run_would_take_is_named(tmp_path, capsys):
-    rows, out = tmp_path / "rows.jsonl", tmp_path / "tiny.jsonl"
-    rows.write_text('{"branch": "a", "conversation": [{"role": "seller", "content": "Hi"}]}\n')
-    assert tool.main(["--source", str(rows), "--out", str(out)]) == tool.EXIT_USAGE
-    assert "row 0" in (told := capsys.readouterr().err)
-    assert "Hi" not in told
-    assert not out.exists()
-    with pytest.raises(DataError):
-        load_records("demo", "nothing")

@@ -104,3 +104,24 @@ def test_after_a_clear_nothing_of_an_earlier_run_is_left(ledger):
     ledger.clear()
     assert ledger.failures("train") == Counter()
     assert measured(ledger.flush("train")) == {}
+
+
+def test_a_band_is_drawn_where_there_is_a_kl_and_nowhere_else():
+    """TensorBoard draws a band over equal steps alone."""
+    targets = {"fairness": KLTarget(beta=0.1, low=0.02, high=0.06), "hallucination": KLTarget(beta=0.1)}
+    control = KLControl(targets, None, WindowSettings())
+    ledger = Ledger(RewardFigures([*targets]), with_kl=True)
+    # ten tokens each; the second branch's weigh 5 together, by the ratio to the policy that sampled them
+    sums = [[0.3, 0.2, 1.0, 10.0, 10.0], [0.3, 0.2, 1.0, 10.0, 5.0]]
+    ledger.record_kl("train", sums, [0.1, 0.1], [1.0, 0.5], control)
+    figures = ledger.flush("train")
+    assert figures["kl/fairness"] == 0.03
+    assert (figures["kl/hallucination"], figures["kl/hallucination_k1"]) == (0.06, 0.04)
+    assert (figures["kl/hallucination_clamped"], figures["kl/hallucination_tokens"]) == (0.1, 10)
+    assert figures["kl"] == pytest.approx(0.6 / 15)
+    assert (figures["kl/fairness_low"], figures["kl/fairness_high"]) == (0.02, 0.06)
+    assert math.isnan(figures["kl/hallucination_low"])  # it has none
+    assert (figures["kl/fairness_update_share"], figures["kl/hallucination_update_share"]) == (1.0, 0.5)
+    ledger.record_kl("train", [[0.0] * 5, sums[0]], [0.1, 0.1], [1.0, 0.5], control)  # no row of fairness
+    figures = ledger.flush("train")
+    assert all(math.isnan(figures[f"kl/fairness{edge}"]) for edge in ("", "_low", "_high"))

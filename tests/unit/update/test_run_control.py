@@ -123,14 +123,6 @@ def test_an_outage_that_lasts_too_long_ends_the_run_and_says_since_when(monkeypa
     assert control.error.is_resumable
 
 
-def test_an_outage_that_is_over_counts_no_more(control):
-    skip(control)
-    control.record_batch(1.0, NONE_MISSING)
-    control.record_urgency(1)
-    control.end_step(7, is_last=False)
-    assert control.error is None
-
-
 def test_the_next_run_begins_without_what_ended_the_one_before(control):
     skip(control, 2)
     control.record_batch(1.0, NONE_MISSING)

@@ -13,15 +13,6 @@ def run_of(run_folder, steps):
     return read_run(run_folder.path)
 
 
-def test_first_and_last_are_means_over_a_tenth_of_the_steps():
-    # A tenth of 20 steps is 2: (1 + 2) / 2 and (19 + 20) / 2.
-    found = figures.change({step: float(step) for step in range(1, 21)})
-    assert (found.first, found.last, found.over, found.of) == (1.5, 19.5, 2, 20)
-    # A tenth of 19 is 1.9, so 1.
-    assert figures.change({step: float(step) for step in range(1, 20)}).over == 1
-    assert figures.change({}) is None
-
-
 def test_phases_are_shares_of_all_steps_also_where_one_was_not_in_every_step(run_folder):
     run = run_of(run_folder, {
         1: {"time/step_s": 2.0, "time/forward_s": 1.0},
@@ -76,19 +67,6 @@ def test_the_best_evaluation_is_the_last_marked_and_else_the_highest(run_folder)
     assert figures.best_eval(evals).step == 3
     assert figures.best_eval([evals[0], evals[3]]).step == 1
     assert figures.best_eval([evals[3]]) is None
-
-
-@pytest.mark.parametrize(
-    ("steps", "most", "expected"),
-    [
-        ([1, 2, 3], 3, [(1,), (2,), (3,)]),
-        # ceil(5 / 3) = 2 in a bin.
-        ([1, 2, 3, 4, 5], 3, [(1, 2), (3, 4), (5,)]),
-        ([], 3, []),
-    ],
-)
-def test_bins_hold_neighbours_and_are_bounded(steps, most, expected):
-    assert figures.bins(steps, most) == expected
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,6 @@ def test_filters_by_hand_change_the_list_and_the_address(opened, viewer):
     again.wait("location.hash === '#list'")
 
 
-def test_a_shortcut_shows_what_judge_and_reference_disagree_on_most(opened, viewer):
-    tab = opened("#list?run=0")
-    tab.click(".leading li:nth-child(2) a")
-    tab.wait("location.hash.includes('order=disagreement')")
-    first = queries.listing(viewer.index, {"order": "disagreement", "run": "0"})["items"][0]
-    tab.wait(f"{FIRST}.dataset.id === '{first['id']}'")
-
-
 def test_a_click_opens_the_whole_way_of_a_completion(opened, viewer):
     tab = opened("#list?outcome=ok&run=1&mode=train")
     item = queries.listing(viewer.index, {"outcome": "ok", "run": "1", "mode": "train"})["items"][0]
@@ -215,20 +207,6 @@ def test_a_row_over_time_and_two_runs_side_by_side(opened, viewer):
     assert told["rows"][0]["row"] in tab.text("h1")
     tab.click(".sides a.open")
     tab.wait("location.hash.startsWith('#completion')")
-
-
-def test_more_of_a_list_comes_on_demand_with_the_focus_on_it(opened, viewer):
-    tab = opened("#list?order=oldest")
-    first = queries.listing(viewer.index, {"order": "oldest"})
-    wanted = queries.listing(viewer.index, {"order": "oldest", "after": first["next"]})["items"][0]["id"]
-    tab.click("main > p button")
-    tab.wait("document.querySelectorAll('.items tbody tr').length === 100")
-    tab.wait(f"{FOCUSED}.dataset.id === '{wanted}'")
-    # From one of the second part back to it.
-    tab.press("Enter")
-    tab.wait("document.querySelector('.messages')")
-    tab.press("Escape")
-    tab.wait(f"{FOCUSED}.dataset.id === '{wanted}'")
 
 
 def test_a_run_that_goes_on_is_followed(tab, tmp_path):

@@ -11,8 +11,8 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import record_files
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.view import queries
-from salesrl_trl.view.completion import completion
 from salesrl_trl.view.page import data_alone
+from salesrl_trl.view.queries import completion
 from salesrl_trl.view.record_index import Index
 
 

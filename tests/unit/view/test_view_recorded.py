@@ -10,7 +10,7 @@ from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judg
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 from salesrl_trl.view import queries, record_index
-from salesrl_trl.view.completion import completion
+from salesrl_trl.view.queries import completion
 from salesrl_trl.view.record_index import Index
 
 PROMPT = [{"role": "user", "content": "客户: 多少钱?"}]
@@ -119,17 +119,6 @@ def until(holds):
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def test_a_prompt_that_is_no_list_of_messages_stops_nothing(tmp_path):
-    odd = [["a", {"role": "user", "content": 5}], {"key": "value"}, 7, None]
-    entries = [Entry(**{**{name: getattr(entry(place), name) for name in Entry.__slots__}, "prompt": prompt})
-               for place, prompt in enumerate(odd)]  # fmt: skip
-    write(tmp_path, batch(1, *entries))
-    with closing(Index([tmp_path])) as index:
-        assert index.refresh() == 4
-        told = completion(index, "0-0-1")["messages"]
-        assert told == [{"role": "", "content": "a"}, {"role": "user", "content": "5"}]
 
 
 def test_what_fails_while_it_is_read_leaves_the_index_as_it_was(tmp_path, monkeypatch):

@@ -1,9 +1,7 @@
 """The viewer's server refuses what is not its own page on this machine, and its page is one file."""
 
-import contextlib
 import hashlib
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +15,6 @@ from support.viewing import asked, served
 from salesrl_trl.view import __main__ as command
 from salesrl_trl.view import viewer as server
 from salesrl_trl.view.page import ASSETS, PREACT, page
-from salesrl_trl.view.record_index import Index
 
 RELEASED = "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
 
@@ -38,16 +35,6 @@ def test_another_host_is_refused(viewer, host):
         assert (status, "error" in body) == (403, True)
     for own in ("127.0.0.1", "localhost:80", "[::1]:1234", "LOCALHOST"):
         assert asked(viewer, "api/state", host=own)[0] == 200
-
-
-def test_many_browsers_may_ask_at_once(two_runs):
-    """More than 5 wait to be accepted, while the server is held up."""
-    with contextlib.ExitStack() as stack:
-        viewer = server.Viewer(stack.enter_context(contextlib.closing(Index(list(two_runs)))))
-        stack.callback(viewer.server_close)
-        for _ in range(100):
-            address = (server.HOST, viewer.server_port)
-            stack.enter_context(socket.create_connection(address, timeout=0.5))
 
 
 def test_without_the_key_nothing_is_told(viewer):
@@ -126,16 +113,6 @@ def test_a_failure_is_told_to_the_page_and_the_next_look_goes_on(tmp_path, monke
         wait_for(lambda: asked(viewer, "api/list", text="mended")[2]["total"] == 1)
         assert asked(viewer, "api/state")[2]["trouble"] == ""
     rank.file.close()
-
-
-def test_a_browser_that_leaves_early_is_no_error_on_the_terminal(viewer, capfd):
-    for error in (ConnectionResetError("it left"), RuntimeError("a fault")):
-        try:
-            raise error
-        except Exception:
-            viewer.handle_error(None, ("127.0.0.1", 1))
-    told = capfd.readouterr().err
-    assert ("it left" in told, "a fault" in told) == (False, True)
 
 
 def wait_for(holds):

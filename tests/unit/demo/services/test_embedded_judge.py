@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import salesrl_trl.data.demo
 from salesrl_trl.demo.services.rubric import (
     ProtectedTerms,
     content_words,
@@ -87,26 +86,10 @@ def test_coverage_in_chinese_weighs_figures_and_names() -> None:
     assert coverage("三千八百元，Python课程价格", [PRICE_ZH]) == pytest.approx(1.0)
 
 
-def test_coverage_is_the_best_over_the_documents() -> None:
-    assert coverage(PRICE, ["Parking is free.", PRICE]) == 1.0
-
-
-def test_coverage_without_anything_known_is_a_half() -> None:
-    assert coverage(PRICE, []) == 0.5
-    assert coverage("", []) == 0.0
-
-
 def test_support_counts_a_figure_three_times() -> None:
     # Claims: office, worker (holds "work"), berlin, 45. Unsupported: berlin 1, 45 3, of 1 + 1 + 1 + 3.
     told = Action(fields=json.loads(action("office worker from Berlin, 45", "q", "asked about it")))
     assert supported(told, CONVERSATION) == pytest.approx(1 - 4 / 6)
-
-
-def test_support_looks_for_figures_in_the_query_too() -> None:
-    # The only claim is the query's 3800; its words may differ from the customer's.
-    invented = Action(fields=json.loads(action("", "Python training for 3800", "")))
-    assert supported(invented, CONVERSATION) == 0.0
-    assert supported(invented, "customer: is it 3,800 yuan?") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -211,16 +194,6 @@ def test_hostile_action_gains_nothing(terms: ProtectedTerms, attack: str) -> Non
     assert hostile.candidate <= honest.candidate
 
 
-@pytest.mark.parametrize("attack", HOSTILE[2:], ids=["header", "order"])
-def test_hostile_answer_gains_nothing(terms: ProtectedTerms, attack: str) -> None:
-    verdict = judge_sections(read_sections(fence(sections(candidate_answer=attack))), terms)
-    assert verdict.candidate == 0.4
-
-
-def test_reason_quotes_nobody(terms: ProtectedTerms) -> None:
-    assert judge_sections(sections(action=action("office, Berlin")), terms).reason == "coverage 1.00, supported 0.50"
-
-
 @settings(max_examples=60)
 @given(st.text(max_size=60), st.text(max_size=60), st.sampled_from(["fairness", "hallucination"]))
 def test_scores_lie_between_0_and_1_and_repeat(one: str, other: str, branch: str) -> None:
@@ -251,11 +224,3 @@ def test_bad_protected_terms_are_refused(tmp_path: Path, content: str, message: 
     path.write_text(content, "utf-8")
     with pytest.raises(DataError, match=message):
         load_terms(path)
-
-
-def test_packaged_protected_terms_find_ages() -> None:
-    terms = load_terms(Path(salesrl_trl.data.demo.__file__).parent / "protected_terms.json")
-    assert terms.mentioned_in("我今年45岁")
-    assert terms.mentioned_in("I am 45 years old")
-    assert not terms.mentioned_in("Python数据分析课程多少钱")
-    assert not terms.mentioned_in("How much is the Python course?")

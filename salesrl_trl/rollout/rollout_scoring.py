@@ -30,12 +30,11 @@ from salesrl_trl.names import BASELINE_FALLBACK, SINGLE_SCORED, SKIPPED_UPDATE, 
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.correction import OLD, RATIO
+from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.record import batch_of
-from salesrl_trl.rollout.staleness import correction_sums
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
@@ -56,70 +55,46 @@ PARTLY_SCORED = "partly_scored"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
-    """Settings for the scoring of a batch, under the names that `SalesGRPOConfig` has for them, and three others."""
+    """Settings for the scoring of a batch. `SalesGRPOConfig` describes those that it has under the same name."""
 
     branches: Branches
-    """Names of branches by id, and the branch of a row."""
     num_generations: int
-    """Completions of a prompt, in training."""
     per_device_train_batch_size: int
-    """Completions of a micro-batch."""
     hybrid_reference_weight: float
-    """The reference's share of the baseline."""
     weights: Sequence[float]
-    """TRL's weight of each reward function."""
     answered: Sequence[bool]
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
-    """TRL's setting: by what advantages are divided."""
     held_out_examples: int
-    """Held-out conversations that are shown with what the policy wrote."""
     leaves_out_failed: bool
-    """Whether failed completions are out of the loss. Else they are in it with an advantage of 0, as in TRL."""
     sampler_correction: tuple[str, float | None, float | None]
-    """TRL's `vllm_importance_sampling_mode`, and its `_clip_min` and `_clip_max`."""
 
 
+@dataclass(eq=False, kw_only=True)
 class RolloutScoring:
-    """The way of a generation batch through TRL's scoring.
+    """The way of a generation batch through TRL's scoring."""
 
-    `device` is that of collectives. `score` is TRL's own method over a whole generation batch. `advantages` returns
-    this column of TRL's table of completions; its last rows are those of the batch.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        reward_loop: RewardLoop,
-        figures: RewardFigures,
-        ledger: Ledger,
-        instruments: Instruments,
-        run_control: RunControl,
-        settings: ScoringSettings,
-        device: torch.device,
-        score: Callable[[Rollout], Output],
-        advantages: Callable[[], MutableSequence[float]],
-    ) -> None:
-        self._pipeline = pipeline
-        self._reward_loop = reward_loop
-        self._figures = figures
-        self._ledger = ledger
-        self._instruments = instruments
-        self._timeline = instruments.timeline
-        self._run_control = run_control
-        self._settings = settings
-        self._device = device
-        self._score = score
-        self._advantages = advantages
-        self.rollout: Rollout | None = None
-        """The rollout that TRL is at work on; `None` in between."""
-        self._waiting: Rollout | None = None
-        self.in_parts = False
-        """Whether the generation batch in training was begun before all its rewards were in."""
+    pipeline: Pipeline
+    reward_loop: RewardLoop
+    figures: RewardFigures
+    ledger: Ledger
+    instruments: Instruments
+    run_control: RunControl
+    settings: ScoringSettings
+    device: torch.device
+    """Of collectives."""
+    score: Callable[[Rollout], Output]
+    """TRL's own method."""
+    advantages: Callable[[], MutableSequence[float]]
+    """This column of TRL's table of completions, whose last rows are those of the batch."""
+    rollout: Rollout | None = None
+    """The rollout that TRL is at work on; `None` in between."""
+    in_parts: bool = False
+    """Whether the generation batch in training was begun before all its rewards were in."""
+    _waiting: Rollout | None = None
 
     @property
     def current(self) -> Rollout:
-        """The rollout that TRL is at work on."""
         assert self.rollout is not None
         return self.rollout
 
@@ -130,13 +105,11 @@ class RolloutScoring:
     def train_on(
         self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
     ) -> Output:
-        """The batch of these B examples, after so many micro-steps and optimizer steps.
-
-        `in_groups`: it is trained on part by part, scored groups first. `in_order`: a group's completions stay
-        together when all are scored; else TRL shuffles them.
-        """
+        """The batch of these B examples, after so many micro-steps and optimizer steps. `in_groups`: scored groups
+        are trained on first. `in_order`: a group's completions stay together when all are scored; else TRL
+        shuffles them."""
         self._waiting = None
-        rollout, settings = self._pipeline.take(inputs, micro_step, update), self._settings
+        rollout, settings = self.pipeline.take(inputs, micro_step, update), self.settings
         groups = ScoredGroups(len(inputs), settings.per_device_train_batch_size, settings.num_generations)
         rollout.groups = groups if in_groups else None
         output = self._scored(rollout, update)
@@ -154,23 +127,23 @@ class RolloutScoring:
     ) -> tuple[Rollout, Output]:
         """The batch of these inputs for an evaluation. `group`: as for the pipeline. `for_loss`: failed completions
         are taken out of it, because TRL computes a loss of it."""
-        rollout = self._pipeline.evaluate(inputs, update, group)
+        rollout = self.pipeline.evaluate(inputs, update, group)
         output = self._scored(rollout, update)
         if for_loss:
             self._leave_out_failed(rollout, output)
         return rollout, output
 
     def next_micro_batches(self, in_trls_order: list[Output], update: int) -> list[Output]:
-        """The micro-batch to train on, and those of the same batch that will come after it, as far as that is known.
-        Micro-batches of scored groups, or of whole groups, replace those in TRL's order."""
+        """The micro-batch to train on, and those of its batch that come after it, as far as they are known.
+        Micro-batches of scored or whole groups replace those in TRL's order."""
         rollout = self._waiting
         if rollout is None or rollout.groups is None:
             return in_trls_order
         groups = rollout.groups
-        while not groups.complete and on_any_rank(not groups.has_next, self._device):  # all ranks wait together
-            with self._timeline.phase(Phase.REWARD_WAIT):
+        while not groups.complete and on_any_rank(not groups.has_next, self.device):  # all ranks wait together
+            with self.instruments.timeline.phase(Phase.REWARD_WAIT):
                 if not groups.has_next:
-                    self._reward_loop.wait(rollout.rewards, groups.pending)
+                    self.reward_loop.wait(rollout.rewards, groups.pending)
                 PartialState().wait_for_everyone()
             groups.release(self._scored(rollout, update))
         micro_batches = [groups.next(), *groups.following]
@@ -183,25 +156,25 @@ class RolloutScoring:
         # 1. TRL: completions, their rewards (`rewards`), advantages, log-probs of the reference and old ones
         self.rollout = rollout
         try:
-            output = self._score(rollout)
+            output = self.score(rollout)
         finally:
             self.rollout = None
-        is_complete, is_trained_on, settings = rollout.is_complete, rollout.is_trained_on, self._settings
+        is_complete, is_trained_on, settings = rollout.is_complete, rollout.is_trained_on, self.settings
         rollout.is_in_parts = rollout.is_in_parts or not is_complete
-        is_skipped = self._run_control.is_skipping and is_complete and is_trained_on
+        is_skipped = self.run_control.is_skipping and is_complete and is_trained_on
         # 2. completions without a reward leave the loss
         if is_trained_on and not is_skipped:
             self._leave_out_failed(rollout, output)
         # 3. the age of the sampler's weights, and the effect of the correction for it
         if is_complete:
             for name in (STALENESS, STALENESS_MAX):
-                self._ledger.add(rollout.mode, name, update - rollout.step)
+                self.ledger.add(rollout.mode, name, update - rollout.step)
             if RATIO in output and not rollout.is_corrected_at_step:
                 sums = correction_sums(output[RATIO], output["completion_mask"], *settings.sampler_correction)
-                self._ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
+                self.ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
         # 4. what the loss needs beside TRL's tensors: branches for the KL, the sampling policy's log-probs
         branch_ids = torch.tensor(settings.branches.ids(rollout.inputs))  # (B,)
-        output["branch_ids"] = branch_ids.to(self._device, non_blocking=True)
+        output["branch_ids"] = branch_ids.to(self.device, non_blocking=True)
         if rollout.behaviour_logps is not None:
             output[OLD] = rollout.behaviour_logps  # (B, C)
         if rollout.is_corrected_at_step:
@@ -216,35 +189,33 @@ class RolloutScoring:
             if settings.leaves_out_failed:  # an update that it shares with another batch is of that one alone
                 output[FAILED] = torch.ones_like(output["completion_mask"][:, 0], dtype=torch.bool)
                 output["num_items_in_batch"] = torch.zeros_like(output["num_items_in_batch"])
-        self._timeline.end(Phase.ADVANTAGES)
+        self.instruments.timeline.end(Phase.ADVANTAGES)
         # 7. the record of the run
-        if self._instruments.recorder is not None and is_complete:
+        if self.instruments.recorder is not None and is_complete:
             advantages = output["advantages"] if is_trained_on else None
             batch = batch_of(rollout, advantages, update, settings.branches)
-            self._instruments.recorder.record(batch)
+            self.instruments.recorder.record(batch)
         return output
 
     def rewards(
         self, completions: Sequence[Completion], calculate: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, BatchResult | None]:
-        """The rewards of the rollout that TRL is at work on, shape (world size x B, functions), NaN in the whole row
-        of a completion that counts for nothing; and this rank's rewards. `None` in place of these while some are not
-        in: the rows of those are NaN, and nothing is recorded. A collective.
-
-        `calculate` is TRL's own method. It runs reward models, and gets the numbers of functions from the package.
-        """
+        """The rewards of the rollout that TRL is at work on, shape (world size x B, functions), NaN in the row of a
+        completion that counts for nothing; and this rank's. `None` in place of these while some are not in: their rows
+        are NaN, and nothing is recorded. A collective. `calculate`: TRL's own method, which gets the numbers of
+        functions from the package."""
         rollout = self.current
         # 1. a batch in parts: the rewards that are in
         so_far = None if rollout.groups is None else self._rewards_so_far(rollout, rollout.groups)
         if so_far is not None:
-            self._timeline.begin(Phase.ADVANTAGES)
+            self.instruments.timeline.begin(Phase.ADVANTAGES)
             return so_far, None
         # 2. wait for all of them, and let TRL ask for them
-        with self._timeline.phase(Phase.REWARD_WAIT):
-            result = self._reward_loop.result(rollout.rewards, completions)
-            with self._reward_loop.answering(result):
+        with self.instruments.timeline.phase(Phase.REWARD_WAIT):
+            result = self.reward_loop.result(rollout.rewards, completions)
+            with self.reward_loop.answering(result):
                 rewards = calculate()
-        self._timeline.begin(Phase.ADVANTAGES)
+        self.instruments.timeline.begin(Phase.ADVANTAGES)
         # 3. what can't be compared within its group counts for nothing
         rewards, result = self._compared(result, rewards, rollout.group)
         rollout.result, rollout.completions = result, completions
@@ -257,11 +228,11 @@ class RolloutScoring:
         """The rewards that are in, NaN for the rest: shape (world size x B, functions). `None` when all are in. A
         collective."""
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
-        functions = self._reward_loop.reward.names.functions
+        functions = self.reward_loop.reward.names.functions
         numbers = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(functions)
         is_in = [[float(reward is not _PENDING)] for reward in rewards]
         parts = [torch.tensor(columns, dtype=torch.float64) for columns in (numbers, is_in)]
-        table = torch.cat((self._encode(rewards, rollout), *parts), dim=1).to(self._device)
+        table = torch.cat((self._encode(rewards, rollout), *parts), dim=1).to(self.device)
         widths = [table.size(1) - len(numbers[0]) - 1, len(numbers[0]), 1]
         scored, values, is_in_everywhere = gather(table).split(widths, dim=1)  # each (world size x B, columns)
         rollout.scored, values = scored.cpu(), values.to(torch.float32)
@@ -269,16 +240,13 @@ class RolloutScoring:
         rollout.failed = torch.isnan(values).all(dim=1)  # and those that are not in: nobody trains on them yet
         scored_fraction = (~rollout.failed).float().mean().item()
         in_by_rank = is_in_everywhere.bool().view(-1, len(rewards)).cpu()  # (world size, B)
-        groups.record(in_by_rank, PartialState().process_index, scored_fraction, self._run_control.wanted_fraction)
+        groups.record(in_by_rank, PartialState().process_index, scored_fraction, self.run_control.wanted_fraction)
         return None if groups.complete else values
 
     def _compared(self, result: BatchResult, rewards: torch.Tensor, group: int) -> tuple[torch.Tensor, BatchResult]:
-        """TRL's table without completions that can't be compared with their group, and this rank's rewards, which say
-        the same: their values are what TRL's sum of the row is. A collective.
-
-        Where there is one function and the package calls it, nothing is changed.
-        """
-        if self._settings.answered == [True]:
+        """TRL's table without completions that can't be compared with their group, and this rank's rewards with the
+        same values; a collective. A single function that the package calls changes nothing."""
+        if self.settings.answered == [True]:
             return rewards, result
         own = self._own(len(result.rewards))
         unscored = torch.tensor([float(reward.value is None) for reward in result.rewards], device=rewards.device)
@@ -291,7 +259,7 @@ class RolloutScoring:
             if reward.value is not None and is_partly:
                 reward = replace(reward, outcome=Outcome.INFRA, value=None, reason=PARTLY_SCORED)
             elif reward.value is not None:
-                weighed = zip(self._settings.weights, row, strict=True)
+                weighed = zip(self.settings.weights, row, strict=True)
                 value = sum(weight * number for weight, number in weighed if not math.isnan(number))
                 reward = replace(reward, value=value)
             compared.append(reward)
@@ -299,21 +267,21 @@ class RolloutScoring:
 
     def _record(self, rollout: Rollout, result: BatchResult) -> None:
         """Record the figures of a batch over all ranks, and decide whether it counts; a collective."""
-        mode, rank, ledger, control = rollout.mode, PartialState().process_index, self._ledger, self._run_control
-        if mode == "eval" and self._settings.held_out_examples:
+        mode, rank, ledger, control = rollout.mode, PartialState().process_index, self.ledger, self.run_control
+        if mode == "eval" and self.settings.held_out_examples:
             prompts = [example.get("prompt") for example in rollout.inputs]
             ledger.record_written("eval", map(EvaluatedCompletion, prompts, rollout.completions, result.values))
-        rollout.scored = gather(self._encode(result.rewards, rollout).to(self._device)).cpu()
+        rollout.scored = gather(self._encode(result.rewards, rollout).to(self.device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         is_refused = control.is_refused([reward.reason for reward in faulty if reward.value is None])
         failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
-        reports = gather(self._figures.encode_report(result.report).to(self._device)).cpu()
-        control.record_refusal(any(is_refused for *_, is_refused, _ in failed))  # as each rank's account had it
+        reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
+        control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as each rank's account had it
         ledger.record_rewards(mode, rollout.scored, reports, (reason for reason, *_ in failed))
         if rollout.is_trained_on:
             report, scored = result.report, ~rollout.failed
-            self._instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
-            is_single = scored.view(-1, self._settings.num_generations).sum(dim=1) == 1  # (groups,)
+            self.instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
+            is_single = scored.view(-1, self.settings.num_generations).sum(dim=1) == 1  # (groups,)
             ledger.add("train", SINGLE_SCORED, is_single.sum().item(), len(is_single))
             by_rank: dict[int, Counter[str]] = {}
             for reason, is_missing, _, of_rank in failed:
@@ -328,13 +296,10 @@ class RolloutScoring:
         ledger.add(mode, SKIPPED_UPDATE, float(control.is_skipping and rollout.is_trained_on))
 
     def _leave_out_failed(self, rollout: Rollout, output: Output) -> None:
-        """Take failed completions out of TRL's output for a rollout: none of their tokens counts; a collective.
-
-        `normaliser` makes up for them. `FAILED` tells it which: of a batch in parts always, else if one failed on any
-        rank.
-        """
+        """Take failed completions out of TRL's output, so that none of their tokens counts; a collective. `FAILED`
+        tells the normaliser which: of a batch in parts always, else if one failed on any rank."""
         failed = rollout.failed  # (world size x B,)
-        if not self._settings.leaves_out_failed or not (rollout.is_in_parts or failed.any()):
+        if not self.settings.leaves_out_failed or not (rollout.is_in_parts or failed.any()):
             return
         own = failed[self._own(len(rollout.inputs))]
         output["completion_mask"] = output["completion_mask"] * ~own[:, None]
@@ -343,29 +308,27 @@ class RolloutScoring:
             output["num_items_in_batch"] = gather(loss_mask(output).sum()).sum()
 
     def _hybrid_advantages(self, rollout: Rollout) -> torch.Tensor:
-        """This rank's advantages against the hybrid baseline, shape (B,)."""
         assert rollout.scored is not None
-        settings = self._settings
+        settings = self.settings
         values, references = (
-            self._figures.column(rollout.scored, name).to(torch.float32) * settings.weights[0]
+            self.figures.column(rollout.scored, name).to(torch.float32) * settings.weights[0]
             for name in (VALUE, REFERENCE_REWARD)
         )  # each (world size x B,)
         share, scale = settings.hybrid_reference_weight, settings.scale_rewards
         advantages, missing = hybrid_advantages(values, references, settings.num_generations, share, scale)
         if rollout.is_complete:
-            self._ledger.add("train", BASELINE_FALLBACK, missing.sum().item(), len(missing))
-            logged = self._advantages()
+            self.ledger.add("train", BASELINE_FALLBACK, missing.sum().item(), len(missing))
+            logged = self.advantages()
             for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
                 logged[index] = advantage
-        return advantages[self._own(len(rollout.inputs))].to(self._device)
+        return advantages[self._own(len(rollout.inputs))].to(self.device)
 
     def _own(self, size: int) -> slice:
-        """This rank's rows of what was gathered, `size` of them."""
         first = PartialState().process_index * size
         return slice(first, first + size)
 
     def _encode(self, rewards: Sequence[Reward], rollout: Rollout) -> torch.Tensor:
-        return self._figures.encode(rewards, self._settings.branches.ids(rollout.inputs))  # (B, columns)
+        return self.figures.encode(rewards, self.settings.branches.ids(rollout.inputs))  # (B, columns)
 
 
 def copied(logs: Mapping[str, Any]) -> dict[str, Any]:

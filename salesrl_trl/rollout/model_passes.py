@@ -42,13 +42,11 @@ class Passes:
         self._ledger = ledger
 
     def forget(self) -> None:
-        """Forget the passes of an update that was interrupted."""
         self._ahead.forget()
         if self._correction is not None:
             self._correction.forget()
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> MicroBatch:
-        """Begin a micro-batch, as `Ahead.begin` does. Returns it."""
         self._ahead.begin(batches, update, is_last=is_last)
         return batches[0]
 
@@ -58,10 +56,10 @@ class Passes:
         """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is computed, if one is."""
         if inputs is None or not torch.is_grad_enabled():
             return self._prompts.log_probs(upstream, *args, **kwargs)
-        found = self._ahead.log_probs(upstream, *args, **kwargs)
+        passed = self._ahead.log_probs(upstream, *args, **kwargs)
         if self._correction is not None:
-            self._correction.apply(inputs, found[0])
-        return found
+            self._correction.apply(inputs, passed[0])
+        return passed
 
     @property
     def shares_prompts(self) -> bool:
@@ -70,21 +68,19 @@ class Passes:
 
     @property
     def has_prompt(self) -> list[bool] | None:
-        """As in `Ahead`."""
         return self._ahead.has_prompt
 
     def leave_out_old(self, rollout: Rollout | None, is_reference: bool, are_weights_checked: bool) -> bool:
-        """Leave the old log-probs of a rollout to the pass that trains, if it can give them. Returns whether it can.
-        `is_reference`: the reference is asked. `are_weights_checked`: vLLM's weights have been compared with those in
-        training, which needs old log-probs."""
+        """Whether the pass that trains gives the old log-probs of a rollout. `are_weights_checked`: the check of
+        vLLM's weights, which needs old log-probs, is over."""
         if rollout is None or is_reference or self._correction is None:
             return False
         rollout.is_corrected_at_step = rollout.is_trained_on and are_weights_checked
         return rollout.is_corrected_at_step
 
     def drain_correction(self, is_skipped: bool) -> dict[str, float]:
-        """TRL's figures of the correction of a batch whose micro-batches are done, by name; a collective. NaN for a
-        skipped batch: none of its tokens went through the model."""
+        """TRL's figures of the correction of a batch that is done, by name; a collective. NaN for a skipped batch,
+        whose tokens went through no model."""
         if self._correction is None or not self._correction.is_due:
             return {}
         figures, effect = self._correction.drain()

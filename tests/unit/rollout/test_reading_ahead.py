@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from salesrl_trl.rollout.groups import parts
-from salesrl_trl.rollout.schedule import RolloutSchedule, UpdatesAhead
+from salesrl_trl.rollout.reading_ahead import RolloutSchedule, UpdatesAhead
 
 
 def prompts(count, epoch=0):
@@ -37,22 +37,6 @@ def take(size):
 # Schedule
 
 
-def test_without_lookahead_a_batch_is_due_at_the_micro_step_that_trains_on_it():
-    schedule = RolloutSchedule(0, window=2)
-    add(schedule, updates=2, size=4)
-    assert firsts(schedule.due(0, 0)) == [0]
-    assert schedule.due(1, 0) == []
-    assert firsts(schedule.due(2, 0)) == [2]
-    assert firsts(schedule.due(4, 1)) == [4]
-
-
-def test_with_lookahead_all_batches_of_the_steps_it_reaches_are_due_the_earliest_first():
-    schedule = RolloutSchedule(1, window=2)
-    add(schedule, updates=3, size=4)
-    assert firsts(schedule.due(0, 0)) == [0, 2, 4, 6]
-    assert firsts(schedule.due(4, 1)) == [0, 2, 4, 6, 8, 10]
-
-
 def test_a_window_over_several_steps_is_one_batch():
     """num_iterations 2, steps_per_generation 4, gradient accumulation 2: 8 micro-steps, 4 optimizer steps."""
     schedule = RolloutSchedule(1, window=8)
@@ -62,12 +46,6 @@ def test_a_window_over_several_steps_is_one_batch():
     schedule.due(0, 0)[0].rollout = "first"
     assert schedule.due(4, 2) == []
     assert firsts(schedule.due(6, 3)) == [8]  # one step ahead of optimizer step 4
-
-
-def test_a_batch_may_begin_in_the_middle_of_a_step():
-    """steps_per_generation 3, gradient accumulation 2."""
-    told = add(RolloutSchedule(0, window=3), updates=3, size=2)
-    assert [[(window.first, window.update) for window in each] for each in told] == [[(0, 0)], [(3, 1)], []]
 
 
 def test_after_a_resume_the_first_micro_step_generates_whatever_its_number_and_then_windows_go_on():
@@ -84,13 +62,6 @@ def test_a_run_that_goes_on_with_a_batch_at_hand_waits_for_the_next_window():
     assert [[(window.first, window.update) for window in each] for each in told] == [[], [(8, 8)]]
 
 
-def test_a_window_that_begins_where_a_run_resumes_is_one_batch():
-    for has_batch in (True, False):
-        schedule = RolloutSchedule(0, window=4)
-        schedule.restart(micro_step=8, update=2, has_batch=has_batch)
-        assert [firsts(each) for each in add(schedule, updates=2, size=2)] == [[8], []]
-
-
 def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
     schedule = RolloutSchedule(1, window=2)
     inputs = prompts(4)
@@ -101,14 +72,6 @@ def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
     assert schedule.take(2, list(inputs[2])) is None  # equal, and not the same
     assert schedule.take(2, inputs[2]) == "rollout 2"
     assert schedule.take(2, inputs[2]) is None
-
-
-def test_one_that_was_passed_over_is_in_nobodys_way():
-    schedule = RolloutSchedule(1, window=1)
-    inputs = prompts(2)
-    for window in schedule.add(inputs):
-        window.rollout = f"rollout {window.first}"
-    assert schedule.take(1, inputs[1]) == "rollout 1"
 
 
 def test_a_restart_returns_the_rollouts_that_nobody_will_train_on():
@@ -155,25 +118,13 @@ def play(lengths, size, depth, max_updates=10**6):
             if len(trained) == total:
                 return trained, seen, ahead, epochs
             batches, counted = updates.next(
-                epoch,
-                iterator,
-                lambda: source.epoch(updates.epoch),
-                take(size),
-                total - len(trained),
-                seen.append,
+                epoch, iterator, lambda: source.epoch(updates.epoch), take(size), total - len(trained), seen.append
             )
             assert counted == len(batches)
             trained.append(batches)
             ahead.append(len(seen) - len(trained))
             epochs.append(updates.epoch)
     return trained, seen, ahead, epochs
-
-
-def test_steps_are_pulled_so_far_ahead_over_an_epochs_end_and_none_beyond_the_last():
-    trained, seen, ahead, epochs = play([4, 4, 4], size=2, depth=2)
-    assert seen == trained
-    assert ahead == [2, 2, 2, 2, 1, 0]
-    assert epochs == [1, 1, 2, 2, 2, 2]  # that is pulled from
 
 
 def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
@@ -188,20 +139,6 @@ def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
     other = iter([["x"], ["y"]])
     assert [ask(1, other, 2), ask(1, other, 1)] == [[["c"]], [["d"]]]
     assert next(other) == ["x"]
-
-
-def test_an_epoch_that_nobody_has_begun_is_pulled_from_the_iterator_that_is_handed_in():
-    updates, pull = UpdatesAhead(0), take(1)
-
-    def never():
-        raise AssertionError("asked for another epoch")
-
-    for epoch, name in enumerate("abc"):
-        assert updates.next(epoch, iter([[name]]), never, pull, 9, lambda batches: None)[0] == [[name]]
-
-
-def test_at_the_end_of_all_epochs_there_is_nothing():
-    assert UpdatesAhead(1).next(0, iter([]), lambda: iter([]), take(2), 3, lambda batches: None) == ([], None)
 
 
 def test_after_a_restart_nothing_is_left_of_what_was_pulled():
@@ -219,12 +156,7 @@ def test_a_run_that_resumes_in_a_later_epoch_begins_with_the_iterator_it_is_give
     assert updates.epoch == 3
 
 
-@given(
-    st.lists(st.integers(1, 7), min_size=1, max_size=4),
-    st.integers(1, 4),
-    st.integers(0, 5),
-    st.integers(1, 20),
-)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 20))
 def test_however_far_ahead_the_same_steps_come_in_the_same_order(lengths, size, depth, max_updates):
     trained, seen, ahead, _ = play(lengths, size, depth, max_updates)
     plain = play(lengths, size, 0, max_updates)[0]

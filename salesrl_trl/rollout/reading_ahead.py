@@ -1,6 +1,7 @@
-"""The generation batches to come, in their order, and which of them may be generated now.
+"""What is trained on next: the order of prompts, micro-batches that are read ahead, and the generation batches among
+them that may be generated now.
 
-Owns the staleness bound. Pure: knows no model. The pipeline generates.
+Owns the staleness bound. Knows no model. The pipeline generates.
 """
 
 from collections import deque
@@ -8,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torch.utils.data import Sampler
+from trl.trainer.utils import RepeatSampler
+
 from salesrl_trl.types import Example
 
 R = TypeVar("R")
-"""A rollout."""
 MicroBatches = list[list[Example]]
 Update = tuple[MicroBatches, object]
 """Micro-batches of one optimizer step, and the number of items in them, as transformers counts it."""
@@ -26,17 +29,12 @@ class GenerationWindow(Generic[R]):
     update: int
     """Optimizer steps done by then."""
     inputs: list[Example]
-    """Its rows."""
     rollout: R | None = None
-    """The rollout, after it was launched."""
 
 
 class RolloutSchedule(Generic[R]):
-    """Generation batches in the order they are trained on.
-
-    `lookahead`: optimizer steps by which a rollout may be ahead of the step that trains on it: its staleness.
-    `window`: micro-steps between two generation batches, `steps_per_generation * num_iterations`.
-    """
+    """Generation batches in the order they are trained on. `lookahead`: optimizer steps by which a rollout may be
+    ahead of the step that trains on it. `window`: micro-steps between two generation batches."""
 
     def __init__(self, lookahead: int, window: int) -> None:
         self._lookahead = lookahead
@@ -47,9 +45,9 @@ class RolloutSchedule(Generic[R]):
         self._generates = True  # the next micro-step, whatever its number
 
     def restart(self, micro_step: int, update: int, has_batch: bool) -> list[R]:
-        """Begin at these micro-steps, as TRL counts them, and optimizer steps done. Returns rollouts that nobody will
-        train on. `has_batch`: a generation batch is there to go on with in the middle of a window. If not, as after a
-        resume, the first micro-step generates, whatever its number."""
+        """Begin after these micro-steps and optimizer steps. Returns rollouts that nobody will train on. `has_batch`:
+        a generation batch is there to go on with. If not, as after a resume, the first micro-step generates, whatever
+        its number."""
         left = [window.rollout for window in self._windows if window.rollout is not None]
         self._windows.clear()
         self._micro_step, self._update, self._generates = micro_step, update, not has_batch
@@ -69,18 +67,16 @@ class RolloutSchedule(Generic[R]):
         return new
 
     def due(self, micro_step: int, update: int) -> list[GenerationWindow[R]]:
-        """The batches to generate before `micro_step` of optimizer step `update`, the earliest first.
-
-        Without lookahead it is the batch that this micro-step trains on. Then generation and shuffle draw random
-        numbers in TRL's order.
-        """
+        """The batches to generate before `micro_step` of optimizer step `update`, the earliest first. Without
+        lookahead it is the one that this micro-step trains on, so that generation and shuffle draw random numbers in
+        TRL's order."""
         waiting = (window for window in self._windows if window.rollout is None)
         if not self._lookahead:
             return [window for window in waiting if window.first == micro_step]
         return [window for window in waiting if window.update - update <= self._lookahead]
 
     def launched(self) -> dict[int, R]:
-        """The rollouts that nobody has taken yet, by the micro-step at which they are first trained on."""
+        """The rollouts that nobody has taken yet, by their first micro-step."""
         return {window.first: window.rollout for window in self._windows if window.rollout is not None}
 
     def take(self, micro_step: int, inputs: object) -> R | None:
@@ -93,11 +89,8 @@ class RolloutSchedule(Generic[R]):
 
 
 class UpdatesAhead:
-    """Micro-batches of later optimizer steps, `depth` of them, pulled ahead of time, over an epoch's end too.
-
-    A resumed run counts the steps done, and pulls again what was pulled and not trained on. So no prompt is lost, and
-    none comes twice.
-    """
+    """Micro-batches of later optimizer steps, `depth` of them, pulled ahead of time, over an epoch's end too. A
+    resumed run pulls again what was pulled and not trained on: no prompt is lost, and none comes twice."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -107,7 +100,6 @@ class UpdatesAhead:
         """Epoch of the micro-batches that are pulled now. It may be later than the epoch in training."""
 
     def restart(self) -> None:
-        """Forget what was pulled."""
         self._pulled.clear()
         self._iterator = None
 
@@ -149,3 +141,21 @@ class UpdatesAhead:
         if is_first:
             begins()
         return update
+
+
+class OrderByEpoch(Sampler[int]):
+    """TRL's sampler, shuffled anew from `seed + epoch` at the start of each epoch. Epoch 0 is TRL's. TRL's goes on
+    with its generator from epoch to epoch, so a run that resumes in its second would get the order of the first one
+    again."""
+
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]) -> None:
+        self._sampler = sampler
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self._sampler.shuffle:
+            self._sampler.generator.manual_seed(self._sampler.seed + self._epoch())
+        yield from self._sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
