@@ -126,7 +126,7 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
     assert RewardConfig(replay=folder).embeds_judge is False
     for wrong in ({"gib": 0}, {"filter": "math.pi"}, {"filter": "math.sin"}, {"size": 1}):
         with pytest.raises(ConfigError):
-            TelemetryConfig(**wrong)
+            TelemetryConfig(record_settings=wrong)
     with pytest.raises(ConfigError, match=r"replay\.on_miss"):
         RewardConfig(replay={"run": folder, "on_miss": "guess"})
     with pytest.raises(ConfigError, match=rf"nothing'.* Expected one of: demo, {re.escape(folder)};"):
