@@ -166,7 +166,8 @@ class RewardConfig:
             return None
         is_name = isinstance(self.replay, str) and not self.replay.startswith("{")
         entry: dict[str, Any] = {"run": self.replay} if is_name else structure("replay", self.replay, dict)
-        run, delays = entry.get("run"), entry.get("delays", False)
+        run: Any = entry.get("run")
+        delays = entry.get("delays", False)
         # Another CPU's policy writes other texts, and the packaged record is for a first look on any machine.
         on_miss = entry.get("on_miss", "nearest" if run == CASSETTE else "fail")
         check(
