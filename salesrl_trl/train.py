@@ -43,8 +43,7 @@ from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.preflight.simulation import SimulationConfig
 from salesrl_trl.preflight.simulation import main as simulate
-from salesrl_trl.reward.readiness import warm_up
-from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.run import signals
 from salesrl_trl.run.console import (
     exit_with,

@@ -1,4 +1,4 @@
-"""The values that pass between rooms: rows, actions, answers, verdicts, rewards.
+"""The values that pass between packages: rows, actions, answers, verdicts, rewards.
 
 Owns these values alone: no parsing, no I/O, standard library only. All of them are frozen, so that the trainer's
 thread and the thread of the reward's event loop may share them.

@@ -46,7 +46,7 @@ make_folder() {
   cp -- "$list" "$stamp"
 }
 
-# With the lowest versions: a training, and beside it one room of tests for each package and what upstream's hooks are.
+# With the lowest versions: a training, and beside it the tests of what uses each dependency, and of upstream's hooks.
 # Two processes, one of which imports TRL, take less CPU time than two workers of one, and as long.
 test_lowest() {
   wait "$lowest_made" || return

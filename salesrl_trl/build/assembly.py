@@ -25,13 +25,12 @@ from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.judge.provider import JudgeProvider
 from salesrl_trl.reward.mixed import combined
-from salesrl_trl.reward.rag.rag_client import RagBackend, RagClient
+from salesrl_trl.reward.rag_client import RagBackend, RagClient
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.account import CALLS, USD, Limit, read_account
-from salesrl_trl.reward.service.budget import FREE, Budget, Price
+from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price, read_account
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import SalesRow
 

@@ -29,7 +29,7 @@ from salesrl_trl.ground.process import installed
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
 from salesrl_trl.recording.schema import record_file
-from salesrl_trl.reward.service.account import read_account
+from salesrl_trl.reward.service.budget import read_account
 from salesrl_trl.telemetry.step_lines import calls_and_usd
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")

@@ -3,7 +3,7 @@
 Owns validation and nothing else. Other classes receive plain arguments, never these objects. Fields of TRL and
 transformers stay in `GRPOConfig` and `ModelConfig`.
 
-Each concern has a module. `training`, `reward` and `data` use those of their parts. Other rooms import from here. A
+Each concern has a module. `training`, `reward` and `data` use those of their parts. Other packages import from here. A
 class is imported when it is first named: `SalesGRPOConfig` brings torch, which takes seconds, and a tool that asks
 services needs none.
 """

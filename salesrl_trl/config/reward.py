@@ -17,7 +17,7 @@ from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import record_files
 from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
-from salesrl_trl.reward.rag.rag_client import RESERVED_FIELDS
+from salesrl_trl.reward.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat

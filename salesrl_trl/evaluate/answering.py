@@ -22,8 +22,7 @@ from salesrl_trl.evaluate.findings import GREEDY, LABELS, EvaluationFindings, Mo
 from salesrl_trl.evaluate.policies import EvaluatedPolicy
 from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
 from salesrl_trl.names import Phase, StartUp
-from salesrl_trl.reward.readiness import warm_up
-from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 

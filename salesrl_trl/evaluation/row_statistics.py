@@ -143,13 +143,6 @@ def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...
     A point has scores by branch, higher is better. It dominates another if it is at least as high in every branch and
     higher in one. So equal points do not dominate each other, and are on the front together or not at all. A point
     that lacks a branch which another point names, or has `None` or NaN for it, can't be compared and is left out.
-
-    Example:
-
-    ```python
-    >>> pareto_front([{"a": 0.1, "b": 0.9}, {"a": 0.5, "b": 0.5}, {"a": 0.4, "b": 0.5}, {"a": 0.9, "b": None}])
-    (0, 1)
-    ```
     """
     branches = sorted({branch for point in points for branch in point})
     whole: dict[int, tuple[float, ...]] = {}

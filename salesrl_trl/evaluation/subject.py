@@ -21,7 +21,6 @@ class Answered:
     """One held-out row and the policy's greedy answer to it."""
 
     branch: str
-    """The row's branch: `"fairness"`."""
     text: str
     """The policy's answer, without special tokens. It may quote a customer: not for logs."""
     reward: Reward

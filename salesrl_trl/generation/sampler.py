@@ -1,7 +1,7 @@
 """From prompts to completions: the protocol of a generation engine, and TRL's own engines behind it.
 
 Owns how generation is started, when a completion is reported, and greedy sampling. Refuses to know what completions
-are for: rewards, KL and the schedule belong to other rooms.
+are for: rewards, KL and the schedule belong to other packages.
 
 | sampler | a completion is reported | the trainer waits |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""What serves every other room, with the standard library alone.
+"""What serves every other package, with the standard library alone.
 
 - `process`: memory, files, and the environment of a process.
 - `shutdown`: the end of a command, and exit codes.
@@ -6,5 +6,5 @@
 - `service_keys`: keys of services. `fencing`: the fences around hostile text.
 - `surroundings`: what a thread that calls a user's code has of the main thread.
 
-Refuses to know anything of the rooms above.
+Refuses to know anything of the packages above.
 """

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from salesrl_trl.reward.empty_answers import is_empty_text
-from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
+from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, is_empty_text
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 EXCERPTS = 4

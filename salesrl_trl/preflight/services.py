@@ -23,12 +23,12 @@ from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, trouble
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.chain import add_places
 from salesrl_trl.reward.judge.judge_client import JudgeClient
-from salesrl_trl.reward.judge.judge_interface import check_verdict
+from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
-from salesrl_trl.reward.rag.rag_answers import RagAnswers
-from salesrl_trl.reward.warm_up import add_places
+from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.telemetry.aggregates import percentile
 from salesrl_trl.types import Answer, Verdict
 
@@ -212,13 +212,14 @@ def _rubrics(plan: "Plan") -> dict[str, str]:
     return {rubric: branch for branch in reversed([*scoring.weights]) for rubric in scoring.rubrics(branch).values()}
 
 
-async def _examine_judge(plan: "Plan", findings: Findings) -> None:
+def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict]], list[JudgedSample], bool]:
+    """By service name, how a provider is asked; the samples that all judge; and whether more than one call is made.
+
+    Each provider has its share of a step's verdicts, a mere fallback has all.
+    """
     config, training, scoring = plan.config.reward, plan.config.training, plan.reward.scoring
-    budget = budget_of(config, Path(training.output_dir))
-    _, judge = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
     verdicts = training.generation_batch_size * config.judge_repeats
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
-    # Each provider has its share of a step's verdicts, a mere fallback has all.
     clients = list(judge.providers.values()) if isinstance(judge, JudgeClient) else []
     weights = sum(client.settings.weight for client in clients)
     in_flight = {} if clients else {JUDGE: min(verdicts, config.judge_max_concurrency)}
@@ -250,9 +251,17 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
         )
         for (name, number), client in zip(in_flight.items(), clients or [None], strict=True)
     }
+    return targets, planned, count > 0
+
+
+async def _examine_judge(plan: "Plan", findings: Findings) -> None:
+    config = plan.config.reward
+    budget = budget_of(config, Path(plan.config.training.output_dir))
+    _, judge = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
+    targets, planned, has_load = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, config, findings)
-        if count == 0:
+        if not has_load:
             return
         loads = await put_loads(targets, config)
         scored: dict[str, list[tuple[JudgedSample, float]]] = {}

@@ -25,8 +25,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, batches
 from salesrl_trl.preflight.simulated import SimulatedStep, report_text, step_summary, step_text, summarise
-from salesrl_trl.reward.readiness import warm_up
-from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 

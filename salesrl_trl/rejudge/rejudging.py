@@ -25,7 +25,7 @@ from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.cache import AnswerStore, cache_key
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.rag.rag_client import answer_from_json
+from salesrl_trl.reward.rag_client import answer_from_json
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Outcome, RequestIds, Reward, SalesRow

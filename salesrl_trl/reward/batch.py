@@ -1,8 +1,8 @@
 """The rewards of a batch while they come in: started one by one, awaited together or group by group.
 
-Owns the tasks of a batch, the time that each may take, and the result of a batch with everything that is reported on
-it. Does not own how a single completion is scored (`scorer`), nor which batches are open (`reward_loop`). Methods are
-called on the event loop's thread, unless they say otherwise.
+Owns the tasks of a batch, the time that each may take, and the result with its report. Does not own how a single
+completion is scored (`scorer`), nor which batches are open (`reward_loop`). Methods are called on the event loop's
+thread, unless they say otherwise.
 """
 
 import asyncio
@@ -15,20 +15,16 @@ from typing import Any, TypeAlias
 from salesrl_trl.ground.surroundings import here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call
-from salesrl_trl.reward.faults import FaultLog
 from salesrl_trl.reward.judge.judge_interface import JudgeRecord, ProviderUsage
-from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.reward.service.event_loop import deadline
+from salesrl_trl.reward.service.event_loop import cancel, deadline
 from salesrl_trl.reward.stage_times import StageTimes, TimeRange, time_of
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
 
 Completion: TypeAlias = str | Sequence[Mapping[str, Any]]
 """As TRL has it: a text, or in the conversational form a list of messages."""
-
-CANCEL_GRACE_S = 1.0
-"""Longest wait for a call that was cancelled. After it the step goes on without the call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +36,10 @@ class BatchReport:
     judge_seconds: float = 0.0
     """Seconds from the first request for a verdict to the last verdict."""
     usage: Mapping[str, ProviderUsage] = field(default_factory=dict)
-    """Usage by judge provider."""
+    """By judge provider."""
     traffic: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Counts by service, then by the names of `transport.TRAFFIC` and `"slots"`."""
     records: Sequence[JudgeRecord] = ()
-    """Every verdict."""
     cache_hits: Mapping[str, int] = field(default_factory=lambda: {"answers": 0, "references": 0})
     """Calls saved, for `"answers"` and `"references"`."""
     started: float = 0.0
@@ -68,7 +63,6 @@ class BatchResult:
     rewards: tuple[Reward, ...]
     """One for each completion, in the batch's order."""
     report: BatchReport
-    """Times, spans, and all traffic since the last report."""
 
     @property
     def values(self) -> list[float | None]:
@@ -126,13 +120,11 @@ class Sample:
     row: Example
     """The row of the dataset, perhaps with what an environment or the sampler adds."""
     completion: Completion
-    """As TRL has it."""
     token_ids: Sequence[int] = ()
     """Its tokens. Empty where nobody gave them."""
     batch: int = 0
     """Number of its batch. No two batches of a process have the same."""
     place: int = 0
-    """Its place in the batch."""
     size: int = 1
     """Completions in the batch."""
     group: int = 1
@@ -142,7 +134,6 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """The policy's text."""
         return completion_text(self.completion)
 
 
@@ -150,12 +141,10 @@ class RewardBatch:
     """The rewards of one batch while they come in.
 
     Each completion has `deadline_s` from the moment at which all that are scored together with it are there. One that
-    is not scored by then is cancelled, and missing with the reason `"deadline"`. So a batch takes at most `deadline_s`
-    from its last start.
+    is not scored by then is cancelled, and missing with the reason that `late` returns.
 
     `group` and `unit` are numbers of neighbours: completions of a prompt, and those that are scored together. `lane`
-    is the batch's number among those in flight; each lane has tracks of its own in the trace. `late` returns the
-    reason of a completion whose time is up.
+    is the batch's number among those in flight; each lane has tracks of its own in the trace.
     """
 
     def __init__(
@@ -178,7 +167,8 @@ class RewardBatch:
         self.lane = lane
         self.rewards: list[Reward | None] = [None] * len(self.rows)
         """The rewards so far, by place. May be read from any thread."""
-        self.stages = [self._stages_of(place) for place in range(len(self.rows))]
+        self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
+        self.stages = [StageTimes(track) for track in self._tracks]
         self.times = TimeRange()
         """From the first start to the last reward so far. May be read from any thread."""
         self.waits: list[tuple[float, float]] = []
@@ -196,6 +186,38 @@ class RewardBatch:
         self._whole: dict[int, asyncio.Future[None]] = {}  # by first place of a unit: done once all of it is there
         self._changed: asyncio.Future[None] | None = None
         self._cut_off: str | None = None
+
+    def start(self, place: int, completion: Completion, token_ids: Sequence[int] = ()) -> None:
+        """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it
+        takes the place of another one, those that are scored together with it begin again."""
+        # 1. Keep it with all that its reward may ask for.
+        known = self._samples[place]
+        if known is not None and _same(known.completion, completion):
+            return
+        self._samples[place] = Sample(
+            row=self.rows[place], completion=completion, token_ids=token_ids, batch=self.number, place=place,
+            size=len(self), group=self._group, origin=self._origin,
+        )  # fmt: skip
+        first = place - place % self._unit
+        unit = range(first, min(first + self._unit, len(self)))
+        if known is not None or first not in self._whole:
+            self._whole[first] = asyncio.get_running_loop().create_future()
+        # 2. Begin to score it, or all of its unit anew. A cut off batch scores no more.
+        for other in [place] if known is None else unit:
+            if (sample := self._samples[other]) is None:
+                continue
+            if self._drop(other) or self.rewards[other] is not None:  # of another text, or beside one
+                self.rewards[other] = None
+                self.stages[other] = StageTimes(self._tracks[other])
+            if self._cut_off is not None:
+                self._settle(other, missing(Outcome.INFRA, self._cut_off, {}))
+                continue
+            if self.times.first is None:
+                self.times.first = time.perf_counter()
+            self._tasks[other] = self._context.run(asyncio.ensure_future, self._scored(sample, self._whole[first]))
+        # 3. The time of the unit runs once all of it is there. The last ones are usually the last to come.
+        if all(self._samples[other] is not None for other in reversed(unit)) and not self._whole[first].done():
+            self._whole[first].set_result(None)
 
     async def _scored(self, sample: Sample, whole: "asyncio.Future[None]") -> None:
         """The way of one completion from its text to its reward."""
@@ -215,46 +237,12 @@ class RewardBatch:
             else:
                 # 4. It is late. What does not end when it is cancelled is left behind.
                 reason = self._late()
-                scoring.cancel()
-                await asyncio.wait([scoring], timeout=CANCEL_GRACE_S)
+                await cancel([scoring])
                 reward = missing(Outcome.INFRA, reason, stages.seconds)
         finally:
             scoring.cancel()  # another text took its place, or nobody wants it any more
         # 5. It has its reward. Whoever waits for its group looks again.
         self._settle(sample.place, reward)
-
-    def start(self, place: int, completion: Completion, token_ids: Sequence[int] = ()) -> None:
-        """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it
-        takes the place of another one, those that are scored together with it begin again."""
-        known = self._samples[place]
-        if known is not None and _same(known.completion, completion):
-            return
-        self._samples[place] = Sample(
-            row=self.rows[place], completion=completion, token_ids=token_ids, batch=self.number, place=place,
-            size=len(self), group=self._group, origin=self._origin,
-        )  # fmt: skip
-        first = place - place % self._unit
-        unit = range(first, min(first + self._unit, len(self)))
-        if known is not None or first not in self._whole:
-            self._whole[first] = asyncio.get_running_loop().create_future()
-        for other in [place] if known is None else unit:
-            if (sample := self._samples[other]) is not None:
-                self._begin(sample, self._whole[first])
-        # As in `is_settled`: from the end, most looks see one that is not there at once.
-        if all(self._samples[other] is not None for other in reversed(unit)) and not self._whole[first].done():
-            self._whole[first].set_result(None)
-
-    def _begin(self, sample: Sample, whole: "asyncio.Future[None]") -> None:
-        place = sample.place
-        if self._drop(place) or self.rewards[place] is not None:  # of another text, or beside one
-            self.rewards[place] = None
-            self.stages[place] = self._stages_of(place)
-        if self._cut_off is not None:
-            self._settle(place, missing(Outcome.INFRA, self._cut_off, {}))
-            return
-        if self.times.first is None:
-            self.times.first = time.perf_counter()
-        self._tasks[place] = self._context.run(asyncio.ensure_future, self._scored(sample, whole))
 
     def start_all(
         self, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (), rows: Sequence[Example] = ()
@@ -266,10 +254,8 @@ class RewardBatch:
             self.start(place, completion, token_ids[place] if token_ids else ())
 
     async def settled(self, groups: Sequence[Sequence[int]]) -> None:
-        """Wait until all places of one of the groups are settled. One waiter at a time.
-
-        A waiter that is cancelled cancels the whole batch.
-        """
+        """Wait until all places of one of the groups are settled. One waiter at a time. A waiter that is cancelled
+        cancels the whole batch."""
         began = time.perf_counter()
         try:
             while groups and not any(self.is_settled(group) for group in groups):
@@ -287,10 +273,8 @@ class RewardBatch:
 
     def is_settled(self, places: Sequence[int] | None = None) -> bool:
         """Whether the rewards at `places`, or all, are in. From any thread."""
-        # The last ones are usually the last to come.
-        return all(
-            self.rewards[place] is not None for place in reversed(range(len(self)) if places is None else places)
-        )
+        places = range(len(self)) if places is None else places
+        return all(self.rewards[place] is not None for place in reversed(places))  # from the last to come
 
     def cut_off(self, reason: str) -> None:
         """Score no more: completions that are not settled, and all later ones, are missing with this reason."""
@@ -312,10 +296,6 @@ class RewardBatch:
     def under_way(self) -> list[str]:
         """The stages under way, one entry for each completion and stage. From any thread."""
         return [stage for stages in self.stages for stage in stages.under_way]
-
-    def spans_so_far(self) -> list[Span]:
-        """The stages so far. One that is under way counts as failed. From any thread."""
-        return [span for stages in self.stages for span in stages.so_far()]
 
     def result(self, drained: BatchReport = NOTHING_SCORED) -> BatchResult:
         """The rewards of a batch that is settled, its times, and what services did (`Scorer.drain`)."""
@@ -345,9 +325,6 @@ class RewardBatch:
         task = self._tasks.pop(place, None)
         return task is not None and task.cancel()
 
-    def _stages_of(self, place: int) -> StageTimes:
-        return StageTimes(f"reward {place} ahead {self.lane}" if self.lane else f"reward {place}")
-
 
 def _mark_as_seen(scoring: "asyncio.Future[Reward]") -> None:
     """The error of one that is late, or that was dropped, concerns nobody."""
@@ -362,12 +339,11 @@ def completion_text(completion: Completion) -> str:
 
 def _same(known: Completion, other: Completion) -> bool:
     """Whether two completions are the same. A text is the same as a single message that holds nothing else."""
-    return known == other or (_plain(known) is not None and _plain(known) == _plain(other))
 
+    def plain(completion: Completion) -> str | None:
+        if isinstance(completion, str):
+            return completion
+        is_text = len(completion) == 1 and completion[0].keys() <= {"role", "content"}
+        return str(completion[0]["content"]) if is_text else None
 
-def _plain(completion: Completion) -> str | None:
-    """The text of a completion that is nothing else."""
-    if isinstance(completion, str):
-        return completion
-    alone = len(completion) == 1 and completion[0].keys() <= {"role", "content"}
-    return str(completion[0]["content"]) if alone else None
+    return known == other or (plain(known) is not None and plain(known) == plain(other))

@@ -1,15 +1,13 @@
 """Each question is asked once: equal calls share one that is under way, and later ones get its answer.
 
 Owns the keys of answers, the sharing of calls, the count of calls that were saved, and the file of answers. The chain
-(`chain`, `rag.rag_answers`) asks through it. A failure is never kept.
+(`chain`, `rag_answers`) asks through it. A failure is never kept.
 
-The file is SQLite. Several processes may read and write it. Every access is one statement, so a process that is killed
-leaves it whole. Values are JSON behind a checksum: nothing is executed when they are read. The file holds customers'
-words in plain text, so its owner alone can read it. Keys are hashes. No credential is part of either.
-
-A thread reads and writes the file, so no disk and no lock of another process holds up the event loop. (`aiosqlite`
-does not serve here: a connection that nobody closed keeps the process from ending, and one whose event loop ended
-during a statement never answers again.)
+The file is SQLite, for several processes. Every access is one statement, so a process that is killed leaves it whole.
+Values are JSON behind a checksum. They hold customers' words, so the file's owner alone can read it. Keys are hashes.
+No credential is part of either. A thread reads and writes the file, so no disk and no lock of another process holds up
+the event loop. (`aiosqlite` does not serve here: a connection that nobody closed keeps the process from ending, and
+one whose event loop ended during a statement never answers again.)
 """
 
 import asyncio
@@ -30,7 +28,7 @@ from typing import Generic, TypeVar
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.ground.process import is_locked, make_private
-from salesrl_trl.reward.service.event_loop import PerLoop, remaining_s
+from salesrl_trl.reward.service.event_loop import PerLoop, cancel, remaining_s
 
 T = TypeVar("T")
 
@@ -50,8 +48,6 @@ LOCK_PAUSE_S = 1.0
 """Seconds for which a locked file counts as empty, without another look at it."""
 CHANGE_ATTEMPTS = 20
 """Attempts at a change that can't wait, while another process locks the file."""
-CLOSE_TIMEOUT_S = 1.0
-"""Longest wait, at the end, for calls that were cancelled."""
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
 _IN_LIST = "key IN (SELECT value FROM json_each(?))"
@@ -102,9 +98,16 @@ class AnswerStore:
         if key in self._memory or not self._is_readable:
             return self._memory.get(key)
         work = self._work.get()
+
+        async def read_wanted() -> dict[str, object]:
+            async with work.turn:
+                wanted, work.wanted, work.look_up = work.wanted, set(), None
+                rows = await self._run(f"SELECT key, value FROM answers WHERE {_IN_LIST}", json.dumps(list(wanted)))
+            return {key: _without_checksum(key, stored) for key, stored in rows or ()}
+
         work.wanted.add(key)
         if work.look_up is None:
-            work.look_up = asyncio.ensure_future(self._read_wanted(work))
+            work.look_up = asyncio.ensure_future(read_wanted())
         return (await asyncio.shield(work.look_up)).get(key)
 
     def put(self, key: str, value: object) -> None:
@@ -120,12 +123,11 @@ class AnswerStore:
 
     async def get_or_put(self, key: str, value: object) -> object:
         """The value in the file. If it has none, `value` is put there; of several processes, the first one's stays."""
-        found = await self.get(key)
-        if found is None and await self._change(
-            "INSERT OR IGNORE INTO answers VALUES (?, ?)", key, _with_checksum(key, value)
-        ):
-            found = await self.get(key)
-        return found
+        known = await self.get(key)
+        stored = _with_checksum(key, value)
+        if known is None and await self._change("INSERT OR IGNORE INTO answers VALUES (?, ?)", key, stored):
+            known = await self.get(key)
+        return known
 
     async def replace(self, key: str, old: object, new: object) -> bool:
         """Put `new` in the place of `old`, unless another process has put another value there. Returns whether the
@@ -150,16 +152,11 @@ class AnswerStore:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                 await self._write(0.0)
-                if self._connection is not None:
-                    await asyncio.wrap_future(self._thread.submit(self._close))
+                connection, self._connection = self._connection, None
+                if connection is not None:
+                    await asyncio.wrap_future(self._thread.submit(connection.close))
         thread, self._thread = self._thread, ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
         thread.shutdown(wait=False)
-
-    async def _read_wanted(self, work: _LoopWork) -> dict[str, object]:
-        async with work.turn:
-            wanted, work.wanted, work.look_up = work.wanted, set(), None
-            rows = await self._run(f"SELECT key, value FROM answers WHERE {_IN_LIST}", json.dumps(list(wanted)))
-        return {key: _without_checksum(key, stored) for key, stored in rows or ()}
 
     async def _write(self, pause_s: float) -> None:
         """Write what is in memory alone, after a pause, until nothing is left."""
@@ -246,11 +243,6 @@ class AnswerStore:
             raise
         return connection
 
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
 
 def _with_checksum(key: str, value: object) -> str:
     text = json.dumps(value)
@@ -316,11 +308,7 @@ class Cache(Generic[T]):
 
     async def aclose(self) -> None:
         """Cancel what is under way on the running loop."""
-        tasks = list(self._under_way.get().values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+        await cancel(self._under_way.get().values())
 
     async def _obtain(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> tuple[T, bool]:
         """The answer, and whether it cost no call."""

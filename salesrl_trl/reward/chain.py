@@ -1,16 +1,15 @@
 """The reward of a completion: parse -> RAG 8B and 32B -> stages of one's own -> judge -> further stages -> score.
 
-Owns the order of the stages and what every failure means. It does not own:
-- how the completions of a batch are started, awaited and given up (`batch`, `reward_loop`)
-- how a single call is made (`service.transport`)
-- what is asked once only (`cache`)
-- what a verdict is worth (`scoring`)
+Owns the order of the stages, what every failure means, and the first question to every service. It does not own how
+the completions of a batch are started and given up (`batch`), how a call is made (`service.transport`), what is asked
+once only (`cache`), and what a verdict is worth (`scoring`).
 """
 
 import asyncio
 import functools
+import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
@@ -19,23 +18,20 @@ from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.empty_answers import is_empty_text
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
-from salesrl_trl.reward.parsing import parse_action
-from salesrl_trl.reward.rag.rag_answers import RagAnswers
-from salesrl_trl.reward.rag.rag_client import RagBackend, answer_to_json
+from salesrl_trl.reward.parsing import is_empty_text, parse_action
+from salesrl_trl.reward.rag_answers import RagAnswers
+from salesrl_trl.reward.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
-from salesrl_trl.reward.service.event_loop import deadline, remaining_s
+from salesrl_trl.reward.service.event_loop import clocked, deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.reward.warm_up import add_places, ask_every_service, compare_references
 from salesrl_trl.types import (
     DEFAULT_FORMAT,
-    Action,
     ActionFormat,
     Answer,
     Example,
@@ -46,7 +42,12 @@ from salesrl_trl.types import (
     Verdict,
 )
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
+"""For the judge's warm-up, where no endpoint answered."""
 
 Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
 """A part of the chain behind the answers: from a case to what is known then, or to a refusal."""
@@ -177,15 +178,38 @@ class SalesReward(Scorer):
     async def warm_up(self) -> dict[str, float | ServiceError]:
         """Ask both endpoints and every judge provider once, before anything depends on them, and the 32B endpoint for
         some of the references that are kept."""
-        needs_judge = any(self._scoring.rubrics(branch) for branch in self._scoring.weights)
-        reference_service = list(self._rag.transports)[1]
+        row, answers = self._rows[0], self._answers
+        action = answers.plain_action(row.conversation[-1].content)
         with deadline(self.deadline_s):
-            results = await ask_every_service(
-                self._rows[0], self._answers, self._judge if needs_judge else None, self._announces
+            # 1. Both endpoints about the first row.
+            of_8b, of_32b = await asyncio.gather(
+                clocked(functools.partial(answers.ask_8b, row, action)),
+                clocked(functools.partial(answers.ask_32b, row)),
             )
-            if not isinstance(results[reference_service], ServiceError):
+            results: dict[str, float | ServiceError] = {
+                name: result if isinstance(result, ServiceError) else result[1]
+                for name, result in zip(self._rag.transports, (of_8b, of_32b), strict=True)
+            }
+            # 2. The judge about their answer, if any branch needs one.
+            if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
+                known = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
+                results.update(await self._judge.warm_up(row, action, (*known, _NO_ANSWER)[0]))
+            # 3. Whether the index is empty.
+            if not isinstance(of_8b, ServiceError) and not of_8b[0].passages:
+                any_passage = await clocked(functools.partial(answers.index_has_some, row))
+                if not isinstance(any_passage, ServiceError) and not any_passage[0] and self._announces:
+                    logger.warning(
+                        f"[RAG] {self._rag.identity} finds nothing for the first row, not even without a threshold: "
+                        "look whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are "
+                        "not scored (`no_passages`)."
+                    )
+            # 4. Whether references that an earlier run kept still hold.
+            if not isinstance(of_32b, ServiceError):
                 judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
-                await compare_references(judged, self._answers, self._announces)
+                line = await answers.compare_references(judged)
+                if self._announces and line is not None:
+                    text, is_warning = line
+                    logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
         await self.drain()  # the first step's figures are its own
         add_places(results, self.names.places)
         return results
@@ -206,47 +230,46 @@ class SalesReward(Scorer):
         return {**self._rag.transports, **self._judge.transports}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        stages.completion_record = None if self._ahead_record is None else CompletionRecord()
-        with noted_in(stages.completion_record):
-            return await self._scored(sample, stages)
-
-    async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
-        began = time.perf_counter()
-        action = parse_action(sample.text, self._format)
-        stages.record(Stage.PARSE, began)
-        if isinstance(action, InvalidAction):
-            return self._scoring.score_invalid(action, stages.seconds)
-        row = self._rows[int(sample.row["row"])]
-        if stages.completion_record is not None:
-            stages.completion_record.action = action.as_dict()
-        reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
-        try:
-            answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
-            self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
-            if stages.completion_record is not None:
-                stages.completion_record.answer = answer_to_json(answer)
-            if not answer.passages and not await self._answers.index_has_some(row):
-                return missing(Outcome.INFRA, "no_passages", stages.seconds)
-            if is_empty_text(answer.text):
-                return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), stages.seconds)
-            return await self._stepped(row, action, answer, await reference_asked, stages)
-        except ServiceError as error:
-            return missing(Outcome.INFRA, error.code, stages.seconds)
-        finally:
-            reference_asked.cancel()  # nobody needs it any more, so its error is not reported
-
-    async def _stepped(
-        self, row: SalesRow, action: Action, answer: Answer, reference: Answer | None, stages: StageTimes
-    ) -> Reward:
-        case = Case(row=row, action=action, answer=answer, reference=reference)
-        for step in self._steps:
-            result = await step(case, stages)
-            if isinstance(result, Missing):
-                return missing(Outcome.INFRA, result.reason, stages.seconds)
-            if isinstance(result, InvalidAction):
-                return self._scoring.score_invalid(result, stages.seconds)
-            case = result
-        return self._scoring.score(case, stages.seconds)
+        """The way of a completion: parse, both endpoints, the stages with the judge among them, the score."""
+        record = None if self._ahead_record is None else CompletionRecord()
+        stages.completion_record = record
+        with noted_in(record):
+            # 1. Parse it. What is no action is the policy's own fault.
+            began = time.perf_counter()
+            action = parse_action(sample.text, self._format)
+            stages.record(Stage.PARSE, began)
+            if isinstance(action, InvalidAction):
+                return self._scoring.score_invalid(action, stages.seconds)
+            # 2. Ask both endpoints at the same time.
+            row = self._rows[int(sample.row["row"])]
+            if record is not None:
+                record.action = action.as_dict()
+            reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
+            try:
+                answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
+                self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
+                if record is not None:
+                    record.answer = answer_to_json(answer)
+                # 3. Refuse an answer that says nothing, unless the index is at fault.
+                if not answer.passages and not await self._answers.index_has_some(row):
+                    return missing(Outcome.INFRA, "no_passages", stages.seconds)
+                if is_empty_text(answer.text):
+                    return self._scoring.score_invalid(InvalidAction(reason="hollow_answer"), stages.seconds)
+                # 4. The stages of one's own and the judge. Each may refuse the case.
+                case = Case(row=row, action=action, answer=answer, reference=await reference_asked)
+                for step in self._steps:
+                    result = await step(case, stages)
+                    if isinstance(result, Missing):
+                        return missing(Outcome.INFRA, result.reason, stages.seconds)
+                    if isinstance(result, InvalidAction):
+                        return self._scoring.score_invalid(result, stages.seconds)
+                    case = result
+                # 5. The number.
+                return self._scoring.score(case, stages.seconds)
+            except ServiceError as error:
+                return missing(Outcome.INFRA, error.code, stages.seconds)
+            finally:
+                reference_asked.cancel()  # nobody needs it any more, so its error is not reported
 
     async def _reference_or_none(self, row: SalesRow, stages: StageTimes) -> Answer | None:
         """The reference answer, or `None`: without it the judge scores the candidate alone. It has half of the time
@@ -270,16 +293,16 @@ class SalesReward(Scorer):
         """Ask for all verdicts that the branch weighs at the same time."""
         wanted = self._scoring.rubrics(case.row.branch)
         asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
-        results = await stages.timed(asyncio.gather(*asked), Stage.JUDGE)
+        results = dict(zip(wanted, await stages.timed(asyncio.gather(*asked), Stage.JUDGE), strict=True))
         if stages.completion_record is not None:
             stages.completion_record.verdicts |= {
-                name: _judged(result) for name, result in zip(wanted, results, strict=True)
+                name: Judged(candidate=None, reference=None, reason=result.code, provider="")
+                if isinstance(result, ServiceError)
+                else Judged(**verdict_to_json(result))
+                for name, result in results.items()
             }
-        verdicts = {
-            name: None if isinstance(result, ServiceError) else result
-            for name, result in zip(wanted, results, strict=True)
-        }
-        failed = next((result for result in results if isinstance(result, ServiceError)), None)
+        verdicts = {name: None if isinstance(result, ServiceError) else result for name, result in results.items()}
+        failed = next((result for result in results.values() if isinstance(result, ServiceError)), None)
         if failed is None:
             return replace(case, verdicts=verdicts)
         outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
@@ -300,15 +323,16 @@ async def _run(stage: RewardStage, case: Case, stages: StageTimes) -> Case | Inv
     return stage.of(case, await stages.timed(stage.run(case), stage.name))
 
 
-def _judged(result: Verdict | ServiceError) -> Judged:
-    if isinstance(result, ServiceError):
-        return Judged(candidate=None, reference=None, reason=result.code, provider="")
-    return Judged(**verdict_to_json(result))
-
-
 async def _or_error(call: Callable[[], Awaitable[T]]) -> T | ServiceError:
     """Makes the call only when it runs. Cancelled before, it leaves no coroutine that was never awaited."""
     try:
         return await call()
     except ServiceError as error:
         return error
+
+
+def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:
+    """Let each error's message say where its service is."""
+    for name, result in results.items():
+        if isinstance(result, ServiceError):
+            result.args = (f"{result} ({name}: {places[name]})",)

@@ -1,8 +1,8 @@
 """The figures of rewards: from each rank's completions to the sums of a log line.
 
-Owns the value that each figure of completions has (`OVER_COMPLETIONS`), and the tables in which these values and a
-batch's report travel between ranks. `names.FIGURES` owns their tags and meanings. `rollout.rollout_scoring` makes the
-tables and gathers them; `update.ledger` adds them up.
+Owns the value of each figure of a completion (`OVER_COMPLETIONS`), the judge's bias, and the tables in which these
+and a batch's report travel between ranks. `names.FIGURES` owns their tags and meanings. `rollout.rollout_scoring`
+makes the tables and gathers them; `update.ledger` adds them up.
 """
 
 import math
@@ -15,6 +15,8 @@ from salesrl_trl.names import (
     BRANCH,
     CACHES,
     JUDGE_SECONDS,
+    LENGTH_CORRELATION,
+    POSITION_GAP,
     REFERENCE_MISSING,
     REWARD_SECONDS,
     RIGHT_DOCUMENT,
@@ -34,7 +36,7 @@ from salesrl_trl.names import (
     usage_of,
 )
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.judge.bias import JudgeBias, bias_sums
+from salesrl_trl.reward.judge.judge_interface import JudgeRecord
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.reward.scoring import REFERENCE
 from salesrl_trl.reward.service.transport import TRAFFIC
@@ -44,15 +46,10 @@ from salesrl_trl.types import Outcome, Reward
 Value = Callable[[Reward], float | None]
 
 VALUE = reward_of(BRANCH)
-REFERENCE_SCORE = reference_of(BRANCH)
 REFERENCE_REWARD = "reference_reward"
 """Column of the reward of the reference's answer, for the hybrid baseline. No figure."""
 BRANCH_ID = "branch_id"
 """Column of the index into the branches' names."""
-
-
-def _outcome(outcome: Outcome, reward: Reward) -> float:
-    return float(reward.outcome is outcome)
 
 
 def _component(name: str, reward: Reward) -> float | None:
@@ -65,13 +62,61 @@ def _reference_missing(reward: Reward) -> float | None:
 
 OVER_COMPLETIONS: Mapping[str, Value] = {
     VALUE: lambda reward: reward.value,
-    REFERENCE_SCORE: partial(_component, REFERENCE),
-    **{outcome_of(outcome): partial(_outcome, outcome) for outcome in Outcome},
+    reference_of(BRANCH): partial(_component, REFERENCE),
+    **{outcome_of(outcome): lambda reward, outcome=outcome: float(reward.outcome is outcome) for outcome in Outcome},
     REFERENCE_MISSING: _reference_missing,
     RIGHT_DOCUMENT: partial(_component, "right_document"),
 }
 """By tag, the value of a figure for one completion. The figure is the mean over the completions for which the value is
 not `None`: of each branch, if its tag has `{branch}`."""
+
+
+class JudgeBias:
+    """Whether a judge's scores depend on an answer's length or position, over all verdicts since the last `flush`.
+
+    Computed from sums over verdicts of score y and length x: n, sum x, sum y, sum xx, sum yy, sum xy; then the number
+    and the sum of scores of candidates that stood first; then both for candidates that stood second.
+    """
+
+    SUMS = 10
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * self.SUMS
+
+    def add(self, sums: Sequence[float]) -> None:
+        """Add `bias_sums` of all ranks."""
+        self._sums = [total + other for total, other in zip(self._sums, sums, strict=True)]
+
+    def flush(self) -> dict[str, float]:
+        """The figures, NaN where they are undefined. Starts over."""
+        n, x, y, xx, yy, xy, first, y_first, second, y_second = self._sums
+        self._sums = [0.0] * self.SUMS
+        spread = (n * xx - x * x) * (n * yy - y * y)
+        # Equal scores leave a spread of rounding errors. This must not look like a correlation.
+        varies = n > 1 and spread > 1e-9 * max(n * xx * n * yy, 1e-12)
+        return {
+            LENGTH_CORRELATION: (n * xy - x * y) / math.sqrt(spread) if varies else math.nan,
+            POSITION_GAP: y_first / first - y_second / second if first and second else math.nan,
+        }
+
+
+def bias_sums(records: Sequence[JudgeRecord]) -> list[float]:
+    """The sums of `JudgeBias` over some verdicts."""
+    pairs = [(float(record.chars), record.score) for record in records]
+    first = [record.score for record in records if record.candidate_first is True]
+    second = [record.score for record in records if record.candidate_first is False]
+    return [
+        len(pairs),
+        sum(x for x, _ in pairs),
+        sum(y for _, y in pairs),
+        sum(x * x for x, _ in pairs),
+        sum(y * y for _, y in pairs),
+        sum(x * y for x, y in pairs),
+        len(first),
+        sum(first),
+        len(second),
+        sum(second),
+    ]
 
 
 class RewardFigures:

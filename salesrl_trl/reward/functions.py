@@ -11,10 +11,9 @@
     trainer = SalesGRPOTrainer(model, reward_funcs=[helpful, ranked, a_function_of_trls_signature], ...)
 
 A function is async, or runs in a thread of its own. It returns a number, `None` where it does not apply, or a `Reward`
-with its parts and its reason; for a group or a batch, a list of these.
-
-Owns how a function is called, and the meaning of everything that it may return or raise. It does not own retries and
-limits (`service.transport`), nor how several functions make one reward (`mixed`).
+with its parts and its reason; for a group or a batch, a list of these. Owns how a function is called, and the meaning
+of everything that it may return or raise. It does not own retries and limits (`service.transport`), nor how several
+functions make one reward (`mixed`).
 """
 
 import asyncio
@@ -27,7 +26,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
@@ -49,20 +48,6 @@ MOST_CALLS = 1024
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Log:
-    """What a function logs while it is called."""
-
-    columns: dict[str, list[object]] = field(default_factory=dict)
-    metrics: list[tuple[str, float]] = field(default_factory=list)
-
-    def extra(self, column: str, values: Sequence[object]) -> None:
-        self.columns.setdefault(column, []).extend(values)
-
-    def metric(self, name: str, value: float) -> None:
-        self.metrics.append((name, float(value)))
-
-
 class Together:
     """One call for `size` completions that are scored together. It is made when the last of them is there. `call`
     scores them, in the order of their places."""
@@ -70,29 +55,25 @@ class Together:
     def __init__(self, size: int, call: Callable[[Sequence[Sample]], Awaitable[list[Reward]]]) -> None:
         self._size = size
         self._call = call
-        self._waiting: dict[int, tuple[Sample, asyncio.Future[Reward]]] = {}  # by place
         self._calling: asyncio.Task[None] | None = None
+        self.waiting: dict[int, tuple[Sample, asyncio.Future[Reward]]] = {}
+        """The completions without a reward, by place."""
         self.started = 0.0
         """When the call began, on `time.perf_counter`'s scale."""
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a completion waits for its reward."""
-        return bool(self._waiting)
 
     async def reward(self, sample: Sample) -> Reward:
         """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
         answer: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        mine = self._waiting[sample.place] = (sample, answer)
-        if len(self._waiting) == self._size:
-            asked = [self._waiting[place] for place in sorted(self._waiting)]
+        mine = self.waiting[sample.place] = (sample, answer)
+        if len(self.waiting) == self._size:
+            asked = [self.waiting[place] for place in sorted(self.waiting)]
             self._calling = asyncio.ensure_future(self._run(asked))
         try:
             return await answer
         finally:
-            if self._waiting.get(sample.place) is mine:
-                del self._waiting[sample.place]
-            if self._calling is not None and not self.is_awaited:
+            if self.waiting.get(sample.place) is mine:
+                del self.waiting[sample.place]
+            if self._calling is not None and not self.waiting:
                 self._calling.cancel()
 
     async def _run(self, asked: Sequence[tuple[Sample, asyncio.Future[Reward]]]) -> None:
@@ -184,6 +165,8 @@ class RewardFunction(Scorer):
     @property
     def names(self) -> RewardNames:
         columns, of_trl = self._needed - {*ARGUMENTS[self._per]}, self._needed & {*TRL_ARGUMENTS}
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        place = "" if code is None else f"at {code.co_filename}:{code.co_firstlineno}"
         return RewardNames(
             functions={self.own_name: self.own_name},
             together=self._per,
@@ -191,13 +174,8 @@ class RewardFunction(Scorer):
             needs=(Needs(function=self.__name__, per=self._per, columns=columns, of_trl=of_trl),),
             stages=() if self.code in tuple(Stage) else (self.code,),
             services=(self.code,),
-            places={self.code: self._place()},
+            places={self.code: "a function of your own" if code is None else place},
         )
-
-    def _place(self) -> str:
-        """Where the function is defined, for the message of a run that it stops."""
-        code = getattr(inspect.unwrap(self._function), "__code__", None)
-        return "a function of your own" if code is None else f"at {code.co_filename}:{code.co_firstlineno}"
 
     async def drain(self) -> BatchReport:
         traffic = {**self._transport.drain_traffic(), "slots": self._transport.slots}
@@ -215,7 +193,7 @@ class RewardFunction(Scorer):
         try:
             reward = await call.reward(sample)
         finally:
-            if not call.is_awaited and self._calls.get(key) is call:
+            if not call.waiting and self._calls.get(key) is call:
                 del self._calls[key]
         stages.record(self.code, call.started, failed=reward.value is None)
         return reward
@@ -230,19 +208,40 @@ class RewardFunction(Scorer):
             return [missing(Outcome.INFRA, code, {})] * len(samples)
 
     async def _called(self, samples: Sequence[Sample]) -> list[Reward]:
-        """Call the function once.
+        """Call the function once. Raises `ServiceError` where it raised, or returned what is no reward."""
+        # 1. Call it with what it names.
+        columns: dict[str, list[object]] = {}
+        metrics: list[tuple[str, float]] = []
+        arguments = self._arguments(samples) | {
+            "log_extra": lambda column, values: columns.setdefault(column, []).extend(values),
+            "log_metric": lambda name, value: metrics.append((name, float(value))),
+        }
+        named = {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
+        returned = await self._returned(named, len(samples))
+        # 2. Read what it returned, one reward for each completion.
+        returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
+        rewards = [self._reward(value) for value in returned]
+        # 3. Add what it logged.
+        for name, values in columns.items():
+            if len(values) != len(samples):
+                self.faults.log_once(
+                    f"{self.__name__} logs {name!r} with another number of values than completions: left out"
+                )
+                continue
+            rewards = [
+                replace(reward, columns={**reward.columns, name: value})
+                for reward, value in zip(rewards, values, strict=True)
+            ]
+        rewards[0] = replace(rewards[0], metrics=(*rewards[0].metrics, *metrics))
+        return rewards
 
-        Raises:
-            `ServiceError`: it raised, or returned what is no reward.
-        """
-        log = _Log()
-        arguments = self._arguments(samples, log)
+    async def _returned(self, arguments: Mapping[str, Any], count: int) -> Any:
+        """What the function returns for so many completions. Of whatever it raises, a `ServiceError`."""
         try:
             if self._is_async:
-                returned = self._collected(await self._function(**arguments), len(samples))
-            else:
-                call = THREADS.submit(lambda: self._collected(self._function(**arguments), len(samples)))
-                returned = await asyncio.wrap_future(call)
+                return self._collected(await self._function(**arguments), count)
+            call = THREADS.submit(lambda: self._collected(self._function(**arguments), count))
+            return await asyncio.wrap_future(call)
         except ServiceError:
             raise
         except HeldUp as error:
@@ -259,20 +258,9 @@ class RewardFunction(Scorer):
             failed = FunctionError(f"{self.__name__} raised", f"{self.code}_raised_{type(error).__name__}")
             failed.worth_retrying = True
             raise failed from error
-        returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
-        columns = {name: values for name, values in log.columns.items() if len(values) == len(samples)}
-        for name in log.columns.keys() - columns.keys():
-            self.faults.log_once(
-                f"{self.__name__} logs {name!r} with another number of values than completions: left out"
-            )
-        rewards = [
-            replace(reward, columns={**reward.columns, **{name: values[place] for name, values in columns.items()}})
-            for place, reward in enumerate(map(self._reward, returned))
-        ]
-        rewards[0] = replace(rewards[0], metrics=(*rewards[0].metrics, *log.metrics))
-        return rewards
 
-    def _arguments(self, samples: Sequence[Sample], log: _Log) -> dict[str, Any]:
+    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Everything that it may ask for, but what it logs with."""
         first, is_batch = samples[0].row, self._per is Per.BATCH
         values: dict[str, Any] = {
             name: [sample.row[name] for sample in samples] if is_batch else first[name]
@@ -288,9 +276,7 @@ class RewardFunction(Scorer):
             values["prompts"] = [sample.row["prompt"] for sample in samples]
         else:
             values["prompt"] = first["prompt"]
-        values |= {name: first[name] for name in TRL_ARGUMENTS if name in first}
-        values |= {"log_extra": log.extra, "log_metric": log.metric}
-        return {name: value for name, value in values.items() if self._takes_all or name in self._named}
+        return values | {name: first[name] for name in TRL_ARGUMENTS if name in first}
 
     def _collected(self, returned: Any, count: int) -> Any:
         """What a function returned; of a generator, which runs its code now, the rewards."""
@@ -317,20 +303,16 @@ class RewardFunction(Scorer):
             reason = {f"{self.__name__}/reason": value.reason} if value.reason else {}
             metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
             return replace(value, columns={**parts, **reason}, metrics=metrics)
-        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-            return self._no_number("no_number", f"a {type(value).__name__}")
+        expected = "for a completion. Expected a number, None or a Reward"
         try:
-            number = float(value)
-        except (TypeError, ValueError):  # a tensor of several numbers
-            return self._no_number("no_number", f"a {type(value).__name__}")
+            number = None if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError):  # also of a tensor of several numbers
+            number = None
+        if number is None:
+            return Reward.missing(self._refused("no_number", f"a {type(value).__name__} {expected}").code)
         if not abs(number) <= LARGEST_REWARD:  # NaN too
-            return self._no_number("not_finite", f"{number}")
+            return Reward.missing(self._refused("not_finite", f"{number} {expected}").code)
         return Reward.scored(number)
-
-    def _no_number(self, code: str, what: str) -> Reward:
-        return Reward.missing(
-            self._refused(code, f"{what} for a completion. Expected a number, None or a Reward").code
-        )
 
     def _refused(self, code: str, what: str) -> FunctionError:
         """An error about what the function returned, which is logged once."""
@@ -339,11 +321,7 @@ class RewardFunction(Scorer):
 
 
 def reward_of(function: object) -> Scorer:
-    """The reward of a function, or a reward as it is.
-
-    Raises:
-        `ConfigError`: it is neither.
-    """
+    """The reward of a function, or a reward as it is. Raises `ConfigError` for anything else."""
     if isinstance(function, Scorer):
         return function
     if not callable(function):

@@ -25,8 +25,8 @@ from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 class MixedReward(Scorer):
     """Several rewards as one, with a weight of each. None at all makes 0 for every completion.
 
-    `are_all`: there are no others. Beside reward models and those of environments, which TRL runs, a completion to
-    which none of these applies still has a number.
+    `are_all`: there are no others, such as reward models and environments' rewards, which TRL runs. Beside others a
+    completion to which none of these applies still has a number.
     """
 
     def __init__(self, rewards: Sequence[Scorer], weights: Sequence[float], are_all: bool = True) -> None:
@@ -111,23 +111,17 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         [logged_as] = names.functions.values()
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
+    columns = frozenset(column for names in every for column in names.columns or ())
     kinds = ("needs", "providers", "components", "stages", "services", "required")
     return RewardNames(
         functions=functions,
         together=max((names.together for names in every), key=list(Per).index, default=Per.COMPLETION),
-        columns=_columns_of_all(every),
+        columns=None
+        if None in columns
+        else frozenset[str]().union(*(names for names in columns if names is not None)),
         places={name: place for names in every for name, place in names.places.items()},
         **{kind: tuple(dict.fromkeys(entry for names in every for entry in getattr(names, kind))) for kind in kinds},
     )
-
-
-def _columns_of_all(every: Sequence[RewardNames]) -> frozenset[str] | None:
-    columns: frozenset[str] = frozenset()
-    for names in every:
-        if names.columns is None:
-            return None
-        columns |= names.columns
-    return columns
 
 
 def combined(

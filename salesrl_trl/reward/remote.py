@@ -2,10 +2,8 @@
 
 The reward is Python code, and so is vLLM's engine: in one process they wait for each other's turn. Here the trainer's
 process keeps the batch, its deadlines and its report, and pays two short messages for each completion. The very same
-reward does everything else in a child (`worker`), from parsing to the caches. It is sent there before its first use.
-
-Owns the child's life and the messages to it. A child that dies, or does not answer any more, is replaced. The
-completions that it was scoring are asked again of the next one, once.
+reward does everything else in a child (`worker`), from parsing to the caches. Owns the child's life and the messages
+to it. `mixed` and `build.assembly` make such a reward.
 """
 
 import asyncio
@@ -68,18 +66,17 @@ class _ChildEnded(ServiceUnavailable):
 
 
 class Channel:
-    """Messages between the two processes, pickled. Of this side's end of the socket."""
+    """This side's end of the socket: messages between the two processes, pickled."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     def send(self, *message: object) -> None:
-        """Send, without waiting."""
         self.send_bytes(pickle.dumps(message))
 
     def send_bytes(self, content: bytes) -> None:
-        """Send a message that is pickled already."""
+        """Send a message that is pickled already. Does not wait."""
         self._writer.write(len(content).to_bytes(8, "big") + content)
 
     async def messages(self) -> AsyncIterator[Any]:
@@ -90,7 +87,6 @@ class Channel:
                 yield pickle.loads(await self._reader.readexactly(size))
 
     def close(self) -> None:
-        """The other side sees the end."""
         self._writer.close()
 
 
@@ -203,18 +199,15 @@ class _Child:
         logger.error(f"the reward process has not answered for {silent * PING_S:g} s, and is ended")
         process.kill()
 
-    def _show(self, in_hand: list[InHand]) -> None:
-        for number, under_way, spans in in_hand:
-            if number in self.scored:
-                self.scored[number].show(number, under_way, spans)
-
     async def _read(self, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
         watching = asyncio.ensure_future(self._watch(channel, process))
         try:
             async for number, answer in channel.messages():
                 self._messages += 1
                 if number == _PING:
-                    self._show(answer)
+                    for score, under_way, spans in cast(list[InHand], answer):
+                        if score in self.scored:
+                            self.scored[score].show(score, under_way, spans)
                     continue
                 waiting = self._waiting.pop(number, None)
                 if waiting is None or waiting.done():
@@ -249,12 +242,6 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _pickled(value: object) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
 @dataclass(slots=True)
 class _Unit:
     """Completions that are scored together."""
@@ -266,17 +253,13 @@ class _Unit:
 
 
 class RemoteReward(Scorer):
-    """A reward that runs in a process of its own.
+    """`reward` in a process of its own. It is sent there before its first use; here only its names are used.
 
-    Completions whose child ends are asked again of the next one, once, in the time that they have left. Those of the
-    oldest batch come first, and those of another batch when these are settled. So a text that ends each child that
-    reads it costs its own batch alone.
+    A child that dies, or does not answer any more, is replaced. The completions that it was scoring are asked again of
+    the next one, once, in the time that they have left. Those of the oldest batch come first, and those of another
+    batch when these are settled. So a text that ends each child that reads it costs its own batch alone.
 
-    `reward`: the reward, before its first use. All its parts must be picklable. In this process only its names are
-    used.
-
-    Raises:
-        `ConfigError`: the reward holds something that can't be sent, or needs the trainer's state, which is not sent.
+    Raises `ConfigError` where the reward holds something that can't be sent, or needs the trainer's state.
     """
 
     def __init__(self, reward: Scorer) -> None:
@@ -293,13 +276,14 @@ class RemoteReward(Scorer):
                     "argument a default."
                 )
         try:
-            content = _pickled(reward)
+            buffer = io.BytesIO()
+            _Pickler(buffer).dump(reward)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"this reward chain can't be sent to a process of its own ({type(error).__name__}: {error}). Expected "
                 "parts that can be pickled. Set `reward_process: false`."
             ) from None
-        self._children: PerLoop[_Child] = PerLoop(lambda: _Child(content))
+        self._children: PerLoop[_Child] = PerLoop(lambda: _Child(buffer.getvalue()))
         self._was_asked = False
         self._units: dict[tuple[int, int], _Unit] = {}  # by batch and number, while one of them is out
         self._again: dict[asyncio.Future[None], int] = {}  # of completions that are asked again: the batch of each
@@ -317,8 +301,8 @@ class RemoteReward(Scorer):
 
     async def drain(self) -> BatchReport:
         if self._was_asked:
-            child = self._child()
             try:
+                child = self._child()
                 return cast(BatchReport, await child.within(ANSWER_S, partial(child.ask, "drain")))
             except (TimeoutError, ServiceError) as error:
                 logger.warning(f"the reward process does not answer ({type(error).__name__})")

@@ -11,7 +11,7 @@ import json
 import logging
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,10 @@ class ReplayReward(Scorer):
             self._sources.clear()
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        record, source = self._recorded(sample), "as recorded"
+        row = sample.row if sample.origin is None else sample.origin.rows[sample.place]  # as the dataset has it
+        record, source = self._recorded(sample, row), "as recorded"
         if record is None and self._on_miss == "nearest":
-            record, source = self._nearest(sample), "of the nearest text"
+            record, source = self._nearest(sample.text, row), "of the nearest text"
         if record is None:
             source = "by the services" if self._on_miss == "live" else "not recorded"
         self._sources[source] += 1
@@ -109,8 +110,9 @@ class ReplayReward(Scorer):
         if record is None:
             return missing(Outcome.INFRA, NOT_RECORDED, {})
         outcome, reason, value, reference, parts, functions, seconds = record
-        if self._delays:
-            await asyncio.sleep(_wall_s(json.loads(seconds)))
+        if self._delays:  # those of both endpoints ran beside one another
+            times = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B), 0.0) | json.loads(seconds)
+            await asyncio.sleep(sum(times.values()) - min(times[Stage.RAG_8B], times[Stage.RAG_32B]))
         return Reward(
             outcome=Outcome(outcome),
             value=value,
@@ -120,10 +122,10 @@ class ReplayReward(Scorer):
             by_function=json.loads(functions),
         )
 
-    def _recorded(self, sample: Sample) -> tuple[Any, ...] | None:
+    def _recorded(self, sample: Sample, row: Example) -> tuple[Any, ...] | None:
         """What this very completion earned, or else the same text to the same row: of several the one after that of
         the last look-up, and then the last one."""
-        row, origin = _recorded_row(sample), sample.origin
+        origin = sample.origin
         key: tuple[object, ...] = (digest_of(row.get("prompt"), sample.text), recorded_name(row))
         query = f"SELECT {_FIELDS} FROM completions WHERE"
         mode, step = ("", -1) if origin is None else (origin.mode, origin.step)
@@ -137,11 +139,11 @@ class ReplayReward(Scorer):
         self._taken[key] += 1
         return records[min(number, len(records) - 1)] if records else None
 
-    def _nearest(self, sample: Sample) -> tuple[Any, ...] | None:
+    def _nearest(self, text: str, row: Example) -> tuple[Any, ...] | None:
         """What the most similar text for the same row earned."""
         query = f"SELECT text, {_FIELDS} FROM completions WHERE row = ? ORDER BY id"
-        records = self._select(self._files, query, recorded_name(_recorded_row(sample)))
-        matcher = difflib.SequenceMatcher(b=sample.text, autojunk=False)
+        records = self._select(self._files, query, recorded_name(row))
+        matcher = difflib.SequenceMatcher(b=text, autojunk=False)
 
         def similarity(record: tuple[Any, ...]) -> float:
             matcher.set_seq1(record[0])
@@ -156,14 +158,3 @@ class ReplayReward(Scorer):
 def recorded_name(row: Example) -> str:
     """The name of a row in the record: its id in the dataset, or one that follows from its columns."""
     return row_id_of(row) or row_of(row["prompt"] if row.keys() == {"prompt"} else row)
-
-
-def _recorded_row(sample: Sample) -> Example:
-    """The row as the dataset has it."""
-    return sample.row if sample.origin is None else sample.origin.rows[sample.place]
-
-
-def _wall_s(seconds: Mapping[str, float]) -> float:
-    """Seconds of all stages. Those of both endpoints ran beside one another."""
-    others = sum(time for stage, time in seconds.items() if stage not in (Stage.RAG_8B, Stage.RAG_32B))
-    return others + max(seconds.get(Stage.RAG_8B, 0.0), seconds.get(Stage.RAG_32B, 0.0))

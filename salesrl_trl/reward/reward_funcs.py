@@ -1,7 +1,7 @@
 """From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets.
 
-Owns who calls what: TRL runs reward models, as it does; the reward loop calls all functions. Owns no call itself.
-`trainer` makes it, `wiring.components` asks it.
+Owns who calls what: TRL runs reward models, the reward loop calls all functions. `trainer` makes it,
+`wiring.components` asks it.
 """
 
 import logging
@@ -46,13 +46,10 @@ class RewardFuncs:
         *,
         has_more: bool = False,
     ) -> "RewardFuncs":
-        """The rewards of a user's `reward_funcs` and `reward_weights`.
+        """The rewards of a user's `reward_funcs` and `reward_weights`. Raises `ConfigError` for what is no reward
+        function, and for another number of weights.
 
-        `in_a_process` is the setting `reward_process`: a process of their own for functions, if it is true. With
-        `has_more` an environment has a reward beside them.
-
-        Raises:
-            `ConfigError`: something is no reward function, or there are not as many weights as functions.
+        `in_a_process` is the setting `reward_process`. With `has_more` an environment has a reward beside them.
         """
         every: list[Any] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
@@ -82,13 +79,9 @@ class RewardFuncs:
         return cls(reward_loop, [*functions.values()], weights, any(models))
 
     def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
-        """Check what functions need: of the dataset's columns, if they are known, and of the sizes.
-
-        A process generates `size` completions at a time, `group` of each prompt.
-
-        Raises:
-            `ConfigError`: a column is not there, or completions that are scored together lie on several processes.
-        """
+        """Raise `ConfigError` where a column of the dataset is not there, if its columns are known, or where
+        completions that are scored together lie on several processes. A process generates `size` completions at a
+        time, `group` of each prompt."""
         names = self.reward_loop.reward.names
         if columns is not None:
             for needs in names.needs:

@@ -1,13 +1,17 @@
-"""Lines about single completions, each with its row's id: for those who ask by `verbose`.
+"""What is logged of single completions: lines for those who ask by `verbose`, and errors in a reward's code.
 
-Owns their wording, and which of them a run shows. A line quotes a customer only if its kind was asked for.
+Owns their wording, which of them a run shows, and what becomes of an error: the completion is missing, the place is
+logged once, the run goes on. A line quotes a customer only if its kind was asked for. The chain and batches (`batch`),
+the child process (`worker`) and `functions` call it.
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import Collection
 
-from salesrl_trl.types import Answer, Example, Reward
+from salesrl_trl.reward.scoring import missing
+from salesrl_trl.types import Answer, Example, Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -57,3 +61,46 @@ class SampleLines:
 def row_id_of(row: Example) -> str | None:
     """The id that a row of `data.sources.prompt_dataset` has. `None` for rows of another dataset."""
     return str(row["id"]) if isinstance(row.get("row"), int) and "id" in row else None
+
+
+_TIED = (
+    "SQLite objects created in a thread", "signal only works in main thread", "'_thread._local' object has no",
+    "a different event loop", "a different loop", "no current event loop", "no running event loop",
+)  # fmt: skip
+"""In messages of errors about an object that belongs to one thread, or to one event loop."""
+_OF_ONE_THREAD = (
+    ". It runs in another thread than the main one, and uses what belongs to one thread or event loop: make that "
+    "where it is used (docs/REWARDS.md, 'Threads')"
+)
+
+
+class FaultLog:
+    """Logs each fault in code once, by its place and without its message, which may hold a customer's text."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def conclude(self, scoring: "asyncio.Task[Reward]") -> Reward:
+        """The reward of a `score` that returned, raised or was cancelled."""
+        if scoring.cancelled():
+            return missing(Outcome.INFRA, "cancelled", {})
+        error = scoring.exception()
+        if error is None:
+            return scoring.result()
+        self.log("the reward", error)
+        return missing(Outcome.INFRA, f"raised_{type(error).__name__}", {})
+
+    def log(self, what: str, error: BaseException) -> None:
+        """Log an error in a reward's code, once for each place."""
+        name, trace = type(error).__name__, error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
+        hint = _OF_ONE_THREAD if any(phrase in str(error) for phrase in _TIED) else ""
+        self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing{hint}")
+
+    def log_once(self, line: str) -> None:
+        """Log an error, the first time that it comes."""
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.error(line)

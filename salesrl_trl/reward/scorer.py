@@ -1,7 +1,7 @@
 """The interface of every reward: `Scorer`, six methods of which one has to be written.
 
 Owns the defaults of a reward that asks no service. `chain`, `functions`, `mixed`, `remote` and `replay` implement it;
-`reward_loop` and `worker` call it. A user writes functions (`functions`), stages (`stage`) or a judge, not this.
+`reward_loop` and `worker` call it. A user writes functions, stages or a judge, not this.
 """
 
 from abc import ABC, abstractmethod
@@ -13,8 +13,7 @@ from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, BatchResult, Completion, Origin, RewardBatch, Sample
-from salesrl_trl.reward.faults import FaultLog
-from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import FORMAT
 from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes
@@ -116,30 +115,19 @@ class Scorer(ABC):
     A subclass has to write `score`. The object is picklable before its first use, and then belongs to one event loop.
 
     `deadline_s`: seconds a completion may take from its start. What is not scored by then is cancelled and missing,
-    reason `"deadline"`.
+    reason `"deadline"`. `budget` belongs to the reward's event loop, but for its `path` and `limits`.
     """
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
         self.lines = SampleLines()
-        """Logs what happens to single completions."""
         self.faults = FaultLog()
-        """Logs errors in the reward's code."""
         self.budget: Budget | None = None
-        """Limits what its services may be asked. It belongs to the reward's event loop, but for its `path` and
-        `limits`."""
 
     @abstractmethod
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The reward of one completion.
-
-        `sample`: the completion, and its row of the dataset. `stages`: Times the calls that are awaited: `await
-        stages.timed(call, "judge")`.
-
-        Returns:
-            `Reward`: without a value where a service or the judge failed. TRL keeps that completion out of its group's
-            baseline.
-        """
+        """The reward of one completion, without a value where a service or the judge failed: TRL keeps such a
+        completion out of its group's baseline. `stages` times calls: `await stages.timed(call, "judge")`."""
 
     @property
     def names(self) -> RewardNames:
@@ -150,8 +138,7 @@ class Scorer(ABC):
         """Ask for what does not depend on the policy, before these rows' completions come."""
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """Ask every service once. Returns by service the seconds of its answer, or its error, which names
-        the place."""
+        """Ask every service once. Returns by service the seconds of its answer, or its error with the place."""
         return {}
 
     async def drain(self) -> BatchReport:

@@ -81,11 +81,8 @@ class Scoring:
         return {**own, **others}
 
     def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
-        """The same law, with the components of these stages.
-
-        Raises:
-            `ConfigError`: two stages or components have one name, or no stage adds a component that is expected.
-        """
+        """The same law, with the components of these stages. Raises `ConfigError` where two stages or components have
+        one name, or no stage adds a component that is expected."""
         check_stages(stages, taken=tuple(Stage), known=(*COMPONENTS, REFERENCE))
         added = tuple(component for stage in stages for component in stage.components)
         lacking = sorted(set(self.stage_components) - set(added))
@@ -98,19 +95,33 @@ class Scoring:
 
     def score(self, case: Case, seconds: Mapping[str, float]) -> Reward:
         """The reward of an answered action, from what the judge and the stages found."""
-        weights = self.weights[case.row.branch]
-        unknown: dict[str, float | None] = dict.fromkeys(self.stage_components)
-        components = {**_components(case), **unknown, **case.components}
+        # 1. The components of the answer.
+        weights, own = self.weights[case.row.branch], case.verdicts.get("judge")
+        reference = None if own is None else own.reference
+        scores = {name: None if verdict is None else verdict.candidate for name, verdict in case.verdicts.items()}
+        judged = {
+            "judge": None,
+            REFERENCE: reference,
+            "margin": None if own is None or reference is None else own.candidate - reference,
+            **scores,
+        }
+        components = self._components(case.row, case.answer, judged, case.components)
+        # 2. Their value. Without one it is said what lacks.
         value = self._combine(weights, components)
         if value is None:
-            outcome, reason = case.failure or (Outcome.INFRA, _lacking(weights, components))
+            lacking = next(name for name in weights if components[name] is None)
+            no_component = "no_reference" if lacking == "margin" else f"no_{lacking}"
+            outcome, reason = case.failure or (Outcome.INFRA, no_component)
             return Reward(outcome=outcome, value=None, reason=reason, components=components, seconds=seconds)
+        # 3. The reference answer's, by the same law. Its margin above itself is 0.
+        of_reference: float | None = None
+        if case.reference is not None:
+            scores = {name: None if verdict is None else verdict.reference for name, verdict in case.verdicts.items()}
+            judged = {"judge": None, "margin": None if scores.get("judge") is None else 0.0, **scores}
+            of_the_reference = self._components(case.row, case.reference, judged, case.reference_components)
+            of_reference = self._combine(weights, of_the_reference)
         return Reward(
-            outcome=Outcome.OK,
-            value=value,
-            components=components,
-            reference_value=self._reference_value(case, unknown),
-            seconds=seconds,
+            outcome=Outcome.OK, value=value, components=components, reference_value=of_reference, seconds=seconds
         )
 
     def score_invalid(self, action: InvalidAction, seconds: Mapping[str, float] | None = None) -> Reward:
@@ -123,30 +134,28 @@ class Scoring:
             seconds=seconds or {},
         )
 
-    def _reference_value(self, case: Case, unknown: Mapping[str, float | None]) -> float | None:
-        """The reward of the reference answer, from the same components. Its margin above itself is 0."""
-        if case.reference is None:
-            return None
-        scores = {name: None if verdict is None else verdict.reference for name, verdict in case.verdicts.items()}
-        components = {
-            **scores,
-            "margin": None if scores.get("judge") is None else 0.0,
-            "retrieval": _best_score(case.reference),
-            "right_document": _right_document(case.row, case.reference),
-            "format": 1.0,
+    def _components(
+        self, row: SalesRow, answer: Answer, judged: Mapping[str, float | None], of_stages: Mapping[str, float | None]
+    ) -> dict[str, float | None]:
+        right = float(any(passage.text in row.documents for passage in answer.passages[:1]))
+        unknown: dict[str, float | None] = dict.fromkeys(self.stage_components)
+        return {
+            **judged,
+            "retrieval": max((passage.score for passage in answer.passages), default=0.0),
+            "right_document": right if row.documents else None,
+            FORMAT: 1.0,
             **unknown,
-            **case.reference_components,
+            **of_stages,
         }
-        return self._combine(self.weights[case.row.branch], components)
 
     def _combine(self, weights: Mapping[str, float], components: Mapping[str, float | None]) -> float | None:
-        there = {name: weight for name, weight in weights.items() if components[name] is not None}
-        if not there or (self.missing == "none" and len(there) < len(weights)):
+        known = {name: weight for name, weight in weights.items() if components[name] is not None}
+        if not known or (self.missing == "none" and len(known) < len(weights)):
             return None
-        if any(map(_is_judged, weights)) and not any(map(_is_judged, there)):
+        if any(map(_is_judged, weights)) and not any(map(_is_judged, known)):
             return None
-        scale = sum(weights.values()) / sum(there.values())
-        return scale * sum(weight * (components[name] or 0.0) for name, weight in there.items())
+        scale = sum(weights.values()) / sum(known.values())
+        return scale * sum(weight * (components[name] or 0.0) for name, weight in known.items())
 
 
 def missing(outcome: Outcome, reason: str, seconds: Mapping[str, float]) -> Reward:
@@ -157,41 +166,6 @@ def missing(outcome: Outcome, reason: str, seconds: Mapping[str, float]) -> Rewa
 def default_weights(branches: Sequence[str]) -> dict[str, dict[str, float]]:
     """The judge's score and nothing else."""
     return {branch: {"judge": 1.0} for branch in branches}
-
-
-def _components(case: Case) -> dict[str, float | None]:
-    own = case.verdicts.get("judge")
-    others = {
-        name: None if verdict is None else verdict.candidate
-        for name, verdict in case.verdicts.items()
-        if name != "judge"
-    }
-    reference = None if own is None else own.reference
-    return {
-        "judge": None if own is None else own.candidate,
-        REFERENCE: reference,
-        "margin": None if own is None or reference is None else own.candidate - reference,
-        "retrieval": _best_score(case.answer),
-        "right_document": _right_document(case.row, case.answer),
-        "format": 1.0,
-        **others,
-    }
-
-
-def _lacking(weights: Mapping[str, float], components: Mapping[str, float | None]) -> str:
-    """Reason code of a reward that lacks a component, although every judgement could be had."""
-    name = next(name for name in weights if components[name] is None)
-    return "no_reference" if name == "margin" else f"no_{name}"
-
-
-def _best_score(answer: Answer) -> float:
-    return max((passage.score for passage in answer.passages), default=0.0)
-
-
-def _right_document(row: SalesRow, answer: Answer) -> float | None:
-    if not row.documents:
-        return None
-    return float(any(passage.text in row.documents for passage in answer.passages[:1]))
 
 
 def _is_judged(component: str) -> bool:

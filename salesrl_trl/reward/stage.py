@@ -106,11 +106,8 @@ class RewardStage(ABC):
         """Close what belongs to the running event loop."""
 
     def of(self, case: Case, result: Result) -> Case | InvalidAction | Missing:
-        """The case with what the stage found, or its refusal.
-
-        Raises:
-            `ValueError`: the stage adds a component that it does not name, or its reason is no short code.
-        """
+        """The case with what the stage found, or its refusal. Raises `ValueError` for a component that the stage does
+        not name, and for a reason that is no short code."""
         if not isinstance(result, Added):
             if not _REASON.fullmatch(result.reason) or result.reason in RESERVED_REASONS:
                 raise ValueError(

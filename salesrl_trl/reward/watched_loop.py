@@ -1,11 +1,9 @@
 """The event loop on which a reward runs, beside the one that keeps its deadlines, and the watch over it.
 
 A reward calls a user's own code: functions, stages, a judge. Such code may never give its event loop back. Then
-deadlines, waits and messages of processes go on, because they have another loop.
-
-Owns the thread of the reward's loop, the calls to it, and what becomes of code that holds it up: it is logged with its
-stack, interrupted when its time is over, and left behind if that does not end it. `batch` owns the deadlines.
-`reward_loop` and `worker` call it.
+deadlines, waits and messages of processes go on, because they have another loop. Owns the thread of the reward's loop,
+the calls to it, and what becomes of code that holds it up: it is logged with its stack, interrupted when its time is
+over, and left behind if that does not end it. `batch` owns the deadlines. `reward_loop` and `worker` call it.
 """
 
 import asyncio
@@ -23,7 +21,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from salesrl_trl.ground.surroundings import enter
-from salesrl_trl.reward.service.event_loop import remaining_s
+from salesrl_trl.reward.service.event_loop import cancel_others, remaining_s
 
 T = TypeVar("T")
 
@@ -42,8 +40,6 @@ CLOSE_S = 5.0
 """Longest wait for a reward to close what belongs to its loop."""
 CLOSE_INTERRUPTED_S = 2.0
 """The same, while its loop is held up."""
-CANCEL_GRACE_S = 1.0
-"""Longest wait for calls that were cancelled."""
 _LOOPS = ("salesrl_trl", "asyncio", "threading", "contextvars", "selectors")
 """Modules through which a loop calls other code."""
 
@@ -108,16 +104,6 @@ class WatchedLoop:
         if self._is_left:
             self._loop.close()
 
-    @property
-    def is_held(self) -> bool:
-        """Whether the loop did not answer at the last look."""
-        return self._silent_s > 0
-
-    def late(self) -> str:
-        """The reason code of a completion whose time is up."""
-        stack = self._stack() if self.is_held else []
-        return _code(stack[0][0]) if stack else "deadline"
-
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function on the loop, from any thread, unless it has ended. Does not wait."""
         with contextlib.suppress(RuntimeError):
@@ -177,11 +163,7 @@ class WatchedLoop:
 
         async def closed() -> None:
             await aclose()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=CANCEL_GRACE_S)
+            await cancel_others()
 
         def end(task: asyncio.Task[None]) -> None:
             ended.set_result(task.exception())
@@ -215,40 +197,45 @@ class WatchedLoop:
         self._is_left = True
 
     async def _watch(self) -> None:
+        """Look whether the loop answers, as long as there are calls."""
         while self._calls:
             answered = threading.Event()
             self.post(answered.set)
             await asyncio.sleep(LOOK_S)
             interrupted_s = 0.0
             while not answered.is_set():
-                look_s = AGAIN_S if interrupted_s else LOOK_S
-                self._silent_s += look_s
-                if self._is_over:
-                    self._interrupted(interrupted_s)
+                self._silent_s += AGAIN_S if interrupted_s else LOOK_S
+                # Its own time is over, or after a while that of another call.
+                most_s = min(self._deadline_s, LOGGED_AFTER_S) if self._is_overdue else self._deadline_s
+                if self._silent_s >= most_s:
+                    if not interrupted_s:
+                        self._log("its time is over: it is interrupted, and what it scored is missing")
+                    if interrupted_s == LEFT_AFTER_S:
+                        self._log("although it was interrupted: nothing more is scored")
+                        self._leave(self.late())
+                    self._interrupt()  # again and again: it may go on, and others like it may come behind it
                     interrupted_s += AGAIN_S
                 elif self._silent_s == LOGGED_AFTER_S:
                     self._log("nothing else is scored meanwhile")
                 await asyncio.sleep(AGAIN_S if interrupted_s else LOOK_S)
             self._silent_s, self._is_overdue = 0.0, False
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether the time of the code that holds up the loop is over: its own, or after a while that of another."""
-        return self._silent_s >= min(self._deadline_s, LOGGED_AFTER_S if self._is_overdue else self._deadline_s)
-
-    def _interrupted(self, for_s: float) -> None:
-        """Interrupt what holds up the loop, again and again: it may go on, and others like it may come behind it."""
-        if not for_s:
-            self._log("its time is over: it is interrupted, and what it scored is missing")
-        if for_s == LEFT_AFTER_S:
-            self._log("although it was interrupted: nothing more is scored")
-            self._leave(self.late())
-        self._interrupt()
-
     def _interrupt(self) -> None:
         if self._stack():
             thread = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(HeldUp))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the loop did not answer at the last look."""
+        return self._silent_s > 0
+
+    def late(self) -> str:
+        """The reason code of a completion whose time is up."""
+        stack = self._stack() if self.is_held else []
+        if not stack:
+            return "deadline"
+        return f"{re.sub(r'[^a-z0-9]+', '_', stack[0][0].lower()).strip('_')[:48]}_blocked"
 
     def held_up(self) -> str:
         """What holds up the loop, in words; an empty text where it is not held up."""
@@ -284,7 +271,3 @@ class WatchedLoop:
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def _code(name: str) -> str:
-    return f"{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')[:48]}_blocked"

@@ -19,13 +19,13 @@ from typing import Any
 import stamina
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.remote import Channel, InHand, Scored
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import WatchedLoop
-from salesrl_trl.types import Example, Reward
+from salesrl_trl.types import Reward
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +58,11 @@ class Worker:
 
     async def _answer(self, kind: str, number: int | None, what: Sequence[object]) -> None:
         """Answer one question. Of an error only the type is sent and logged: its message may hold a customer's
-        text."""
+        text. A message without a number has no answer."""
         try:
-            content = pickle.dumps((number, await getattr(self, f"_{kind}")(number, *what)))
+            content = pickle.dumps((number, await self._result(kind, number, what)))
         except Exception as error:
-            if number is None:  # a message without an answer
+            if number is None:
                 return
             name = type(error).__name__
             code = error.code if isinstance(error, ServiceError) else f"raised_{name}"
@@ -71,33 +71,29 @@ class Worker:
         if number is not None:
             self._channel.send_bytes(content)
 
+    async def _result(self, kind: str, number: int | None, what: Sequence[object]) -> object:
+        match kind:
+            case "ping":  # it is alive, and at this
+                in_hand: list[InHand] = [
+                    (score, stages.under_way, stages.so_far()) for score, (_, stages) in self._in_hand.items()
+                ]
+                return in_hand
+            case "score":
+                assert number is not None
+                task, stages = self._in_hand[number]
+                await asyncio.wait([task])
+                del self._in_hand[number]
+                scored: Scored = (self._reward.faults.conclude(task), stages.spans, stages.completion_record)
+                return scored
+            case "close":
+                return await asyncio.to_thread(self._watched.close, self._reward.aclose)
+        return await self._watched.call(getattr(self._reward, kind), *what)  # "prepare", "drain", "warm_up"
+
     def _start(self, number: int, sample: Sample, track: str, left_s: float) -> None:
         stages = StageTimes(track)
         with deadline(min(self._reward.deadline_s, left_s)):
             task = asyncio.ensure_future(self._watched.call(self._reward.score, sample, stages))
         self._in_hand[number] = (task, stages)
-
-    async def _score(self, number: int, *_: object) -> Scored:
-        task, stages = self._in_hand[number]
-        await asyncio.wait([task])
-        del self._in_hand[number]
-        return self._reward.faults.conclude(task), stages.spans, stages.completion_record
-
-    async def _prepare(self, number: None, rows: list[Example]) -> None:
-        await self._watched.call(self._reward.prepare, rows)
-
-    async def _drain(self, number: int) -> BatchReport:
-        return await self._watched.call(self._reward.drain)
-
-    async def _warm_up(self, number: int) -> dict[str, float | ServiceError]:
-        return await self._watched.call(self._reward.warm_up)
-
-    async def _ping(self, number: int) -> list[InHand]:
-        """It is alive, and at this."""
-        return [(score, stages.under_way, stages.so_far()) for score, (_, stages) in self._in_hand.items()]
-
-    async def _close(self, number: int) -> None:
-        await asyncio.to_thread(self._watched.close, self._reward.aclose)
 
 
 def _end(reason: str) -> None:

@@ -1,7 +1,7 @@
 """What trackers get beside the figures, which transformers hands to them: tables of completions, and a layout.
 
 Owns how MLflow and SwanLab take tables, TensorBoard's groups under "Custom Scalars", the end of a tracker's run, and
-that no tracker ends a training. TRL hands tables to Weights & Biases and trackio. `build.trackers` has the settings.
+that no tracker ends a training. TRL hands tables to Weights & Biases and trackio. `build.building` has the settings.
 `wiring.components` builds it all. A tracker that `report_to` does not name is not imported.
 """
 

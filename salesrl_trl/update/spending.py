@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import BUDGET_CALLS, BUDGET_FORECAST, BUDGET_USD
-from salesrl_trl.reward.service.account import Account, Limit, read_account
-from salesrl_trl.reward.service.budget import Budget
+from salesrl_trl.reward.service.budget import Account, Budget, Limit, read_account
 from salesrl_trl.telemetry.step_lines import calls_and_usd
 
 logger = logging.getLogger(__name__)

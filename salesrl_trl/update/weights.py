@@ -1,6 +1,6 @@
 """Checks of weights: whether training moves them, and whether vLLM samples from them.
 
-Owns both measurements and their messages. `build.precision` owns the number format of the weights.
+Owns both measurements and their messages. `preflight.memory` chooses the number format of the weights.
 """
 
 import logging

@@ -177,7 +177,7 @@ def row_over_time(index: Index, params: Params) -> Answer:
             "ORDER BY run, step, mode, n",
             (name, MOST_OF_A_ROW),
         ).fetchall()
-    prompt = []
+    prompt: list[Any] = []
     if rows:
         with suppress(KeyError):  # its file was written anew meanwhile
             prompt = completion(index, "-".join(str(rows[-1][part]) for part in ("run", "rank", "id")))["messages"]

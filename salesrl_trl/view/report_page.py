@@ -260,7 +260,7 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     yield "Failures by reason", _failures_part(run), "Failures were not logged."
     yield "Quick evaluations", _quick_evals_part(run), "No quick evaluation was made."
     times = [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]
-    stages = [
+    stages: list[Part] = [
         Table(times, head=("Stage", "p50", "p95", "Longest", "In the slowest completion")),
         Paragraph(STAGES_REMARK, "remark"),
     ]
@@ -278,7 +278,7 @@ def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
         (shown(name), count(spent.calls), count(spent.prompt_tokens), count(spent.completion_tokens),
          f"{spent.usd:,.4f}") for name, spent in sorted(run.account.services.items())
     ]  # fmt: skip
-    spending = [
+    spending: list[Part] = [
         Table(sums, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD")),
         Paragraph(f"All together: {_spent(run)}.", "remark"),
     ]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from salesrl_trl import names
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.service.account import Account, read_account
+from salesrl_trl.reward.service.budget import Account, read_account
 
 EVENT_FILES = "events.out.tfevents.*"
 RUNS = "runs"

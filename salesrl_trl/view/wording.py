@@ -1,4 +1,4 @@
-"""Numbers and names as the report writes them, and HTML from the templates of this room.
+"""Numbers and names as the report writes them, and HTML from `view/templates/`.
 
 Owns rounding, units and the templates' environment. HTML and text show the same words because both take them here.
 """

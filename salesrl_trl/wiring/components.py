@@ -169,10 +169,12 @@ class Components:
         """Build what uses TRL's own methods. Returns the callbacks of a run, in their order. `sampler` makes another
         engine."""
         self._trl, args = trl, self._args
+        # 1. settings and rewards that do not go with what TRL was given are refused
         check_rewards(args, trl.tools, trl.reward_answered)
         size = args.per_device_train_batch_size * args.steps_per_generation
         has_own_columns = trl.has_rollout_func or trl.tools is not None
         self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)
+        # 2. the end of a run, the reference, and what both models need
         self.stopping = Stopping(
             run_control=self.run_control,
             reward_loop=self.reward_loop,
@@ -189,8 +191,32 @@ class Components:
                 leave_out_no_pictures(model)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
+        # 3. rollouts, and their order
+        self._connect_rollouts(trl, sampler or load_sampler(args.sampler))
+        at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
+        self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
+        in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
+        reason = in_trls_order or why_not_divisible(args, at_once)
+        self.in_groups = args.scored_groups_first and reason is None
+        if args.scored_groups_first and reason is not None:
+            logger.info(f"off: scored groups first, because {reason}")
+        # 4. the passes of an update, and the phases around them
+        self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
+        trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
+        if args.use_vllm:
+            for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
+                setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
+        else:
+            self.policy.weight_check.skip("transformers generates with the trainer's own model")
+        # 5. what looks on
+        self.quick_eval = self._quick_evaluator(trl, quick_eval)
+        self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
+        return self._callbacks(trl)
+
+    def _connect_rollouts(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> None:
+        args = self._args
         is_served = bool(args.use_vllm) and args.vllm_mode == "server"
-        self.sampler = self._sampler(trl, sampler or load_sampler(args.sampler), is_served)
+        self.sampler = self._sampler(trl, build, is_served)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
         self.pipeline = Pipeline(
@@ -220,23 +246,6 @@ class Components:
             score=trl.score,
             advantages=trl.advantages,
         )
-        at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
-        self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
-        in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
-        reason = in_trls_order or why_not_divisible(args, at_once)
-        self.in_groups = args.scored_groups_first and reason is None
-        if args.scored_groups_first and reason is not None:
-            logger.info(f"off: scored groups first, because {reason}")
-        self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
-        trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
-        if args.use_vllm:
-            for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
-                setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
-        else:
-            self.policy.weight_check.skip("transformers generates with the trainer's own model")
-        self.quick_eval = self._quick_evaluator(trl, quick_eval)
-        self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
-        return self._callbacks(trl)
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
         args = self._args
@@ -395,7 +404,7 @@ class Components:
         self.ledger.clear()
         self.run_control.restart()
         self.stopping.forget()
-        self.reward_loop.resume()
+        self.reward_loop.stopped = None
 
     def close(self) -> None:
         self.pipeline.forget()

@@ -14,8 +14,7 @@ from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ServiceError
 from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
-from salesrl_trl.reward.service.account import Limit
-from salesrl_trl.reward.service.budget import FREE, Budget, Price
+from salesrl_trl.reward.service.budget import FREE, Budget, Limit, Price
 from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.service.http import HttpClient
 from salesrl_trl.reward.service.transport import Transport

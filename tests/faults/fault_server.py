@@ -103,13 +103,6 @@ class Scenarios:
         else:
             self.ok(path, transport, body)
 
-    async def runs_out(self, path, transport, body):
-        """Answers the first `after` requests and refuses all others."""
-        if self.stats["ok"] >= self.settings["after"]:
-            self.refuse(transport, self.settings["status"], self.settings.get("body"))
-        else:
-            self.ok(path, transport, body)
-
     async def body(self, path, transport, body):
         """A 200 with the given body."""
         transport.write(response(200, self.settings["body"].encode(), **self.settings.get("headers", {})))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from faults.callers import CALL_USD, RANKS, SERVICES, SLOTS
 
-from salesrl_trl.reward.service.account import read_account
+from salesrl_trl.reward.service.budget import read_account
 
 CALLERS = Path(__file__).with_name("callers.py")
 

@@ -5,14 +5,13 @@ import cProfile
 import json
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import aiohttp
 import pytest
 from faults.fault_server import seconds_of
 from support import virtual_time
-from support.loopback import action, build_reward, examples, row, score_batch
+from support.loopback import action, build_reward, examples, row
 from support.seconds import check_seconds
 
 from salesrl_trl.ground.process import collect_as_usual, collect_seldom
@@ -182,16 +181,6 @@ def test_a_warm_up_ends_with_the_deadline(fault_in_memory):
     assert seconds <= 10.0
 
 
-def test_equal_calls_at_the_same_time_are_one_upstream_call(fault_in_memory):
-    server = fault_in_memory("latency", seconds={"8b": 0.2, "32b": 0.2, "completions": 0.2})
-    reward = build_reward(server.url, [row()])
-    result, _ = timed_batch(reward, [action()] * 100)
-    traffic = result.report.traffic
-    print(f"100 equal completions: {traffic['rag_8b']['sent']} 8B call, {traffic['judge']['sent']} verdict")
-    assert [traffic[name]["sent"] for name in ("rag_8b", "rag_32b", "judge")] == [1, 1, 1]
-    assert {each.outcome for each in result.rewards} == {Outcome.OK}
-
-
 def test_a_batch_that_is_cut_off_leaves_the_next_one_unharmed(fault_in_memory):
     slow = fault_in_memory("latency", seconds={"8b": 2.0, "32b": 0.0, "completions": 2.0})
     reward = build_reward(slow.url, [row()], deadline_s=3.5)
@@ -204,12 +193,3 @@ def test_a_batch_that_is_cut_off_leaves_the_next_one_unharmed(fault_in_memory):
         return first, second
 
     assert virtual_time.run(twice()) == ([None], [0.75])
-
-
-def test_one_chain_in_two_threads_uses_connections_of_its_own_in_each(fault):
-    server = fault("latency", seconds={"8b": 0.0, "32b": 0.0, "completions": 0.0})
-    reward = build_reward(server.url, [row()])
-    with ThreadPoolExecutor(1) as other:
-        there = other.submit(lambda: score_batch(reward, [action(query="there")]).values)
-        assert there.result() == [0.75]
-    assert score_batch(reward, [action(query="here")]).values == [0.75]

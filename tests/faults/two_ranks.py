@@ -209,7 +209,7 @@ def main(policy, out):
         trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)
         error, moments = None, {}
         loop = trainer.components.reward_loop
-        loop._cut_off = partial(cut_off, moments, loop._cut_off)
+        loop.cut_off = partial(cut_off, moments, loop.cut_off)
         if name == "stopped" and rank == 1:
             threading.Thread(target=stop_one, daemon=True).start()
         try:

@@ -10,8 +10,7 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, RunStopped
 from salesrl_trl.names import HELD_OUT_FILE, SPENT_FILE
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.reward.service.account import CALLS, Limit
-from salesrl_trl.reward.service.budget import Budget
+from salesrl_trl.reward.service.budget import CALLS, Budget, Limit
 
 MOST, FOR_ALL_STEPS = 34, 72
 STEPS = 8

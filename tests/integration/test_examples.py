@@ -254,13 +254,8 @@ def test_a_tenant_of_a_vector_store_sees_its_own_documents_and_everybodys(vector
     url = vector_store([*documents, {"id": "all", "text": "Everybody may know the hours."}])
     answers = {}
     for tenant in ("anna", "carl", ""):
-        body = {
-            "context": "The price of bert?",
-            "tenant_id": tenant,
-            "score_threshold": 0.0,
-            "top_k": 9,
-            "request_id": "i",
-        }
+        body = {"context": "The price of bert?", "tenant_id": tenant, "request_id": "i"}
+        body |= {"score_threshold": 0.0, "top_k": 9}
         answers[tenant] = httpx2.post(f"{url}/v1/rag/32b", json=body).json()
     assert {tenant: sorted(each["id"] for each in answer["passages"]) for tenant, answer in answers.items()} == {
         "anna": ["all", "anna"], "carl": ["all"], "": ["all", "anna", "bert"]

@@ -9,6 +9,7 @@ from salesrl_trl.ground.fencing import read_sections
 
 EQUAL = tuple(action(query=f"course {index}") for index in range(8))
 TWO_JUDGES = {"fairness": {"judge": 0.5, "judge_hallucination": 0.5}, "hallucination": {"judge": 1.0}}
+ONE_GROUP = {"max_steps": 1, "num_generations": 8, "per_device_train_batch_size": 8}
 FAILS = 7
 """The completion whose second judge fails; in a spread group it is the best one."""
 
@@ -37,14 +38,8 @@ def judge_by(score):
 def ours(scripted_trainer, services):
     def run(score, missing):
         services.judge_by(judge_by(score))
-        trainer = scripted_trainer(
-            texts=EQUAL,
-            chain={"weights": TWO_JUDGES, "missing": missing},
-            max_steps=1,
-            num_generations=8,
-            per_device_train_batch_size=8,
-            min_valid_reward_fraction=0.25,
-        )
+        chain = {"weights": TWO_JUDGES, "missing": missing}
+        trainer = scripted_trainer(texts=EQUAL, chain=chain, min_valid_reward_fraction=0.25, **ONE_GROUP)
         trainer.train_dataset = trainer.train_dataset.select([0])
         return advantages(trainer)
 
@@ -62,16 +57,7 @@ def upstream(tiny, tmp_path):
         def second(completions, **_):
             return [None if index == FAILS else 0.5 * score(index) for index in range(8)]
 
-        trainer = build_upstream_trainer(
-            tiny,
-            [first, second],
-            EQUAL,
-            tmp_path / "upstream",
-            max_steps=1,
-            num_generations=8,
-            per_device_train_batch_size=8,
-        )
-        return advantages(trainer)
+        return advantages(build_upstream_trainer(tiny, [first, second], EQUAL, tmp_path / "upstream", **ONE_GROUP))
 
     return run
 

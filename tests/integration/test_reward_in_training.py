@@ -9,7 +9,7 @@ from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 
 from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.reward.cache import AnswerStore
-from salesrl_trl.reward.readiness import warm_up
+from salesrl_trl.reward.reward_loop import warm_up
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
 PLANTED = "sk-planted-4242424242"
@@ -67,14 +67,9 @@ def test_a_key_that_a_service_echoes_gets_nowhere(scripted_trainer, services, tm
     }
     services.set(endpoint, echo, status=401, headers={"WWW-Authenticate": f"Bearer {PLANTED}", "X-Key": PLANTED})
     trainer = scripted_trainer(
-        texts=DIFFERENT,
-        max_steps=2,
-        max_skipped_generations=9,
-        save_strategy="steps",
-        save_steps=1,
-        log_completions=True,
-        chain={**stores, "providers": [{"name": "judge", "api_key": PLANTED}]},
-    )
+        texts=DIFFERENT, max_steps=2, max_skipped_generations=9, save_strategy="steps", save_steps=1,
+        log_completions=True, chain={**stores, "providers": [{"name": "judge", "api_key": PLANTED}]},
+    )  # fmt: skip
     rewards, result = [], trainer.components.reward_loop.result
     trainer.components.reward_loop.result = lambda *given: rewards.append(result(*given)) or rewards[-1]
     with caplog.at_level(logging.DEBUG):

@@ -88,22 +88,11 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
     vocabulary = AutoTokenizer.from_pretrained(served).get_vocab()
     ends = {str(token): 30 for text, token in vocabulary.items() if text in ('"', ",", "}", '"}')}
     provider = {"name": "judge", "base_url": f"{server}/v1", "model": "tiny", "response_format": "json_schema"}
-    reward = build_reward(
-        services.url,
-        [row()],
-        attempts=2,
-        timeout_s=120.0,
-        deadline_s=240.0,
-        providers=[
-            {
-                **provider,
-                "temperature": 1.0,
-                "max_completion_tokens": 300,
-                "extra_body": {"logit_bias": ends, "response_format": schema},
-            }
-        ],
-        limits={"initial_concurrency": 16, "max_concurrency": 16},
-    )
+    provider |= {"temperature": 1.0, "max_completion_tokens": 300}
+    provider |= {"extra_body": {"logit_bias": ends, "response_format": schema}}
+    limits = {"initial_concurrency": 16, "max_concurrency": 16}
+    patience = {"attempts": 2, "timeout_s": 120.0, "deadline_s": 240.0}
+    reward = build_reward(services.url, [row()], providers=[provider], limits=limits, **patience)
 
     async def once():
         started = time.perf_counter()
@@ -133,12 +122,9 @@ def without_a_push(patch):
     """The server keeps its weights; every completion is an action."""
     patch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
     patch.setattr(VLLMClient, "update_named_params", lambda *_, **__: None)
-    patch.setattr(
-        "salesrl_trl.reward.chain.parse_action",
-        lambda completion, _: Action(
-            fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""}
-        ),
-    )
+    fields = {"user_profile": "", "history_summary": ""}
+    action_of = lambda completion, _: Action(fields={**fields, "rewritten_query": completion})  # noqa: E731
+    patch.setattr("salesrl_trl.reward.chain.parse_action", action_of)
 
 
 def build_trainer(served, server, services, out, instruments=None, **given):
@@ -184,24 +170,15 @@ def test_a_preflight_compares_with_a_server_and_makes_full_steps_with_its_comple
     served, server, tmp_path, monkeypatch
 ):
     without_a_push(monkeypatch)
-    given = [
-        "--model_name_or_path",
-        str(served),
-        "--prompt_template",
-        "compact",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    given += ["--vllm_mode", "server", "--vllm_server_base_url", server, "--max_completion_length", "24"]
+    given = ["--model_name_or_path", str(served), "--prompt_template", "compact"]
+    given += ["--output_dir", str(tmp_path / "run"), "--max_completion_length", "24"]
+    given += ["--vllm_mode", "server", "--vllm_server_base_url", server]
     given += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "4"]
     given += ["--generation_kwargs", '{"stop_token_ids": [16, 24, 32, 40]}', "--max_train_rows", "8"]
     plan = Plan(parse(given, Path(__file__).parents[2] / "recipes/debug.yaml"), in_depth=True)
     model, engine, step = examine(plan, (MODEL_STAGE, ENGINE_STAGE, STEP_STAGE))
-    assert [each.verdict for each in (model, engine, step)] == [
-        StageVerdict.PASSED,
-        StageVerdict.NOTED,
-        StageVerdict.PASSED,
-    ]
+    verdicts = [model.verdict, engine.verdict, step.verdict]
+    assert verdicts == [StageVerdict.PASSED, StageVerdict.NOTED, StageVerdict.PASSED]
     assert "its start is not tried" in engine.findings[0].text
     assert engine.figures["logp_difference_nats"] < 0.01
     assert step.figures["completion_tokens"] == 24
@@ -226,7 +203,8 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
         output = generate(client, *arguments, **request)
         end = time.monotonic() + 60
         while is_last_of_a_batch and time.monotonic() < end:
-            if sum(each is not None for each in trainer.components.reward_loop._open[-1]._samples) == BATCH - 1:
+            *_, latest = trainer.components.reward_loop._open.values()
+            if sum(sample is not None for sample in latest._samples) == BATCH - 1:
                 return output
             time.sleep(0.01)
         assert not is_last_of_a_batch, "rewards do not start before the whole batch is there"

@@ -1,12 +1,11 @@
 """Reward functions of one's own from outside the package, in the trainer's process and in one of their own."""
 
 import asyncio
-import itertools
 import sys
 
 import pytest
 import torch
-from seams.own_reward import of_trl, ranks, shortness, too_few
+from seams.own_reward import of_trl, ranks, shortness
 from support.virtual_time import play
 from trl.trainer.utils import get_callable_name, is_async_callable
 
@@ -100,11 +99,6 @@ def test_a_column_that_is_logged_for_some_completions_is_left_out_and_told(caplo
     assert "logs 'seen' with another number of values than completions: left out" in caplog.text
 
 
-def test_a_list_of_another_length_leaves_the_batch_without_rewards(result_of):
-    result = result_of(RewardFunction(too_few), ["a", "b"], rows(2))
-    assert [each.reason for each in result.rewards] == ["too_few_wrong_length"] * 2
-
-
 def lazily(completions):
     for each in completions:
         yield float(len(each))
@@ -116,11 +110,6 @@ def lazily(completions):
 def test_what_trl_makes_a_list_of_is_a_list_of_rewards(lazy):
     result = asyncio.run(RewardFunction(lazy).score_all(rows(2), ["a", "bb"]))
     assert result.values == [1.0, 2.0]
-
-
-def test_a_generator_without_an_end_is_no_list_of_that_length():
-    result = asyncio.run(RewardFunction(lambda completions: itertools.count()).score_all(rows(2), ["a", "b"]))
-    assert [each.reason for each in result.rewards] == ["lambda_wrong_length"] * 2
 
 
 @pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None, torch.tensor(1.0)])
@@ -238,14 +227,6 @@ def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the
         (Outcome.OK, 0.5),
     ]
     assert result.column("shortness") == [None, None, 0.25]
-
-
-def test_functions_of_one_name_are_told_apart():
-    mixed = MixedReward([RewardFunction(lambda completions: [1.0]), RewardFunction(lambda completions: [2.0])], [1, 1])
-    assert mixed.names.functions == {"<lambda>": "<lambda>", "<lambda>_2": "<lambda>"}
-    result = asyncio.run(mixed.score_all([{"prompt": ""}], ["a"]))
-    assert result.rewards[0].by_function == {"<lambda>": 1.0, "<lambda>_2": 2.0}
-    assert result.report.traffic["lambda"]["calls"] == 2
 
 
 def test_functions_of_one_name_may_be_under_way_at_the_same_time():

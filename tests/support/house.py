@@ -21,7 +21,7 @@ TRAINER_NAMES = {"trainer", "_trainer"}
 
 
 TRACES = {
-    "a figure": "QUERY_LENGTH",
+    "a figure": "RIGHT_DOCUMENT",
     "an argument of a reward function": "trainer_state",
     "a setting": "outage_patience_s",
 }

@@ -12,7 +12,7 @@ from salesrl_trl.ground.fencing import read_nonce
 from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.judge_client import JudgeClient, load_rubrics
 from salesrl_trl.reward.judge.provider import JudgeProvider
-from salesrl_trl.reward.rag.rag_client import RagClient
+from salesrl_trl.reward.rag_client import RagClient
 from salesrl_trl.reward.scoring import Scoring, default_weights
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Message, SalesRow

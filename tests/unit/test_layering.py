@@ -18,10 +18,10 @@ ORDER = (
     *("build", "run", "preflight", "train", "env", "evaluate", "rejudge", "report", "__main__"),
 )
 WHOLE_RUN = {"build", "run", "preflight", "train", "env", "evaluate", "rejudge", "__main__"}
-"""Above the trainer the rooms are for readers. Their modules form no circle, as all others."""
+"""Above the trainer the packages are for readers. Their modules form no circle, as all others."""
 
 
-def _room(module: str) -> str:
+def _package(module: str) -> str:
     return module.split(".")[1]
 
 
@@ -49,16 +49,16 @@ def test_a_circle_of_modules_is_seen(tmp_path):
 
 
 def test_every_module_has_a_place_in_the_order():
-    assert {_room(module) for module in IMPORTS if module != "salesrl_trl"} == set(ORDER)
+    assert {_package(module) for module in IMPORTS if module != "salesrl_trl"} == set(ORDER)
 
 
-def test_a_module_imports_only_from_rooms_before_its_own():
+def test_a_module_imports_only_from_packages_before_its_own():
     late = [
         f"{module} imports {other}"
         for module, others in IMPORTS.items()
         for other in others
-        if module != "salesrl_trl" and ORDER.index(_room(other)) > ORDER.index(_room(module))
-        if not {_room(module), _room(other)} <= WHOLE_RUN
+        if module != "salesrl_trl" and ORDER.index(_package(other)) > ORDER.index(_package(module))
+        if not {_package(module), _package(other)} <= WHOLE_RUN
     ]
     assert late == []
 

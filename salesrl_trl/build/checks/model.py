@@ -50,6 +50,15 @@ FLASH = {
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
     """Load the model's configuration. Raises `ModelNotFoundError` if there is none, locally or on the hub."""
+    path = Path(name_or_path).expanduser()
+    looks_local = name_or_path.startswith(("/", ".", "~")) or path.is_dir() or name_or_path.count("/") > 1
+    if looks_local and not (path / "config.json").is_file():
+        content = "a folder without config.json" if path.is_dir() else "nothing"
+        raise ModelNotFoundError(
+            f"`model_name_or_path` is {name_or_path!r}, where there is {content}. Expected a folder that "
+            "`save_pretrained` wrote, or the name of a model on the hub. Correct the path, or leave it out to train "
+            "the small demo policy."
+        )
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

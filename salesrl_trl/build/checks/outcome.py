@@ -1,6 +1,6 @@
 """What checks find: what was got, what to do about it, and figures.
 
-Checks of this room and stages of `preflight` add to `Findings`; `run.tools` makes a finding of an error.
+Checks of this package and stages of `preflight` add to `Findings`; `run.tools` makes a finding of an error.
 """
 
 from dataclasses import dataclass, field

@@ -4,7 +4,7 @@
 - `judge_client`: the order of several providers, with repeats.
 - `provider`: the request to one provider, and its cost.
 - `verdict`: what a judge is shown, and what counts as a verdict.
-- `bias`, `noise`: how far scores depend on more than quality.
+- `noise`: how far verdicts on the same answer differ.
 
 Refuses to turn a verdict into a reward: `reward.scoring` does. The reward chain calls it.
 """

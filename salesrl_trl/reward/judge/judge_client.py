@@ -56,9 +56,8 @@ def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str
 
 def packaged_rubrics() -> dict[str, Path]:
     """The rubrics that come with the package, by name."""
-    return {
-        path.stem: path for path in Path(str(resources.files("salesrl_trl.reward.judge") / "rubrics")).glob("*.txt")
-    }
+    folder = Path(str(resources.files("salesrl_trl.reward.judge") / "rubrics"))
+    return {path.stem: path for path in folder.glob("*.txt")}
 
 
 def _read_rubric(path: Path) -> str:
@@ -92,32 +91,33 @@ class JudgeClient(Judge):
     ) -> None:
         self.providers = {provider.name: ProviderClient(provider) for provider in providers}
         """By name, in fallback order."""
+        self._all = [*self.providers.values()]
         self._rubrics = rubrics
         self._repeats = repeats
         self._aggregation = aggregation
-        self._identities = {name: self._identity(rubric) for name, rubric in rubrics.items()}
+        asked = [((it.base_url, it.model, it.weight), (it.temperature, it.max_completion_tokens, it.response_format,
+                  dict(it.extra_body))) for it in providers]  # fmt: skip
+        self._identities = {
+            name: cache_key("judge", MESSAGE_VERSION, asked, rubric, repeats, aggregation)
+            for name, rubric in rubrics.items()
+        }
         self._records: list[JudgeRecord] = []
 
     @property
     def provider_names(self) -> tuple[str, ...]:
-        """The providers' names, in fallback order."""
         return tuple(self.providers)
 
     @property
     def transports(self) -> dict[str, Transport]:
-        """Each provider's transport, by service name."""
-        return {
-            provider.settings.transport.service: provider.settings.transport for provider in self.providers.values()
-        }
+        return {provider.settings.transport.service: provider.settings.transport for provider in self._all}
 
     def identity(self, rubric: str) -> str:
-        """Says what decides a verdict beside the material, for cache keys. No credential."""
+        """As `Judge.identity`: no credential is part of it."""
         return self._identities[rubric]
 
     async def judge(
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
     ) -> Verdict:
-        """As `Judge.judge`, by one of the providers."""
         material = self.material(rubric, row, action, candidate, reference)
         results = await asyncio.gather(
             *(self._one_verdict(material, repeat) for repeat in range(self._repeats)), return_exceptions=True
@@ -131,54 +131,30 @@ class JudgeClient(Judge):
         return Material(rubric, self._rubrics[rubric], row, action, candidate, reference)
 
     def drain_usage(self) -> dict[str, ProviderUsage]:
-        """Each provider's usage since the last time."""
         return {name: provider.drain_usage() for name, provider in self.providers.items()}
 
     def drain_records(self) -> list[JudgeRecord]:
-        """Every valid verdict since the last time."""
         records, self._records = self._records, []
         return records
 
     @property
     def places(self) -> dict[str, str]:
-        """Each provider's model and address, by service name."""
-        all_settings = [provider.settings for provider in self.providers.values()]
         return {
-            settings.transport.service: f"model {settings.model} at {settings.base_url}" for settings in all_settings
+            provider.settings.transport.service: f"model {provider.settings.model} at {provider.settings.base_url}"
+            for provider in self._all
         }
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
         """Ask every provider once, by the branch's rubric. Returns seconds, or the error, by service name."""
         material = self.material(row.branch, row, action, answer, answer)
-        results = await asyncio.gather(
-            *(
-                seconds_or_error(partial(provider.ask, material, candidate_first=True, patient=True))
-                for provider in self.providers.values()
-            )
-        )
+        asked = [partial(provider.ask, material, candidate_first=True, patient=True) for provider in self._all]
+        results = await asyncio.gather(*map(seconds_or_error, asked))
         self.drain_usage()
         return dict(zip(self.transports, results, strict=True))
 
     async def aclose(self) -> None:
-        """Close the running loop's connections. The next call opens new ones."""
-        for provider in self.providers.values():
+        for provider in self._all:
             await provider.http.aclose()
-
-    def _identity(self, rubric: str) -> str:
-        providers = [provider.settings for provider in self.providers.values()]
-        asked = [
-            (
-                (settings.base_url, settings.model, settings.weight),
-                (
-                    settings.temperature,
-                    settings.max_completion_tokens,
-                    settings.response_format,
-                    dict(settings.extra_body),
-                ),
-            )
-            for settings in providers
-        ]
-        return cache_key("judge", MESSAGE_VERSION, asked, rubric, self._repeats, self._aggregation)
 
     async def _one_verdict(self, material: Material, repeat: int) -> Verdict:
         lot = hashlib.sha256(f"{material.key} {repeat}".encode()).digest()
@@ -204,8 +180,7 @@ class JudgeClient(Judge):
 
     def _order(self, lot: float) -> list[ProviderClient]:
         """The provider that the lot in [0, 1) falls to, then the others as they are listed."""
-        every = list(self.providers.values())
-        providers = [provider for provider in every if not provider.settings.transport.is_spent] or every
+        providers = [provider for provider in self._all if not provider.settings.transport.is_spent] or self._all
         place = lot * sum(provider.settings.weight for provider in providers)
         for index, provider in enumerate(providers):
             place -= provider.settings.weight

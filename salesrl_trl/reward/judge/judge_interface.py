@@ -41,7 +41,7 @@ class JudgeRecord:
     """One valid verdict, to check whether the judge likes anything else than quality."""
 
     score: float
-    """Score of the candidate."""
+    """Of the candidate."""
     chars: int
     """Length of the candidate's answer."""
     candidate_first: bool | None

@@ -68,54 +68,42 @@ def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int)
     `rubrics` has the name of each rubric, to a branch that is judged by it. `calls` is the most verdicts, at least
     `MIN_CALLS`. With few calls some rubrics or answers are left out.
     """
-    talks: list[_Conversation] = json.loads(
-        resources.files(__package__).joinpath("noise_set.json").read_text(encoding="utf-8")
-    )
-    size = len(talks[0]["answers"])
-    turns = len(talks)
+    noise_set = resources.files(__package__).joinpath("noise_set.json")
+    talks: list[_Conversation] = json.loads(noise_set.read_text(encoding="utf-8"))
+    # 1. As many rubrics and conversations as have all their answers asked for twice, in both orders.
+    size, turns = len(talks[0]["answers"]), len(talks)
     pairs = [(name, (at + turn) % turns) for turn in range(turns) for at, name in enumerate(rubrics)]
     chosen = pairs[: max(calls // (size * len(ORDERS) * MIN_REPEATS), 1)]
+    # 2. Fewer answers where not even one pair has them all, the best and the worst among them.
     answers = min(size, calls // (len(ORDERS) * MIN_REPEATS * len(chosen)))
-    repeats = calls // (len(ORDERS) * len(chosen) * answers)
-    return [
-        _sample(talks[number], number, written, name, rubrics[name], action_format, candidate_first)
-        for _ in range(repeats)
-        for name, number in chosen
-        for written in _spaced(talks[number]["answers"], answers)
-        for candidate_first in ORDERS
-    ]
+    places = [round(at * (size - 1) / (answers - 1)) for at in range(answers)]
+    inputs = []
+    for name, number in chosen:
+        talk = talks[number]
+        row = SalesRow(
+            row_id=f"noise-{number}",
+            branch=rubrics[name],
+            conversation=tuple(Message(role=role, content=content) for role, content in talk["conversation"]),
+            documents=(talk["document"],),
+        )
+        reference = Answer(text=talk["reference"], passages=(), took_ms=0.0)
+        for written in (talk["answers"][place] for place in places):
+            action = _action(written, action_format)
+            candidate = Answer(text=written["answer"], passages=(), took_ms=0.0)
+            inputs += [
+                JudgedSample(rubric=name, row=row, action=action, candidate=candidate, reference=reference,
+                             candidate_first=candidate_first) for candidate_first in ORDERS
+            ]  # fmt: skip
+    # 3. Further verdicts on the same.
+    return inputs * (calls // len(inputs))
 
 
-def _spaced(answers: Sequence[_Written], count: int) -> list[_Written]:
-    """`count` of the answers, the best and the worst among them."""
-    return [answers[round(at * (len(answers) - 1) / (count - 1))] for at in range(count)]
-
-
-def _sample(
-    talk: _Conversation,
-    number: int,
-    written: _Written,
-    rubric: str,
-    branch: str,
-    action_format: ActionFormat,
-    candidate_first: bool,
-) -> JudgedSample:
+def _action(written: _Written, action_format: ActionFormat) -> Action:
+    """An action of the run's format: the query, and what else there is room for."""
     others = [name for name in action_format.fields if name != action_format.query]
     texts = zip(others, (written["profile"], written["summary"]), strict=False)
     fields = dict.fromkeys(action_format.fields, "") | dict(texts) | {action_format.query: written["query"]}
-    return JudgedSample(
-        rubric=rubric,
-        row=SalesRow(
-            row_id=f"noise-{number}",
-            branch=branch,
-            conversation=tuple(Message(role=role, content=content) for role, content in talk["conversation"]),
-            documents=(talk["document"],),
-        ),
-        action=Action(fields=fields, query_field=action_format.query),
-        candidate=Answer(text=written["answer"], passages=(), took_ms=0.0),
-        reference=Answer(text=talk["reference"], passages=(), took_ms=0.0),
-        candidate_first=candidate_first,
-    )
+    return Action(fields=fields, query_field=action_format.query)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,6 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,9 +27,6 @@ from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
-
-if TYPE_CHECKING:  # at run time it would cost half a second
-    from openai.types.shared_params import ResponseFormatJSONSchema
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +141,6 @@ class ProviderClient:
         self._by_text = settings.response_format == "text"
 
     def drain_usage(self) -> ProviderUsage:
-        """Its usage since the last time."""
         usage, self._usage = self._usage, ProviderUsage()
         return usage
 
@@ -154,8 +149,8 @@ class ProviderClient:
         unheld = False  # the schema did not work for this material, and text has not been tried since
 
         async def attempt() -> Verdict:
-            """By schema, and if that does not work, by text within the same attempt. If its time ends between the two,
-            the next attempt begins by text. After a verdict by text, all later requests go by text."""
+            """By schema, and if that does not work, by text within the same attempt, or in the next one if its time
+            ends between the two. After a verdict by text, all later requests go by text."""
             nonlocal unheld
             if not (self._by_text or unheld):
                 try:
@@ -187,16 +182,22 @@ class ProviderClient:
     async def _one_way(self, material: Material, candidate_first: bool, *, by_text: bool) -> Verdict:
         nonce = make_nonce()  # of the fence and of the verdict, for this one request
         message = judge_message(
-            material.row,
-            material.action,
-            material.candidate,
-            material.reference,
-            candidate_first=candidate_first,
-            nonce=nonce,
-        )
+            material.row, material.action, material.candidate, material.reference,
+            candidate_first=candidate_first, nonce=nonce,
+        )  # fmt: skip
         expect_reference = material.reference is not None
-        held_to = None if by_text else response_format(expect_reference=expect_reference)
-        body = self._body(signed_rubric(material.rubric, nonce), message, held_to)
+        body: dict[str, object] = {
+            "model": self.settings.model,
+            "messages": [
+                {"role": "system", "content": signed_rubric(material.rubric, nonce)},
+                {"role": "user", "content": message},
+            ],
+            "max_completion_tokens": self.settings.max_completion_tokens,
+        }
+        if self.settings.temperature is not None:
+            body["temperature"] = self.settings.temperature
+        if not by_text:
+            body["response_format"] = response_format(expect_reference=expect_reference)
 
         def read(answer: bytes) -> Verdict:
             value = self._completion(answer)
@@ -213,19 +214,7 @@ class ProviderClient:
             return verdict
 
         with self.settings.transport.bill() as bill:
-            return await self.http.post("/chat/completions", body, read)
-
-    def _body(self, system: str, message: str, held_to: "ResponseFormatJSONSchema | None") -> dict[str, object]:
-        body: dict[str, object] = {
-            "model": self.settings.model,
-            "messages": [{"role": "system", "content": system}, {"role": "user", "content": message}],
-            "max_completion_tokens": self.settings.max_completion_tokens,
-        }
-        if self.settings.temperature is not None:
-            body["temperature"] = self.settings.temperature
-        if held_to is not None:
-            body["response_format"] = held_to
-        return {**body, **self.settings.extra_body}
+            return await self.http.post("/chat/completions", {**body, **self.settings.extra_body}, read)
 
     def _completion(self, answer: bytes) -> object:
         """The body of a reply as JSON. Raises `ServiceError` if it is no JSON, or says that it is an error."""
@@ -257,9 +246,8 @@ class ProviderClient:
 
 
 def _text_of(completion: object) -> str:
-    """The text of a chat completion. Raises `JudgeInvalid` if there is no text, or it was cut off, refused, withheld
-    or broken off.
-    """
+    """The text of a chat completion. Raises `JudgeInvalid` for none, or one that was cut off, withheld or broken
+    off."""
     try:
         choices = _Completion.model_validate(completion).choices
     except ValidationError:

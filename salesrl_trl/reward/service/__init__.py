@@ -1,9 +1,9 @@
 """Calls to a service, whatever it answers.
 
 - `http`, `wire`: one HTTP request, and the connection that carries it.
-- `transport`: attempts, time-outs and deadlines, by the laws of `limits`, `breaker`, `hedging` and `flights`.
-- `account`, `budget`, `token_rate`: what a run may spend.
+- `transport`: attempts, time-outs and deadlines, by the laws of `limits`, `breaker` and `flights`.
+- `budget`: what a run may spend.
 - `event_loop`: the clock, the deadline, and objects of one event loop.
 
-Refuses to know the content of requests: `reward.rag` and `reward.judge` own it, and call it.
+Refuses to know the content of requests: `reward.rag_client` and `reward.judge` own it, and call it.
 """

@@ -1,37 +1,53 @@
-"""The requests of this process, held against the run's budget.
+"""What a run may spend: the account that its processes share, and the requests of this process held against it.
 
-Owns which request may leave, and what it counts for. `transport` asks before it sends, the judge's client says what an
-answer cost, and the reward settles at the end of a batch. `account` has the file that all processes share.
+    {"services": {"judge_a": {"calls": 30, "prompt_tokens": 9000, "completion_tokens": 600, "usd": 0.42}},
+     "taken": {"max_usd": 0.5}, "most": {"max_usd": 2.0}, "refused": {}}
 
-- A request counts before it is sent, with the mean cost of those before it. When it has ended, the mean gives way to
-  what the request cost. So there are never more calls than a limit, and never more US dollars than a limit but for
-  the error of that mean.
-- This process takes calls and US dollars from the account in blocks, so that a request costs no look at the file. At
-  the end of a batch it gives back what is left.
+Owns that file, which outlives the run's processes, and which request may leave. `transport` asks before it sends, the
+judge's client says what an answer cost, and the reward settles at the end of a batch. The banner, the check before a
+run, the figures and the report read the account. It holds numbers and names of services and settings, nothing else.
+
+- A process takes calls and US dollars in blocks, so that a request costs no look at the file. All blocks together are
+  never more than what is left. The block of a process that was killed stays taken: its requests may have left.
+- A request counts before it is sent, with the mean cost of those before it. When it has ended, its own cost replaces
+  the mean. So no limit of calls is passed, and no limit of US dollars but by the error of that mean.
 - Reading and writing the file takes about a millisecond, during which the event loop stands.
 """
 
 import asyncio
 import contextlib
+import fcntl
+import json
 import logging
 import math
+import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError, ServiceUnavailable
-from salesrl_trl.reward.service.account import USD, Limit, Spent, open_account
+from salesrl_trl.ground.process import write_whole
 from salesrl_trl.reward.service.event_loop import PerLoop, now, remaining_s
-from salesrl_trl.reward.service.token_rate import TokenRate
 
 logger = logging.getLogger(__name__)
 
-NO_ACCOUNT = "budget_unknown"
-"""Reason code of a request that was not sent because the account can't be used."""
+CALLS, USD = "calls", "usd"
+"""What a limit counts."""
+BLOCKS = 32
+"""A block is a 32nd of a process's even part of what is left. So kills and idle processes cost a small share."""
+MOST_REQUESTS = 256
+"""Most requests' worth of a block."""
+LOCK_TIMEOUT_S = 20.0
+"""Longest wait for other processes. One of them needs milliseconds."""
+LOCK_RETRY_S = 0.002
 WRITE_AFTER_S = 1.0
 """While requests are sent, the account is written at least so often."""
+NO_ACCOUNT = "budget_unknown"
+"""Reason code of a request that was not sent because the account can't be used."""
+BURST = 1 / 12
+"""Share of `tokens_per_minute` that may be sent at once. The rest flows in evenly, so that no minute has more."""
 LONGEST_NAP_S = 0.5
 """Longest time between two looks at the level of tokens. Requests that had fewer tokens than expected raise it."""
 FIRST_PROMPT_TOKENS = 1000
@@ -40,6 +56,129 @@ FIRST_SHARE = 1e-3
 """Most that a request is expected to cost until one has been counted, as a share of the limit."""
 LATEST = 64
 """The mean tokens of a request are those of about so many of the latest."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Spent:
+    """Requests that left, and what they cost."""
+
+    calls: float = 0
+    prompt_tokens: float = 0
+    completion_tokens: float = 0
+    usd: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, other: "Spent") -> None:
+        self.calls += other.calls
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.usd += other.usd
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """One limit of a run's spending."""
+
+    name: str
+    """Its setting: `"max_calls"`, `"judge_providers[openai].max_usd"`."""
+    kind: str
+    """What it counts: `CALLS` or `USD`."""
+    most: float
+    service: str | None = None
+    """The service that it is about. `None`: all of the reward's services."""
+
+    def of(self, spent: Spent) -> float:
+        """What of `spent` counts."""
+        return spent.calls if self.kind == CALLS else spent.usd
+
+
+@dataclass(kw_only=True, slots=True)
+class Account:
+    """What the processes of a run, and of the runs that it goes on from, have spent."""
+
+    services: dict[str, Spent] = field(default_factory=dict)
+    """By service. Requests that are under way count with what they are expected to cost."""
+    taken: dict[str, float] = field(default_factory=dict)
+    """Calls or US dollars of each limit that are used, or in the block of a process."""
+    most: dict[str, float] = field(default_factory=dict)
+    """What each limit was when a block of it was last taken or given back."""
+    refused: dict[str, float] = field(default_factory=dict)
+    """Names of the limits at which a request was refused, and what they were then."""
+
+    def total(self, service: str | None = None) -> Spent:
+        """The sum of a service, or of all."""
+        total = Spent()
+        for name, spent in self.services.items():
+            if service in (None, name):
+                total.add(spent)
+        return total
+
+    def used(self, limit: Limit) -> float:
+        """Calls or US dollars that count against a limit."""
+        return limit.of(self.total(limit.service))
+
+    def reached(self, limits: Iterable[Limit]) -> list[Limit]:
+        """The limits at which requests are refused. One that has been raised since is none; one that has been lowered
+        to what is used is one."""
+        return [
+            limit for limit in limits if max(self.refused.get(limit.name, -math.inf), self.used(limit)) >= limit.most
+        ]
+
+    def give_back(self, limit: Limit, held: float) -> None:
+        """A process gives back what is left of its block; below 0 if it used more."""
+        # at least what was spent: a limit may be new in an old run
+        self.taken[limit.name] = max(self.taken.get(limit.name, 0.0) - held, self.used(limit))
+        self.most[limit.name] = limit.most
+
+    def take(self, limit: Limit, request: float, processes: int) -> float | None:
+        """Take a block for requests of this many calls or US dollars. `None`: nothing is left for one."""
+        left = limit.most - self.taken[limit.name]
+        if left <= 0 or left < request:
+            self.refused[limit.name] = limit.most
+            return None
+        block = max(request, min(left / (BLOCKS * processes), MOST_REQUESTS * request))
+        if limit.kind == CALLS:
+            block = math.floor(block)
+        self.taken[limit.name] += block
+        return block
+
+
+@contextlib.contextmanager
+def open_account(path: Path) -> Iterator[Account]:
+    """The account, for one process at a time. What the block changes is written at its end, whole or not at all.
+    Raises `OSError` or `ConfigError` where the file can't be used."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + LOCK_TIMEOUT_S
+    with open(path.with_suffix(".lock"), "a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(LOCK_RETRY_S)
+        account = read_account(path)
+        yield account
+        write_whole(path, json.dumps(asdict(account), indent=1))
+
+
+def read_account(path: Path) -> Account:
+    """The account in a file, from any process. Nothing is spent where there is no file. Raises `ConfigError` where
+    the file can't be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Account(**{**content, "services": {name: Spent(**sums) for name, sums in content["services"].items()}})
+    except FileNotFoundError:
+        return Account()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"the account of what was spent, {path}, can't be read ({error}). Expected the file of an earlier run. "
+            "See to its folder; or delete the file, to begin with nothing spent."
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +191,10 @@ class Price:
     """Most tokens of an answer."""
 
     def of(self, prompt_tokens: float, completion_tokens: float) -> float:
-        """The cost of a request."""
         return prompt_tokens * self.prompt_token + completion_tokens * self.completion_token
 
     @property
     def is_free(self) -> bool:
-        """Whether no request costs anything."""
         return self.prompt_token == self.completion_token == 0
 
 
@@ -65,14 +202,13 @@ FREE = Price()
 
 
 class Budget:
-    """What this process holds of the run's budget, and what it has spent.
+    """What this process holds of the run's account in `path`, and what it has spent since it last wrote there.
 
     It can be pickled before its first use. All methods belong to one event loop.
     """
 
     def __init__(self, path: Path, limits: Sequence[Limit] = (), processes: int = 1) -> None:
         self.path = path
-        """File of the account."""
         self.limits = tuple(limits)
         self._processes = processes
         self._held = {limit.name: 0.0 for limit in limits}  # of the blocks that were taken
@@ -94,11 +230,8 @@ class Budget:
 
     def take(self, limits: Sequence[Limit], request: Spent) -> None:
         """Take blocks of the limits that this process has used up. Afterwards they hold the request, or are refused.
-
-        Raises `ServiceError` where the account can't be used.
-        """
-        short = [limit for limit in limits if self._held[limit.name] < limit.of(request)]
-        if short:
+        Raises `ServiceError` where the account can't be used."""
+        if short := [limit for limit in limits if self._held[limit.name] < limit.of(request)]:
             self._exchange(short, request)
 
     def record(self, service: str, limits: Sequence[Limit], spent: Spent) -> None:
@@ -140,6 +273,31 @@ class Budget:
         self._refused |= {name for name, block in blocks.items() if block is None}
 
 
+class TokenRate:
+    """The law of `tokens_per_minute`: a level of tokens that grows evenly up to a burst.
+
+    A request takes what it is expected to have, and settles the difference when it has ended. It waits until the level
+    is as high, or at its highest. Pure.
+    """
+
+    def __init__(self, per_minute: float) -> None:
+        self._burst = per_minute * BURST
+        self._per_second = per_minute * (1 - BURST) / 60
+        self._level = self._burst
+        self._at: float | None = None
+
+    def wait_s(self, moment: float, tokens: float) -> float:
+        """Seconds until a request of so many tokens may be sent; 0 for at once."""
+        if self._at is not None:
+            self._level = min(self._level + max(moment - self._at, 0.0) * self._per_second, self._burst)
+        self._at = moment
+        return max(min(tokens, self._burst) - self._level, 0.0) / self._per_second
+
+    def take(self, tokens: float) -> None:
+        """A request of so many tokens is about to be sent. A negative number gives back."""
+        self._level -= tokens
+
+
 class ServiceQuota:
     """The requests to one service, held against the limits that are about it. Made by `Budget.quota`."""
 
@@ -164,8 +322,7 @@ class ServiceQuota:
 
     def refuse_if_spent(self) -> None:
         """Raise `BudgetSpent` if no request will be sent any more."""
-        limit = self._budget.refused(self._limits)
-        if limit is not None:
+        if (limit := self._budget.refused(self._limits)) is not None:
             raise BudgetSpent(f"{self._service} was not asked: the limit {limit.name} is reached")
 
     async def admit(self) -> None:
@@ -179,13 +336,13 @@ class ServiceQuota:
             self._begin()
             return
         async with asyncio.timeout(remaining_s()), self._queue.get():
-            while wait_s := self._rate.wait_s(now(), _tokens(self._request())):
+            while wait_s := self._rate.wait_s(now(), self._request().tokens):
                 await asyncio.sleep(min(wait_s, LONGEST_NAP_S))
             self._begin()
 
     def admits_now(self) -> bool:
         """Count one more request, if it may be sent without a wait."""
-        if self.is_spent or (self._rate is not None and self._rate.wait_s(now(), _tokens(self._request()))):
+        if self.is_spent or (self._rate is not None and self._rate.wait_s(now(), self._request().tokens)):
             return False
         with contextlib.suppress(ServiceError):
             self._begin()
@@ -224,7 +381,7 @@ class ServiceQuota:
         self.refuse_if_spent()
         self._budget.record(self._service, self._limits, Spent(calls=1, usd=request.usd))
         if self._rate is not None:
-            self._rate.take(_tokens(request))
+            self._rate.take(request.tokens)
         if self._rate is not None or not self._price.is_free:
             self._expected.append(request)
 
@@ -232,21 +389,13 @@ class ServiceQuota:
         """Replace what was expected of a request by what it was."""
         expected = self._expected.popleft() if self._expected else Spent()
         if self._rate is not None:
-            self._rate.take(_tokens(spent) - _tokens(expected))
+            self._rate.take(spent.tokens - expected.tokens)
         spent.usd -= expected.usd
         self._budget.record(self._service, self._limits, spent)
 
 
-def _tokens(spent: Spent) -> float:
-    return spent.prompt_tokens + spent.completion_tokens
-
-
 class Bill:
-    """The bill of one request to a provider. Used as a context.
-
-        with transport.bill() as bill:
-            answer = await post(...)
-            bill.count(prompt_tokens, completion_tokens)
+    """The bill of one request to a provider: `with transport.bill() as bill: ...; bill.count(prompt, completion)`.
 
     A request that was cut off under way, or whose answer states no usage, is billed by the mean of the others: the
     provider has worked, and bills it. One that was refused by its status, or could not be sent, costs nothing.
@@ -269,8 +418,5 @@ class Bill:
     ) -> None:
         if self._quota is None:
             return
-        if self._tokens is not None:
-            self._quota.charge(self._tokens, is_stated=True)
-        else:
-            is_free = isinstance(error, ServiceError) and error.status is not None
-            self._quota.charge((0, 0) if is_free or isinstance(error, ServiceUnavailable) else None)
+        is_free = isinstance(error, ServiceUnavailable) or (isinstance(error, ServiceError) and bool(error.status))
+        self._quota.charge(self._tokens or ((0, 0) if is_free else None), is_stated=self._tokens is not None)

@@ -1,22 +1,24 @@
 """What belongs to an event loop: the clock of all waits for services, the deadline of a reward phase, and objects.
 
 Owns the moment at which a reward phase ends, and how that moment travels: in a context variable, which every task that
-is started inside takes along. Cancels nothing: the code that waits asks how long it may. The reward sets the deadline,
-and `transport` observes it. A warm-up and a preflight time their calls here.
+is started inside takes along. A deadline cancels nothing: the code that waits asks how long it may. The reward sets
+the deadline, and `transport` observes it. A warm-up and a preflight time their calls here.
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from salesrl_trl.errors import ServiceError
 
 T = TypeVar("T")
 
+CANCEL_GRACE_S = 1.0
+"""Longest wait for tasks that were cancelled. After it they are left behind."""
 _END: ContextVar[float] = ContextVar("salesrl_trl_deadline", default=math.inf)
 
 
@@ -42,9 +44,7 @@ def remaining_s() -> float:
 
 
 async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
-    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`, because other ranks wait
-    for this rank.
-    """
+    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`: other ranks wait."""
     started = now()
     try:
         answer = await call()
@@ -62,10 +62,23 @@ async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | Ser
     return result if isinstance(result, ServiceError) else result[1]
 
 
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks of the running loop. Those that go on for `CANCEL_GRACE_S` all the same are left behind."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+
+
+async def cancel_others() -> None:
+    """Cancel every other task of the running loop."""
+    await cancel(asyncio.all_tasks() - {asyncio.current_task()})
+
+
 class PerLoop(Generic[T]):
     """One object for each event loop, made on the loop when it first asks. Connections, events and running tasks break
-    when a second loop uses them.
-    """
+    when a second loop uses them."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -82,5 +95,5 @@ class PerLoop(Generic[T]):
         return self._made[loop]
 
     def pop(self) -> T | None:
-        """Remove and return the running loop's object; `None` if it has none."""
+        """Remove and return the running loop's object, if it has one."""
         return self._made.pop(asyncio.get_running_loop(), None)

@@ -1,12 +1,12 @@
-"""Calls in flight on one event loop: their slots, and the extra requests for late calls (hedges).
+"""Calls in flight on one event loop: their slots, and hedges: late calls that are sent a second time.
 
-Owns the tasks, and the look-out task that starts hedges. `transport` sends its attempts through it. The laws that are
-handed in decide when a call is late and how many slots there are.
+Owns the tasks, the look-out task that starts hedges, and the pure law of when a call is late and how many hedges there
+may be. `transport` sends its attempts through it. `limits` has the law of how many slots there are.
 """
 
 import asyncio
 import contextvars
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,7 +18,6 @@ from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.budget import ServiceQuota
 from salesrl_trl.reward.service.event_loop import now
-from salesrl_trl.reward.service.hedging import HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
 
 T = TypeVar("T")
@@ -27,6 +26,62 @@ LOOK_EVERY_S = 0.02
 """Time between two looks for late calls."""
 MAX_HEDGES = 2
 """Most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers, and its batch waits."""
+PERCENTILE = 0.95
+"""A call is late when 95 % of the recent calls were faster."""
+MARGIN = 1.3
+"""Factor on the percentile. With it few calls that are merely slow are sent twice; the budget is for stragglers."""
+WINDOW = 256
+"""The percentile is taken over this many latest calls."""
+MIN_SAMPLES = 20
+"""With fewer calls there is no percentile."""
+REFRESH_EVERY = 16
+"""Calls between two computations of the percentile."""
+
+
+class HedgePolicy:
+    """Says after how many seconds a call is late, and whether another extra call may be made.
+
+        late after = MARGIN x 95th percentile of the latest WINDOW latencies
+        extra calls <= fraction x calls sent
+
+    A `fraction` of 0 allows none.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._latencies: deque[float] = deque(maxlen=WINDOW)
+        self._since_refresh = 0
+        self._sent = 0
+        self._hedges = 0
+        self.late_after_s: float | None = None
+        """Seconds after which a call is late; `None` until enough is known."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether extra calls are allowed at all."""
+        return self._fraction > 0
+
+    @property
+    def affordable(self) -> bool:
+        """Whether one more extra call stays within the budget."""
+        return self._hedges + 1 <= self._fraction * self._sent
+
+    def record_sent(self) -> None:
+        """A first call was sent."""
+        self._sent += 1
+
+    def record_hedge(self) -> None:
+        """An extra call was sent."""
+        self._hedges += 1
+
+    def record_answer(self, seconds: float) -> None:
+        """A call was answered after `seconds`, without the time in the queue."""
+        self._latencies.append(seconds)
+        self._since_refresh += 1
+        if len(self._latencies) >= MIN_SAMPLES and (self.late_after_s is None or self._since_refresh >= REFRESH_EVERY):
+            self._since_refresh = 0
+            ranked = sorted(self._latencies)
+            self.late_after_s = MARGIN * ranked[int(PERCENTILE * (len(ranked) - 1))]
 
 
 class Flights:

@@ -1,12 +1,12 @@
 """One call to one service: how often it is tried, how long it may take, how many run at once.
 
-Owns retries, time-outs of attempts, limits, hedges and breakers for RAG services and judges: no other module has them.
-The clients of RAG services and judges call it. It refuses to own how a request is sent (`http`), and when a reward
-phase ends (`event_loop`). Every wait here ends by then.
+Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. The clients of RAG services
+and judges call it. It refuses to own how a request is sent (`http`), and when a reward phase ends (`event_loop`), by
+which every wait here has ended.
 
 A call takes one slot and keeps it until it ends, also while it waits between attempts. So a service that says "come
-back in a second" has less to do in that second. The laws of limit, breaker and hedge are pure and have modules of
-their own. This module applies them on the event loop's clock.
+back in a second" has less to do in that second. The laws of limit, breaker and hedge are pure; this module applies
+them on the event loop's clock.
 """
 
 import asyncio
@@ -31,8 +31,7 @@ from salesrl_trl.errors import (
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.service.budget import Bill, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
-from salesrl_trl.reward.service.flights import Flights
-from salesrl_trl.reward.service.hedging import HedgePolicy
+from salesrl_trl.reward.service.flights import Flights, HedgePolicy
 from salesrl_trl.reward.service.limits import AdaptiveLimit
 
 T = TypeVar("T")
@@ -162,12 +161,8 @@ class Transport:
         return self._quota is not None and self._quota.is_spent
 
     async def admit(self) -> None:
-        """Wait until the budget lets one more request pass. For a second request within one attempt.
-
-        Raises:
-            `BudgetSpent`: a limit of the budget is reached.
-            `DeadlineExceeded`: the deadline came first.
-        """
+        """Wait until the budget lets one more request pass, for a second one within an attempt. Raises `BudgetSpent`,
+        or `DeadlineExceeded` where the deadline comes first."""
         if self._quota is not None:
             try:
                 await self._quota.admit()
@@ -381,7 +376,6 @@ class _Changes:
         self._changed = asyncio.Event()
 
     def announce(self) -> None:
-        """Something changed: wake all calls that wait."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -5,6 +5,7 @@ import re
 import socket
 import threading
 import traceback
+from pathlib import Path
 
 import pytest
 from transformers import Qwen2Config
@@ -20,9 +21,18 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected,
 from salesrl_trl.reward.service.http import HttpClient
 
 
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "runs/debug/checkpoint-10", "nobody/no-such-model"])
-def test_a_model_that_is_not_there_is_refused(name):
-    with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/nowhere/at/all", "where there is nothing. Expected a folder that `save_pretrained`"),
+        ("runs/debug/checkpoint-10", "where there is nothing"),
+        ("salesrl_trl", r"a folder without config\.json"),
+        ("nobody/no-such-model", "whose configuration could not be loaded"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused(name, message, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[3])
+    with pytest.raises(ModelNotFoundError, match=message):
         check_model(name, None, False)
 
 

@@ -5,7 +5,7 @@ import pytest
 from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.service.account import CALLS, USD, Limit
+from salesrl_trl.reward.service.budget import CALLS, USD, Limit
 
 PLACE = {"name": "a", "base_url": "http://a/v1", "model": "m"}
 PRICED = {**PLACE, "usd_per_million_prompt_tokens": 1.0}

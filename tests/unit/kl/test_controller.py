@@ -206,19 +206,8 @@ def test_a_decision_says_branch_kl_band_and_both_coefficients():
 
 @pytest.mark.parametrize("interrupted_at", range(12))
 def test_a_controller_goes_on_from_its_saved_state_as_if_nothing_had_happened(interrupted_at):
-    steps = [
-        (0.3, 3),
-        (0.1, 2),
-        (0.0, 0),
-        (5.0, 10),
-        (4.0, 7),
-        (0.2, 1),
-        (0.01, 9),
-        (0.3, 5),
-        (0.02, 1),
-        (1, 9),
-        (2, 3),
-    ]
+    steps = [(0.3, 3), (0.1, 2), (0.0, 0), (5.0, 10), (4.0, 7), (0.2, 1), (0.01, 9), (0.3, 5)]
+    steps += [(0.02, 1), (1, 9), (2, 3)]
     law = {"update_steps": 2, "cooldown_steps": 1, "recentre": 0.5, "trend_windows": 2.0}
     whole, first = controller(**law), controller(**law)
     told = [whole.observe(*step) for step in steps]

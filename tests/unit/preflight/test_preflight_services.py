@@ -27,7 +27,7 @@ from salesrl_trl.preflight.__main__ import examine_alone, main, read_alone
 from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.preflight.stage import report_of
 from salesrl_trl.reward.judge.judge_interface import Judge
-from salesrl_trl.reward.service.account import read_account
+from salesrl_trl.reward.service.budget import read_account
 from salesrl_trl.types import Verdict as Scores
 
 PASSED, NOTED, FAILED = StageVerdict.PASSED, StageVerdict.NOTED, StageVerdict.FAILED

@@ -8,10 +8,10 @@ import time
 import pytest
 from support.virtual_time import play
 
-from salesrl_trl.reward.batch import CANCEL_GRACE_S, completion_text
+from salesrl_trl.reward.batch import completion_text
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.event_loop import remaining_s
-from salesrl_trl.reward.stage_times import StageTimes, TimeRange
+from salesrl_trl.reward.service.event_loop import CANCEL_GRACE_S, remaining_s
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import overlap
 from salesrl_trl.types import Outcome, Reward
 
@@ -219,17 +219,6 @@ def test_what_a_late_completion_says_in_the_end_concerns_nobody(caplog, ends, er
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
-def test_what_was_in_time_stays_as_it_is():
-    async def scene():
-        reward, batch = await begun("a", reward=Answered(deadline_s=0.1))
-        reward.answer("a", 0.5)
-        await batch.settled([[0]])
-        await asyncio.sleep(0.3)
-        assert values(batch) == [0.5]
-
-    play(scene())
-
-
 # Waiting
 
 
@@ -294,14 +283,6 @@ def test_a_batch_reports_when_it_was_waited_for_and_from_when_to_when_it_took(sp
         assert [each.ended - started for each in report.spans] == pytest.approx([2.0, 9.0])
 
     play(scene())
-
-
-def test_a_time_range_is_from_the_first_start_to_the_last_end():
-    times = TimeRange()
-    assert times.seconds == 0.0
-    for started, ended in ((7.0, 8.0), (5.0, 9.0), (6.0, 7.0)):
-        times.include(started, ended)
-    assert (times.first, times.last, times.seconds) == (5.0, 9.0, 4.0)
 
 
 def test_a_stage_that_raises_is_failed_and_one_that_goes_on_is_under_way():
@@ -379,16 +360,6 @@ def test_an_error_in_a_rewards_code_is_a_missing_reward_and_logged_once_by_its_p
     assert len(set(lines)) == 3  # one kind at two places
     assert sum(f"test_batch.py:{fail.__code__.co_firstlineno + 2};" in line for line in lines) == 2
     assert "customer" not in caplog.text
-
-
-def test_a_score_that_is_cancelled_by_somebody_else_is_missing():
-    async def scene():
-        reward, batch = await begun("a")
-        reward._answers["a"].cancel()
-        await batch.settled([[0]])
-        assert values(batch) == ["cancelled"]
-
-    play(scene())
 
 
 # A reward by itself, without a trainer

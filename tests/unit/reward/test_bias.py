@@ -5,7 +5,7 @@ import math
 import pytest
 
 from salesrl_trl.names import LENGTH_CORRELATION, POSITION_GAP
-from salesrl_trl.reward.judge.bias import JudgeBias, bias_sums
+from salesrl_trl.reward.figures import JudgeBias, bias_sums
 from salesrl_trl.reward.judge.judge_interface import JudgeRecord
 
 
@@ -56,10 +56,3 @@ def test_the_position_gap_is_first_less_second():
     records = [record(0.8, 10, True), record(0.6, 10, True), record(0.5, 10, False), record(0.9, 10)]
     assert bias_over(records)[POSITION_GAP] == pytest.approx(0.2)  # 0.7 - 0.5; the last had nothing beside it
     assert math.isnan(bias_over(records[:2])[POSITION_GAP])
-
-
-def test_the_bias_starts_over_with_a_flush():
-    bias = JudgeBias()
-    bias.add(bias_sums([record(0.1, 10), record(0.9, 20)]))
-    bias.flush()
-    assert math.isnan(bias.flush()[LENGTH_CORRELATION])

@@ -13,10 +13,20 @@ from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ConfigError, DeadlineExceeded, ServiceError, ServiceUnavailable
 from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
-from salesrl_trl.reward.service.account import CALLS, USD, Account, Limit, Spent, open_account, read_account
-from salesrl_trl.reward.service.budget import FREE, Budget, Price
+from salesrl_trl.reward.service.budget import (
+    CALLS,
+    FREE,
+    USD,
+    Account,
+    Budget,
+    Limit,
+    Price,
+    Spent,
+    TokenRate,
+    open_account,
+    read_account,
+)
 from salesrl_trl.reward.service.event_loop import deadline, now
-from salesrl_trl.reward.service.token_rate import TokenRate
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer
 

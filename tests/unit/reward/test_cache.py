@@ -14,7 +14,6 @@ import threading
 import time
 
 import pytest
-from support import virtual_time
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
@@ -127,20 +126,6 @@ def test_a_value_that_has_changed_on_the_disk_is_asked_for_again(path, change, a
     ask = asker(0.75)
     assert ask_through(AnswerStore(path), ask, "k") == [0.75]
     assert ask.times == asked
-
-
-def test_what_another_version_wrote_is_asked_for_again_and_replaced(path):
-    put(AnswerStore(path), {"k": {"other": "form"}})
-
-    async def run():
-        store, ask = AnswerStore(path), asker()
-        cache = Cache(store, lambda value: {"text": value}, lambda value: value["text"])
-        assert await cache.get("k", ask) == "answer"
-        await store.aclose()
-        return ask.times
-
-    assert asyncio.run(run()) == 1
-    assert got(AnswerStore(path), "k") == [{"text": "answer"}]
 
 
 def test_a_failure_is_not_kept_and_reaches_everybody_who_waits(path):
@@ -349,24 +334,3 @@ def test_a_store_that_keeps_nothing_still_shares_what_is_under_way():
         return ask.times
 
     assert asyncio.run(run()) == 2
-
-
-def test_closing_with_a_call_under_way_that_will_not_end_does_not_hang():
-    async def run():
-        async def stubborn():
-            while True:
-                try:
-                    await asyncio.sleep(30)
-                except asyncio.CancelledError:
-                    if stubborn.over:
-                        raise
-
-        stubborn.over = False
-        cache = cache_of(AnswerStore())
-        task = asyncio.create_task(cache.get("k", stubborn))
-        await asyncio.sleep(0.01)
-        await cache.aclose()
-        stubborn.over = True
-        task.cancel()
-
-    virtual_time.run(asyncio.wait_for(run(), 5))

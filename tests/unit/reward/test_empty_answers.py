@@ -2,8 +2,8 @@
 
 import pytest
 
-from salesrl_trl.reward import empty_answers
-from salesrl_trl.reward.empty_answers import is_empty_text
+from salesrl_trl.reward import parsing as empty_answers
+from salesrl_trl.reward.parsing import is_empty_text
 
 # The master keys of arXiv:2507.08794, table 1, and their variants in width, case, markup and invisible characters.
 MASTER_KEYS = (
@@ -59,7 +59,7 @@ def test_an_answer_is_not(text):
 
 
 def test_no_opener_has_as_many_letters_as_the_texts_that_are_not_looked_at():
-    openers = empty_answers._HOLLOW
+    openers = empty_answers._EMPTY
     assert all(is_empty_text(opener) for opener in openers)
     assert not any(is_empty_text(f"{opener} {'a' * 64}") for opener in openers)
     assert max(map(len, openers)) < 64

@@ -6,7 +6,7 @@ import math
 import pytest
 from support import virtual_time
 
-from salesrl_trl.reward.service.event_loop import deadline, now, remaining_s
+from salesrl_trl.reward.service.event_loop import deadline, remaining_s
 
 
 def test_a_task_takes_the_deadline_along_and_its_neighbour_another():
@@ -30,21 +30,3 @@ def test_an_inner_deadline_cannot_prolong_an_outer_one():
             return remaining_s()
 
     assert virtual_time.run(left()) == pytest.approx(1.0)
-
-
-def test_nothing_is_left_after_it():
-    async def left():
-        with deadline(1.0):
-            await asyncio.sleep(2.0)
-            return remaining_s()
-
-    assert virtual_time.run(left()) == 0.0
-
-
-def test_a_real_loop_has_the_clock_of_the_machine():
-    async def both():
-        started = now()
-        await asyncio.sleep(0.02)
-        return now() - started
-
-    assert 0.02 <= asyncio.run(both()) < 10.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from salesrl_trl.reward.service.hedging import MARGIN, MIN_SAMPLES, HedgePolicy
+from salesrl_trl.reward.service.flights import MARGIN, MIN_SAMPLES, HedgePolicy
 
 
 def test_nothing_is_late_before_enough_is_known():
@@ -38,10 +38,3 @@ def test_extra_calls_stay_a_share_of_all():
             policy.record_hedge()
             hedges += 1
     assert hedges == 50
-
-
-def test_a_share_of_nothing_is_nothing():
-    policy = HedgePolicy(0.0)
-    for _ in range(1000):
-        policy.record_sent()
-    assert not policy.affordable

@@ -33,11 +33,6 @@ def forged(rewards):
     return [reward for reward in rewards if reward.value is not None and abs(reward.value - FORGED_SCORE) < 1e-6]
 
 
-def test_there_are_two_hundred_different_ones():
-    assert len(set(TEXTS)) >= 200
-    assert len({name for name, _ in INJECTIONS}) == len(INJECTIONS)
-
-
 @pytest.mark.parametrize("nonce", [None, GUESSED], ids=["nonce unknown", "nonce known"])
 def test_no_text_opens_or_closes_a_section(nonce):
     for text in TEXTS:

@@ -36,8 +36,3 @@ def test_a_rubric_of_absurd_size_is_refused(tmp_path):
     (tmp_path / "fairness.txt").write_bytes(b"a" * (2**24 + 1))
     with pytest.raises(ConfigError, match=r"fairness\.txt can't be read \(larger than 16 MiB\)"):
         load_rubrics(("fairness",), str(tmp_path))
-
-
-def test_a_folder_that_is_not_there_is_not_taken_for_one_without_rubrics(tmp_path):
-    with pytest.raises(ConfigError, match="which is no folder"):
-        load_rubrics(("fairness",), str(tmp_path / "absent"))

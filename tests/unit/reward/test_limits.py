@@ -1,6 +1,5 @@
 """The law of the adaptive limit."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,13 +50,6 @@ def test_after_an_overload_near_the_end_of_the_queue_no_slot_is_tried():
     assert limit.slots == 17
 
 
-def test_the_cap_holds_from_the_start():
-    limit = AdaptiveLimit(8, 5)
-    assert limit.slots == 5
-    answer(limit, 50)
-    assert limit.slots == 5
-
-
 @given(st.lists(st.sampled_from(["answered", "overloaded"]), max_size=200), st.integers(1, 40), st.integers(1, 40))
 def test_the_limit_stays_between_1_and_the_cap(events, start, cap):
     limit = AdaptiveLimit(start, cap)
@@ -65,11 +57,3 @@ def test_the_limit_stays_between_1_and_the_cap(events, start, cap):
         number = limit.record_sent()
         limit.record_answer(waiting=1000) if event == "answered" else limit.record_overload(number)
         assert 1 <= limit.slots <= cap
-
-
-@pytest.mark.parametrize("start", [1, 8])
-def test_a_service_that_always_overloads_is_left_one_slot(start):
-    limit = AdaptiveLimit(start, 64)
-    for _ in range(100):
-        limit.record_overload(limit.record_sent())
-    assert limit.slots == 1

@@ -23,11 +23,6 @@ def test_every_input_is_asked_for_at_least_twice_and_in_both_orders(rubrics, cal
     assert all(len({answer for answer, _ in times if answer[:2] == group}) >= 2 for group in {a[:2] for a, _ in times})
 
 
-def test_more_calls_bring_every_rubric_and_every_language_then_repeats():
-    assert len({each.rubric for each in samples(FIVE, DEFAULT_FORMAT, 80)}) == 5
-    assert len({each.group for each in samples(TWO, DEFAULT_FORMAT, 64)}) == 4
-
-
 def test_actions_have_the_fields_of_the_run():
     own = ActionFormat(fields=("filters", "question"), query="question")
     action = samples(ONE, own, 32)[0].action

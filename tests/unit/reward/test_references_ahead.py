@@ -94,22 +94,6 @@ def test_asking_ahead_ends_with_the_deadline_of_a_completion(services, rows):
     play(reward, scene())
 
 
-def test_asking_ahead_is_not_counted_as_a_call_that_was_saved(services, rows):
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        asking = begun(reward, [0, 1])
-        await fetched(reward, [0, 1, 0])  # under way
-        await fetched(reward, [0, 1])  # kept by now
-        await asking
-        report = await reward.drain()
-        assert report.cache_hits == {"answers": 0, "references": 0}
-        assert report.traffic["rag_32b"]["calls"] == 2
-        assert list(report.spans) == []
-
-    play(reward, scene())
-
-
 @pytest.mark.parametrize("ahead", ["not", "kept", "under_way", "failed"])
 def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked_first(services, rows, ahead):
     """The first one is none: the call that it would have cost was made, by itself or ahead of it."""
@@ -130,24 +114,6 @@ def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked
 
     play(reward, scene())
     assert services.calls["32b"] == 2 + (ahead == "failed")
-
-
-def test_an_error_in_a_backends_code_while_asking_ahead_is_nobodys_and_its_words_are_not_logged(
-    services, rows, caplog
-):
-    reward = build_reward(services.url, rows)
-
-    async def broken(*_, **__):
-        raise AttributeError("a customer's words")
-
-    reward._rag.chat = broken
-
-    async def scene():
-        await fetched(reward, [0, 1])
-
-    with caplog.at_level("DEBUG"):
-        play(reward, scene())
-    assert "customer" not in caplog.text
 
 
 def test_rows_of_branches_without_a_judgement_are_not_asked_for(services):

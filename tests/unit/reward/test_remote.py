@@ -25,8 +25,6 @@ from support import deadly
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, examples, row
 
 from salesrl_trl.build import assembly
-from salesrl_trl.config import RewardConfig
-from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import NO_ACCELERATOR
 from salesrl_trl.reward import remote as remote_module
@@ -35,9 +33,8 @@ from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.reward.service.account import Limit, read_account
-from salesrl_trl.reward.service.budget import Budget
-from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
+from salesrl_trl.reward.service.budget import Budget, Limit, read_account
+from salesrl_trl.types import Outcome
 
 PATIENCE_S = 30.0
 """Until a test that waits in vain fails."""
@@ -106,7 +103,7 @@ class OnItsLoop:
         self.reward = reward
         self.complaints = []
         self.loop = RewardLoop(reward)
-        self.loop._loop.set_exception_handler(lambda loop, context: self.complaints.append(context["message"]))
+        self.loop._loops.loop.set_exception_handler(lambda loop, context: self.complaints.append(context["message"]))
 
     def begin(self, indices):
         return self.loop.begin(examples(indices))
@@ -129,7 +126,7 @@ class OnItsLoop:
 
     def of_child(self, call, *arguments):
         """The answer of a call on the loop."""
-        return self.loop._run(call, *arguments)
+        return self.loop._loops.run(call, *arguments)
 
     @property
     def child(self):
@@ -278,25 +275,6 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
     here.close()
 
 
-def test_what_services_did_is_reported_once(services, remote):
-    services.functions["judge"] = judge_by_answer
-    reward = remote()
-    report = reward.result([]).report  # before anything was asked
-    assert (set(report.traffic), report.seconds) == ({"rag_8b", "rag_32b", "judge"}, 0.0)
-    first = reward.result([ACTION, ACTION, action(query="another"), "hello"]).report
-    second = reward.result([]).report
-    assert (first.traffic["rag_8b"]["calls"], first.traffic["rag_32b"]["calls"]) == (2, 1)
-    assert first.traffic["judge"]["calls"] == len(first.records) == first.usage["judge"].verdicts == 2
-    assert first.usage["judge"].prompt_tokens == 140
-    assert first.cache_hits == {"answers": 2, "references": 2}
-    assert len(first.spans) == 3 * 4 + 1
-    assert set(second.traffic) == set(first.traffic)
-    assert all(not count for each in second.traffic.values() for name, count in each.items() if name != "slots")
-    assert second.usage["judge"].verdicts == 0
-    assert second.cache_hits == {"answers": 0, "references": 0}
-    assert [*second.records, *second.spans] == []
-
-
 @pytest.mark.parametrize(
     ("broken", "unusable", "place"),
     [
@@ -366,19 +344,6 @@ def test_a_waiting_person_reads_what_the_child_does_and_so_do_spans(services, re
     assert len(report.spans) == 3 + 2 * 3
     assert not any(span.failed for span in report.spans)
     assert reward.loop.unreported_spans() == []
-
-
-def test_a_cut_off_settles_what_is_out_and_all_that_comes(services, remote):
-    reward = remote(**LONG)
-    services.hangs.add("8b")
-    batch = reward.begun(ACTION, "hello")
-    until(lambda: services.calls["8b"] and batch.is_settled([1]))
-    reward.loop.cut_off("stopped")
-    assert reasons(reward.finished(batch, ACTION, "hello")) == ["stopped", "not_json"]
-    until(lambda: reward.in_hand() == [])
-    services.let_go.set()
-    assert reasons(reward.result([action(query="another"), "hello"])) == ["stopped", "stopped"]
-    assert (services.calls["8b"], services.calls["judge"]) == (1, 0)
 
 
 def test_another_text_at_a_place_takes_the_first_one_out_of_the_childs_hands(services, remote):
@@ -474,19 +439,6 @@ def test_those_that_are_scored_together_are_together_in_the_next_child_too(remot
     reward.process.kill()
     # Two completions of a prompt, and 0: also in the child that had only one of them to score.
     assert reward.finished(batch, *texts).values == [2.0] * 4
-
-
-def test_what_is_asked_again_has_the_time_that_is_left(services, remote_process):
-    reward = remote_process(timeout_s=LONG_S, deadline_s=LONG_S)
-    reward.loop.warm_up()
-    services.hangs.add("judge")
-    reward.reward.deadline_s, began = 6.0, time.monotonic()
-    batch = reward.begun(ACTION)
-    until(lambda: services.calls["judge"] == 2)
-    time.sleep(3.0)
-    reward.process.kill()
-    assert reasons(reward.finished(batch, ACTION)) == ["deadline"]
-    assert time.monotonic() - began < 6.0 + 2.0  # anew it would be 9
 
 
 def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(services, remote_process):
@@ -646,31 +598,6 @@ def test_a_chain_that_can_not_be_sent_is_refused_with_what_to_do(services):
         RemoteReward(chain)
     assert "`reward_process: false`" in str(caught.value)
     assert not any(secret.decode() in str(caught.value) for secret in SECRETS)
-
-
-def test_the_demos_chain_with_several_judges_and_caches_scores_in_a_child(
-    services, remote_process, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
-    providers = [
-        {"name": name, "base_url": f"{services.url}/v1", "model": name, "max_concurrency": 3}
-        for name in ("first", "second")
-    ]
-    config = RewardConfig(
-        rag_base_url=services.url,
-        judge_providers=providers,
-        branch_reward_weights={"fairness": {"judge": 0.5, "margin": 0.5}},
-    )
-    rows = load_rows("demo", "train", list(DEFAULT_BRANCHES), None)
-    parts = assembly.prepare_reward(config, list(DEFAULT_BRANCHES))
-    chain = assembly.build_reward(config, parts, rows, services.url, "", output_dir=tmp_path / "run")
-    reward = remote_process(chain=chain)
-    result = reward.result([ACTION, "hello"], [len(rows) - 1, 0])
-    assert result.values == [0.75, 0.0]
-    assert set(result.report.traffic) == {"rag_8b", "rag_32b", "judge_first", "judge_second"}
-    reward.loop.close()
-    assert (tmp_path / "run/answers.rank0.sqlite").is_file()
-    assert (tmp_path / "references.sqlite").is_file()
 
 
 def test_a_function_that_needs_the_trainers_state_is_refused_and_of_a_row_goes_what_is_read(remote):

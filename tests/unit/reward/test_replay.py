@@ -16,7 +16,7 @@ from salesrl_trl.recording.reader import row_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import Origin, Sample
-from salesrl_trl.reward.functions import per_completion, reward_of
+from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import NOT_RECORDED, ReplayReward, recorded_name
@@ -134,23 +134,6 @@ def test_delays_are_those_of_the_run(services, rows, tmp_path):
     assert seconds[1] >= 0.3 > seconds[0]
 
 
-def test_a_function_of_a_users_own_is_replayed_too(tmp_path):
-    asked = []
-
-    def length(completions, **_):
-        asked.extend(completions)
-        return [float(len(text)) for text in completions]
-
-    texts = [(0, "four"), (1, "seven77")]
-    rewards, _, _ = score(reward_of(length), texts)
-    entries = [(*text, reward, None) for text, reward in zip(texts, rewards, strict=True)]
-    run = record(tmp_path, entries)
-    asked.clear()
-    found, _, _ = score(ReplayReward(reward_of(length), run, "fail"), texts[::-1])
-    assert [each.value for each in found] == [7.0, 4.0]
-    assert not asked
-
-
 @per_completion
 def own(prompt, completion):
     raise AssertionError("it was asked")
@@ -254,12 +237,6 @@ def test_a_hedge_belongs_to_the_completion_it_was_sent_for(services, rows):
         asked = [json.loads(each.request) for each in notes.calls if each.service == "rag_8b"]
         assert {each["rewritten_query"] for each in asked} == {json.loads(text)["rewritten_query"]}
     assert len([each for each in records[-1].calls if each.service == "rag_8b"]) > 1
-
-
-def test_without_a_record_nothing_is_noted(services, rows):
-    _, records, report = score(build_reward(services.url, rows), [(0, ACTION)])
-    assert records == [None]
-    assert report.calls == ()
 
 
 def test_calls_for_references_ahead_belong_to_no_completion(services, rows):

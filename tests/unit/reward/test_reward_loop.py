@@ -108,7 +108,7 @@ def test_after_a_cut_off_all_is_missing_with_its_reason_until_it_goes_on(loop, s
         assert [(reward.outcome, reward.reason) for reward in result.rewards] == [(Outcome.INFRA, "stopped")]
     loop.prepare(examples([0]))
     assert services.calls.total() == 0
-    loop.resume()
+    loop.stopped = None
     assert loop.result(begin(loop, 0), [ACTION]).values == [VERDICT["candidate"]]
 
 

@@ -43,10 +43,6 @@ def test_the_value_is_the_weighted_sum(weights, verdicts, value):
     assert reward.value == pytest.approx(value)
 
 
-def test_a_query_that_found_nothing_has_a_retrieval_of_zero():
-    assert score({"retrieval": 1.0}, {}, answer=Answer(text="x", passages=(), took_ms=1)).value == 0.0
-
-
 @pytest.mark.parametrize(
     ("weights", "verdicts", "value"),
     [
@@ -86,11 +82,6 @@ def test_nothing_stands_in_for_every_judge(judged):
     """Else a judge that is down would be worth more than any verdict."""
     verdicts = {"judge": None, "judge_tone": None}
     assert score({judged: 0.9, "format": 0.1}, verdicts, missing="reweight").value is None
-
-
-def test_with_nothing_left_there_is_no_value_under_any_rule():
-    for missing in ("none", "reweight"):
-        assert score({"judge": 1.0}, {"judge": None}, missing=missing).value is None
 
 
 def test_what_failed_is_said():

@@ -35,11 +35,6 @@ def test_the_signed_object_at_the_end_of_a_text_is_the_verdict(content):
     assert text(content) == Verdict(**VERDICT)
 
 
-def test_the_last_verdict_wins():
-    last = json.dumps({"nonce": NONCE, **VERDICT, "candidate": 0.1})
-    assert text(f"{SIGNED}\nOn reflection:\n{last}").candidate == 0.1
-
-
 @pytest.mark.parametrize(
     ("content", "code"),
     [
@@ -102,10 +97,6 @@ def test_a_message_says_what_was_asked_and_what_came(content, said):
     with pytest.raises(JudgeInvalid, match=re.escape(said)) as caught:
         text(content)
     assert "Li" not in str(caught.value)
-
-
-def test_a_reference_that_was_not_shown_is_not_scored():
-    assert text(SIGNED, expect_reference=False).reference is None
 
 
 @pytest.mark.parametrize("candidate_first", [True, False])

@@ -66,7 +66,7 @@ def test_a_loop_that_stays_held_up_ends_the_rewards_with_that_reason_and_is_left
     assert scored(loop, "waits in C") == ["holds_blocked"]
     assert loop.status() == "none is being scored" or "holds at" in loop.status()
     ends = time.monotonic() + 20.0
-    while loop._stopped is None and time.monotonic() < ends:
+    while loop.stopped is None and time.monotonic() < ends:
         time.sleep(0.05)
     began = time.monotonic()
     assert scored(loop, "other") == ["holds_blocked"]

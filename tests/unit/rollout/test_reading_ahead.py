@@ -290,14 +290,7 @@ def test_an_epoch_that_was_begun_ahead_is_told_of_when_its_first_step_is_handed_
     first, second = iter([["a"], ["b"]]), iter([["c"], ["d"]])
     handed_out = []
     for epoch, iterator in ((0, first), (0, first), (1, iter([])), (1, iter([]))):
-        batches, _ = updates.next(
-            epoch,
-            iterator,
-            lambda: second,
-            take(1),
-            4 - len(handed_out),
-            lambda _: None,
-            lambda: begun.append("epoch"),
-        )
+        left, told = 4 - len(handed_out), lambda: begun.append("epoch")
+        batches, _ = updates.next(epoch, iterator, lambda: second, take(1), left, lambda _: None, told)
         handed_out.append((batches, len(begun)))
     assert handed_out == [([["a"]], 0), ([["b"]], 0), ([["c"]], 1), ([["d"]], 1)]

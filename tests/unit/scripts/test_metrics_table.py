@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 from salesrl_trl import names
 from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Metric, branches_in, pattern_of, reward_of
-from salesrl_trl.reward.figures import RewardFigures
-from salesrl_trl.reward.judge.bias import JudgeBias
+from salesrl_trl.reward.figures import JudgeBias, RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import layout, perf, step_lines
 from salesrl_trl.update.ledger import kl_names
@@ -45,6 +44,6 @@ def test_a_figure_by_branch_needs_a_line_in_the_list_to_be_on_the_console_in_the
     chart = layout.custom_scalars({"branch": ["a", "b"]}, [])["Rewards by branch"]["query"]
     assert chart == ["Multiline", ["^train/query/a$", "^train/query/b$"]]
     run = SimpleNamespace(branches=("a", "b"), of=lambda tag: {1: 30.0, 2: 28.0} if tag == "query/b" else {})
-    first, second = report_page._listed_figures(run)
+    first, second = [row for row in report_page._listed_figures(run) if row[0].startswith("Query")]
     assert first == ("Query, characters, a", "was not logged", "a")
     assert second.value.startswith("30.000 \u2192 28.000")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from salesrl_trl.reward.service.account import CALLS, USD, Account, Limit, Spent, open_account
-from salesrl_trl.reward.service.budget import Budget
+from salesrl_trl.reward.service.budget import CALLS, USD, Account, Budget, Limit, Spent, open_account
 from salesrl_trl.telemetry.step_lines import spent
 from salesrl_trl.update.spending import Spending, reported
 

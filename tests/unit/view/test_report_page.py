@@ -6,7 +6,7 @@ import pytest
 
 from salesrl_trl import report as command
 from salesrl_trl.names import SPENT_FILE, Phase, Stage
-from salesrl_trl.reward.service.account import USD, Limit, Spent, open_account
+from salesrl_trl.reward.service.budget import USD, Limit, Spent, open_account
 from salesrl_trl.view.report_page import html_page, text_page
 from salesrl_trl.view.run_folder import read_run
 

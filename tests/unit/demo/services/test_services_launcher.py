@@ -103,14 +103,11 @@ def test_child_that_dies_is_an_error_with_its_last_words(files: dict[str, Path],
         services.start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_is_a_clean_stop_also_with_a_connection_open(
-    child: subprocess.Popen[bytes], number: signal.Signals
-) -> None:
+def test_signal_is_a_clean_stop_also_with_a_connection_open(child: subprocess.Popen[bytes]) -> None:
     with socket.create_connection(("127.0.0.1", port_of(read_addresses(child)))) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200")
-        child.send_signal(number)
+        child.send_signal(signal.SIGTERM)
         out, err = child.communicate(timeout=WAIT_S)
     assert (child.returncode, out, err) == (0, b"", b"")
 
@@ -178,9 +175,8 @@ def test_bad_writer_options_start_nothing(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("started", ["by a run", "by hand"])
 def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
-    tmp_path: Path, options: list[str], started: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A stand-in for JAX: what it sees is known when bm25s asks it for its first sorting, at import.
     seen = tmp_path / "seen.json"
@@ -192,16 +188,11 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    if started == "by a run":
-        with EmbeddedServices(arguments=options):
-            environment = json.loads(seen.read_text())
-    else:
-        with subprocess.Popen(
-            [*COMMAND, *options, "--exit-with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as child:
-            read_addresses(child)
-            environment = json.loads(seen.read_text())
-            child.communicate(timeout=WAIT_S)
+    command = [*COMMAND, *options, "--exit-with-parent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        read_addresses(child)
+        environment = json.loads(seen.read_text())
+        child.communicate(timeout=WAIT_S)
     assert {name: environment.get(name) for name in process.NO_ACCELERATOR} == process.NO_ACCELERATOR
 
 

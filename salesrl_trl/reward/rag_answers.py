@@ -12,9 +12,8 @@ from datetime import datetime
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.empty_answers import is_empty_text
-from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
-from salesrl_trl.reward.rag.rag_client import RagBackend, answer_from_json, answer_to_json
+from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, is_empty_text
+from salesrl_trl.reward.rag_client import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.types import Action, ActionFormat, Answer, SalesRow
 
 COMPARED_REFERENCES = 8
@@ -49,21 +48,20 @@ class RagAnswers:
     async def candidate(self, row: SalesRow, action: Action) -> Answer:
         """The 8B answer to an action."""
         key = await self._key("8b", row, action.as_dict(), action.query_field)
-        return await self.answer_cache.get(key, lambda: self.ask_8b(row, action), _check_kept_8b)
+        return await self.answer_cache.get(key, lambda: self.ask_8b(row, action), _check_8b_to_keep)
 
     async def reference(self, row: SalesRow) -> Answer:
         """The row's 32B answer. It does not depend on the policy."""
         key = await self._key("32b", row)
-        return await self.reference_cache.get(key, lambda: self.ask_32b(row), _check_kept_32b)
+        return await self.reference_cache.get(key, lambda: self.ask_32b(row), _check_32b_to_keep)
 
     async def fetch_reference(self, row: SalesRow) -> None:
         """Ask for the row's 32B answer ahead of the completions that need it."""
-        await self.reference_cache.fetch(await self._key("32b", row), lambda: self.ask_32b(row), _check_kept_32b)
+        await self.reference_cache.fetch(await self._key("32b", row), lambda: self.ask_32b(row), _check_32b_to_keep)
 
     async def index_has_some(self, row: SalesRow) -> bool:
         """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, an
-        action that found none is not at fault. Only a yes is kept.
-        """
+        action that found none is not at fault. Only a yes is kept."""
         query = self.plain_action(row.context)
 
         async def ask() -> Answer:
@@ -108,13 +106,13 @@ class RagAnswers:
         results = await asyncio.gather(*(self._has_changed(key, by_key[key]) for key in some))
         compared = [changed for changed in results if changed is not None]
         if not any(compared):
-            note = f"{len(compared)} of them were asked for again: they are the same"
+            same = f"{len(compared)} of them were asked for again: they are the same"
             return (
-                f"{share} references come from {place}; {note if compared else 'none could be compared'}. Delete the "
+                f"{share} references come from {place}; {same if compared else 'none could be compared'}. Delete the "
                 "file when the knowledge base has changed",
                 not compared,
             )
-        fresh = _new_state()
+        fresh = secrets.token_hex(8)
         # Of all processes that see the change, the first one's state stays. A file that can't be written has none.
         self._known_state = None if await store.replace(self._state_key, state, fresh) else fresh
         await store.forget(known)
@@ -126,7 +124,6 @@ class RagAnswers:
         )
 
     async def aclose(self) -> None:
-        """Cancel what is under way, and close the running loop's connections."""
         await self.answer_cache.aclose()
         await self.reference_cache.aclose()
         await self.backend.aclose()
@@ -144,7 +141,7 @@ class RagAnswers:
         if self._known_state is None:
             state: object = ""
             if self._references.path is not None:
-                own = _new_state()
+                own = secrets.token_hex(8)
                 state = await self._references.get_or_put(self._state_key, own) or own
             if self._known_state is None:  # another call may have been quicker
                 self._known_state = str(state)
@@ -152,18 +149,13 @@ class RagAnswers:
 
     async def _has_changed(self, key: str, row: SalesRow) -> bool | None:
         """Whether the passages of a kept reference differ from those of a fresh one; `None` if either can't be had.
-        The answer's text proves nothing: an endpoint that samples never repeats it.
-        """
+        The answer's text proves nothing: an endpoint that samples never repeats it."""
         try:
             answers = answer_from_json(await self._references.get(key)), await self.ask_32b(row)
         except (ServiceError, ValueError, TypeError, KeyError):
             return None
         earlier, fresh = ({(passage.id, passage.text) for passage in answer.passages} for answer in answers)
         return earlier != fresh
-
-
-def _new_state() -> str:
-    return secrets.token_hex(8)
 
 
 def _check_8b(answer: Answer) -> None:
@@ -184,11 +176,11 @@ def _check_passages(answer: Answer) -> None:
         raise BadServiceResponse("an answer from no passages", code="rag_no_passages")
 
 
-def _check_kept_8b(answer: Answer) -> None:
+def _check_8b_to_keep(answer: Answer) -> None:
     _check_passages(answer)
     _check_8b(answer)
 
 
-def _check_kept_32b(answer: Answer) -> None:
+def _check_32b_to_keep(answer: Answer) -> None:
     _check_passages(answer)
     _check_32b(answer)

@@ -37,13 +37,10 @@ class RagBackend(Protocol):
     async def chat_8b(
         self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
-        """Answer from the policy's action.
+        """Answer from the policy's action. Raises `ServiceError` where there is no answer.
 
-        `context`: the conversation, a line per turn. `score_threshold`: Passages below this normalised score in [0, 1]
+        `context`: the conversation, a line per turn. `score_threshold`: passages below this normalised score in [0, 1]
         are left out.
-
-        Raises:
-            `ServiceError`: no answer.
         """
         ...
 
@@ -94,15 +91,8 @@ class RagClient:
         self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
         """`POST /v1/rag/8b`; see `RagBackend`."""
-        return await self._8b.ask(
-            {
-                **ids.as_dict(),
-                "context": context,
-                **action.as_dict(),
-                "score_threshold": score_threshold,
-                "top_k": top_k,
-            }
-        )
+        asked = {"context": context, **action.as_dict(), "score_threshold": score_threshold, "top_k": top_k}
+        return await self._8b.ask({**ids.as_dict(), **asked})
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
         """`POST /v1/rag/32b`, with the identifiers that the row has; see `RagBackend`."""
@@ -110,7 +100,6 @@ class RagClient:
         return await self._32b.ask({**named, "context": context, "score_threshold": score_threshold, "top_k": top_k})
 
     async def aclose(self) -> None:
-        """Close the running loop's connections. The next call opens new ones."""
         await self._8b.http.aclose()
         await self._32b.http.aclose()
 
