@@ -27,7 +27,7 @@ SETTINGS = {
     "use_cpu": True, "use_vllm": False, "per_device_train_batch_size": 8, "num_generations": 4,
     "max_train_rows": 90, "max_steps": 60, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 3,
     "max_completion_length": 48, "eval_steps": 7, "eval_strategy": "steps", "max_eval_rows": 4,
-    "num_generations_eval": 1, "held_out_eval": False, "quick_eval_steps": 5, "quick_eval_rows": 4, "heartbeat_s": 0,
+    "num_generations_eval": 1, "held_out_eval": False, "quick_eval_steps": 5, "quick_eval_rows": 4,
     "report_to": "none", "seed": 7, "reward_deadline_s": 30,
 }  # fmt: skip
 RESUMABLE = 75
@@ -125,13 +125,13 @@ class Runs:
     def __init__(self, folder: Path, url: str, processes: int = 1, **settings: object) -> None:
         self.folder = folder.resolve()
         self.processes = processes
-        answers = {"rag_base_url": url, "judge_base_url": f"{url}/v1", "judge_model": "m",
-                   "reference_cache": self.folder.parent / f"{folder.name}.references.sqlite"}  # fmt: skip
+        answers = {"rag_base_url": url, "judge_base_url": f"{url}/v1", "judge_model": "m"}
+        self._cache = self.folder.parent / f"{folder.name}.cache"
         self._settings = {**answers, "output_dir": self.folder, **settings}
         self._number = itertools.count()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        Path(answers["reference_cache"]).unlink(missing_ok=True)
+        shutil.rmtree(self._cache, ignore_errors=True)
 
     def start(self, **settings: object) -> subprocess.Popen[bytes]:
         """Start it, or go on with it, in a session of its own."""
@@ -143,7 +143,7 @@ class Runs:
         command = [*(launch if self.processes > 1 else direct), "run"]
         command += [part for name, value in given.items() for part in (f"--{name}", str(value).lower()
                     if isinstance(value, bool) else str(value))]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SALESRL_CACHE_DIR": str(self._cache)}
         if self.processes > 1:
             environment |= {"MASTER_PORT": str(29500 + random.randrange(2000))}
         self.log = self.folder.parent / f"{self.folder.name}.{next(self._number)}.log"

@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
-from salesrl_trl.config.schedule import follow
+from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -46,6 +46,7 @@ from salesrl_trl.rollout.reading_ahead import OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
+from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import tell
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.overrides import in_force_if
@@ -111,7 +112,7 @@ class SalesGRPOTrainer(TRLAccess):
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *given, **kwargs)
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
-            setattr(self, name, self._timeline.phased(phase, getattr(self, name)))
+            setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         take_over_the_console(self, *components.connect(self._hooks(), sampler, quick_eval))
 
     def train(

@@ -5,8 +5,8 @@
     .venv/bin/python scripts/simulate_training_rewards.py --steps 2 --variants clean,very_long,injection --json
 
 Takes the recipe and all settings of a training line; of the training settings, `seed`, `num_generations`, `branches`
-and `min_valid_reward_fraction` count. Without addresses it starts the embedded services. Every run asks anew: it keeps
-only a `reference_cache` that is named. Prints no text of rows or completions without --show_text, and never a key.
+and `min_valid_reward_fraction` count. Without addresses it starts the embedded services. Every run asks anew, and
+keeps nothing. Prints no text of rows or completions without --show_text, and never a key.
 
 Exit code: 0 enough completions of every step got a reward; 2 bad input; 3 too few did, or the services failed; 130
 interrupted. docs/SERVICES.md says more.

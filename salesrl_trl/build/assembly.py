@@ -120,13 +120,12 @@ def open_reward(
 
         rewards = [chain() if path == SALES else parts.functions[path] for path in config.reward_funcs or [SALES]]
         weights = training.reward_weights or [1.0] * len(rewards)
-        if config.replay is None:
+        replay = config.parsed_replay()
+        if replay is None:
             yield combined(rewards, weights, training.reward_process)
             return
         reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
-        yield ReplayReward(
-            reward, config.replayed, config.on_miss, delays=config.replay_delays, rank=training.process_index
-        )
+        yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
 
 
 @contextlib.contextmanager
@@ -196,19 +195,20 @@ def build_reward(
     processes: int = 1,
     process_index: int = 0,
     records: bool = False,
+    keeps_references: bool = True,
 ) -> SalesReward:
     """Build the reward chain.
 
     `rows`: training rows and held-out rows. `output_dir`: folder of the run's own cache of answers. `records`: as in
-    `SalesReward`. The others are those of `build_services`.
+    `SalesReward`. `keeps_references`: whether 32B answers of other runs are taken and left for them, if the settings
+    say so too. The others are those of `build_services`.
     """
     budget = budget_of(config, output_dir, processes)
     rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
     answers = references = None  # the embedded service has a new address in every run, so its answers are not kept
     if config.rag_base_url is not None:
         answers = output_dir / f"answers.rank{process_index}.sqlite"
-        file = config.reference_cache
-        references = cache_dir() / "references.sqlite" if file is None else Path(file).expanduser() if file else None
+        references = cache_dir() / "references.sqlite" if keeps_references and config.cache_answers else None
     chain = SalesReward(
         # services and judge see text; a child process gets a copy
         [replace(row, images=(), columns={}) for row in rows],
@@ -311,7 +311,7 @@ def build_services(
             quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
         )
 
-    retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.max_attempts)
+    retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts()["rag"])
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
     rag = RagClient(
@@ -335,7 +335,7 @@ def build_services(
                 f"{JUDGE}_{provider.name}" if configured else JUDGE,
                 provider.max_concurrency or config.judge_max_concurrency,
                 provider.timeout_s or config.judge_timeout_s,
-                config.judge_max_attempts or config.max_attempts,
+                config.parsed_attempts()["judge"],
                 price=Price(
                     prompt_token=provider.usd_per_million_prompt_tokens / 1e6,
                     completion_token=provider.usd_per_million_completion_tokens / 1e6,

@@ -17,10 +17,10 @@ from salesrl_trl.build.checks.model import generation_config_of
 from salesrl_trl.build.memory.shape import parameter_count
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig
-from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
+from salesrl_trl.config.engine import Start, compiled_engine, engine_start
 from salesrl_trl.config.kl import FIXED
 from salesrl_trl.config.machine import device_line
-from salesrl_trl.config.reward import SALES
+from salesrl_trl.config.reward import SALES, ReplaySettings
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.data.templates import PROMPT_STYLES
 from salesrl_trl.demo.packaged import CASSETTE
@@ -57,7 +57,7 @@ def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) 
         ("rollouts", _rollouts(training)),
         *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
         *(("reward", path) for path in reward.reward_funcs),
-        *([("replay", _replay(reward))] if reward.replay else []),
+        *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
         *services,
         *(("budget", line) for line in _budget(reward, training)),
         *(("stage", stage) for stage in reward.reward_stages),
@@ -183,21 +183,22 @@ def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
     )
 
 
-def _replay(reward: RewardConfig) -> str:
+def _replay(replay: ReplaySettings) -> str:
     misses = {
         "fail": "have no reward",
         "nearest": "get that of the most similar text for the same row",
         "live": "are scored by the services",
     }
     packaged = "the packaged record of the demo's services"
-    record = packaged if reward.replay == CASSETTE else f"the record of {reward.replay}"
-    return f"rewards from {record}; completions that are not there {misses[reward.on_miss]}"
+    record = packaged if replay.run == CASSETTE else f"the record of {replay.run}"
+    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}"
 
 
 def _record(config: RunConfig) -> str:
     telemetry = config.telemetry
     if not telemetry.record:
         return "off: no completion is kept (record: true keeps them, with customers' texts)"
-    filtered = f", filtered by {telemetry.record_filter}" if telemetry.record_filter else ", with customers' texts"
+    gib, clean = telemetry.parsed_record()
+    filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
     folder = record_file(Path(config.training.output_dir), 0).parent
-    return f"{folder}: every completion{filtered}, up to {telemetry.record_gib:g} GiB a process"
+    return f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"

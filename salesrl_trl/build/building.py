@@ -58,7 +58,6 @@ def build_instruments(config: RunConfig, *, records: bool = False) -> Instrument
         enabled=telemetry.timing,
         perf_steps=telemetry.perf_logging_steps,
         trace_steps=telemetry.traced_steps(),
-        heartbeat_s=telemetry.heartbeat_s,
         peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
     )
     return Instruments(
@@ -81,11 +80,12 @@ def _recorder(config: RunConfig) -> Recorder:
             f"{record_file(folder, 0)} can't be read now. Expected the record of the run that goes on. Wait until no "
             "other process locks it, or move it away."
         )
+    gib, clean = telemetry.parsed_record()
     gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= training.world_size]
     return Recorder(
         record_file(folder, training.process_index),
-        most_bytes=int(telemetry.record_gib * 2**30),
-        clean=telemetry.record_clean(),
+        most_bytes=int(gib * 2**30),
+        clean=clean,
         meta={
             "run": run,
             "salesrl_trl": __version__,

@@ -21,7 +21,7 @@ from trl import TrlParser
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.yaml_file import read_yaml
 from salesrl_trl.config.checks import check_path, check_text
-from salesrl_trl.config.docstrings import texts_of
+from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.data.files import unreadable
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
@@ -40,7 +40,7 @@ PRESET = "preset"
 """An argument of the command line, and no setting: names of overlays of the recipe."""
 PATHS = (
     "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
-    "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file", "reference_cache",
+    "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file",
 )  # fmt: skip
 """Settings that may be paths of this machine."""
 FIRST = (
@@ -66,6 +66,21 @@ REPLACED = {
             "enforce_eager", "load_format", "dtype", "quantization", "enable_prefix_caching", "enable_chunked_prefill"
         )
     },
+    "replay_on_miss": "gone: replay takes a mapping: {run: FOLDER, on_miss: nearest}",
+    "replay_delays": "gone: replay takes a mapping: {run: FOLDER, delays: true}",
+    "train_split": "gone: dataset: NAME:SPLIT takes it",
+    "eval_split": "gone: eval_dataset: NAME:SPLIT takes it",
+    "eval_dataset_format": "gone: eval_dataset takes a mapping: {path: NAME, format: rows}",
+    "eval_columns": "gone: eval_dataset takes a mapping: {path: NAME, columns: {}}",
+    "judge_max_attempts": "gone: max_attempts takes a mapping: {rag: 3, judge: 1}",
+    "reference_cache": "gone: SALESRL_CACHE_DIR is the folder of references.sqlite; cache_answers: false keeps none",
+    "preflight_calls": "gone: --calls of python -m salesrl_trl.preflight takes its place",
+    "references_ahead": "gone: the 32B endpoint is always asked one step before",
+    "kl_cooldown_steps": "gone: kl_law_settings: {cooldown_steps: 5} takes it",
+    "max_outage_s": "gone: it is an hour",
+    "heartbeat_s": "gone: it is 10 seconds; timing: false has no heartbeats",
+    "record_gib": "gone: record_settings takes a mapping: {gib: 4}",
+    "record_filter": "gone: record_settings takes a mapping: {filter: my_package.privacy.mask}",
     "kl_control": "gone: kl_law: fixed takes its place",
     "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
     "branch_column": "gone: rename the dataset's column to branch",
@@ -76,7 +91,7 @@ REPLACED = {
     ),
     "denied_cooldown_s": "gone: it is a minute",
     "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
-    "keep_samples": "gone: record_gib bounds the record",
+    "keep_samples": "gone: gib of record_settings bounds the record",
     "shared_prompts_tokens": "gone: shared_prompts takes the number",
     "prompt_style": "gone: prompt_template takes instruct and compact too",
     "query_field": "gone: rewritten_query is searched with, or else the first of action_fields",

@@ -43,12 +43,12 @@ def check_text(where: str, value: object, name: str = "") -> None:
     """Refuse a NUL, and half a character, in the texts of a structure: no file's name, request or environment variable
     may hold one. `where`: what holds the structure. `name`: the setting, with dots."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             check_text(where, key, name)
-            check_text(where, each, f"{name}.{key}".removeprefix("."))
+            check_text(where, item, f"{name}.{key}".removeprefix("."))
     elif isinstance(value, list | tuple):
-        for each in value:
-            check_text(where, each, name)
+        for item in value:
+            check_text(where, item, name)
     elif isinstance(value, str):
         check(
             not re.search(r"[\0\ud800-\udfff]", value),
@@ -77,11 +77,8 @@ def _has_host(url: str) -> bool:
 
 
 def structure(setting: str, value: object, kind: type[Kind]) -> Kind:
-    """The value of a setting that is a list or a mapping: from YAML as it is, from the command line as JSON.
-
-    Raises:
-        `ConfigError`: the text is no JSON, or the value is of another kind.
-    """
+    """The value of a setting that is a list or a mapping: from YAML as it is, from the command line as JSON. Raises
+    `ConfigError` if the text is no JSON, or the value is of another kind."""
     expected = "a mapping" if kind is dict else "a list"
     if isinstance(value, str):
         try:
@@ -96,26 +93,15 @@ def structure(setting: str, value: object, kind: type[Kind]) -> Kind:
 
 
 def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
-    """An object of the class that a dotted path names, made without arguments.
-
-    Args:
-        path (`str`):
-            Dotted path of a class.
-        setting (`str`):
-            Name of the setting that holds the path, for messages.
-        kind (`type`):
-            A class, perhaps an abstract one, that it has to derive from.
-
-    Raises:
-        `ConfigError`: there is no such class, it is of another kind, or it can't be made.
-    """
-    found = load_object(path, setting)
+    """An object of the class that a dotted path names, made without arguments. `setting` holds the path. `kind`: a
+    class, perhaps an abstract one, that it has to derive from. Raises `ConfigError` where it can't be made."""
+    loaded = load_object(path, setting)
     wanted = f"{kind.__module__}.{kind.__qualname__}"
     assert isinstance(kind, type)  # mypy takes no abstract class for a `type[T]`, but for a callable that makes one
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    if not (isinstance(loaded, type) and issubclass(loaded, kind)):
         raise ConfigError(f"`{setting}` is {path!r}, which is no {wanted}. Expected a class that derives from it.")
     try:
-        return cast(T, found())
+        return cast(T, loaded())
     except TypeError as error:
         raise ConfigError(
             f"`{setting}` is {path!r}, which can't be made without arguments ({error}). Expected one that can, with "
@@ -124,17 +110,8 @@ def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
 
 
 def load_object(path: str, setting: str) -> object:
-    """The class or function that a dotted path names: `"my_package.my_module.MyClass"`.
-
-    Args:
-        path (`str`):
-            Dotted path. Its last part is looked up in the module that the rest names.
-        setting (`str`):
-            Name of the setting that holds the path, for messages.
-
-    Raises:
-        `ConfigError`: there is no such module, or no such name in it.
-    """
+    """The class or function that a dotted path names: `"my_package.my_module.MyClass"`. `setting` holds the path.
+    Raises `ConfigError` if there is none."""
     module, _, name = path.rpartition(".")
     where = f"`{setting}` is {path!r}"
     if not module:

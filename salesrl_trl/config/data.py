@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from salesrl_trl.config.checks import build_object, check, structure
 from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_settings
@@ -19,22 +19,16 @@ class DataConfig:
     """The rows to train and evaluate on."""
 
     dataset: str = "demo"
-    """`demo`, `demo_pictures`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub."""
-    train_split: str = "train"
-    """Split to train on."""
-    eval_dataset: str | None = None
-    """Source of the held-out rows. Defaults to `dataset`."""
-    eval_split: str = "heldout"
-    """Split to evaluate on."""
+    """`demo`, `demo_pictures`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub. `NAME:SPLIT` is
+    another split than `train`."""
+    eval_dataset: dict[str, object] | str | None = None
+    """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
+    `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`."""
     dataset_format: str = ROWS
     """`rows` have this package's columns. `bbq`, `halueval`, `qrecc` and `topiocqa` are published datasets in their
     own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own."""
-    eval_dataset_format: str | None = None
-    """Format of `eval_dataset`. Defaults to `dataset_format`."""
     columns: dict[str, object] | str | None = None
     """For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields."""
-    eval_columns: dict[str, object] | str | None = None
-    """Columns of `eval_dataset`. Defaults to `columns`."""
     held_out_share: Annotated[float, Range(0, LESS_THAN_1)] = 0.0
     """Share of the conversations of `dataset` to evaluate on and not to train on, in place of `eval_dataset`."""
     data_copy_dir: str | None = None
@@ -56,51 +50,79 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        for name in ("dataset_format", "eval_dataset_format"):
-            given = getattr(self, name)
+        entry = self._eval_entry()
+        self.eval_dataset = entry.get("path")  # `data_copy_dir` replaces the path alone, later on
+        self._eval_format, self._eval_columns = entry.get("format"), entry.get("columns")
+        for name, value in (("dataset_format", self.dataset_format), ("eval_dataset.format", self._eval_format)):
             check(
-                given is None or "." in given or given in (ROWS, *FORMATS),
-                f"`{name}` is {given!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
+                value is None or "." in str(value) or value in (ROWS, *FORMATS),
+                f"`{name}` is {value!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
             )
-        _ = self._columns("columns"), self._columns("eval_columns")  # raise if they are of another form
-        # `data_copy_dir` copies the file of the rows alone, later on
-        self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(self.eval_dataset or self.dataset)
-        own = (self.eval_dataset, self.eval_dataset_format, self.eval_columns)
+        for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
+            _columns(name, value)  # raises for another form
+        self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(entry.get("path") or self.dataset)
         check(
-            not self.held_out_share or (own == (None, None, None) and self.dataset != DataConfig.dataset),
+            not self.held_out_share or (not entry and self.dataset != DataConfig.dataset),
             "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the demo. "
-            "Expected it with a `dataset` of your own, without `eval_dataset`, `eval_dataset_format` and "
-            "`eval_columns`. Leave one of them out.",
+            "Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
         )
+
+    def _eval_entry(self) -> dict[str, Any]:
+        """`eval_dataset` as a mapping of `path`, `format` and `columns`."""
+        value = self.eval_dataset
+        if value is None or (isinstance(value, str) and not value.startswith("{")):
+            return {} if value is None else {"path": value}
+        entry = structure("eval_dataset", value, dict)
+        check(
+            entry.keys() <= {"path", "format", "columns"} and isinstance(entry.get("path"), str | None),
+            f"`eval_dataset` has {', '.join(map(str, entry))}. Expected some of: path, a text; format; columns.",
+        )
+        return entry
+
+    @property
+    def train_source(self) -> tuple[str, str]:
+        """`dataset`, and its split to train on."""
+        return _source_and_split(self.dataset, "train")
+
+    @property
+    def eval_source(self) -> tuple[str, str]:
+        """The source of the held-out rows, and its split."""
+        path = cast(str | None, self.eval_dataset)
+        return (self.train_source[0], "heldout") if path is None else _source_and_split(path, "heldout")
 
     def form(self) -> Form:
         """The form of `dataset`. Raises `ConfigError` if the class of a format can't be made."""
         return Form(
             format=_format("dataset_format", self.dataset_format),
-            columns=self._columns("columns") or {},
+            columns=_columns("columns", self.columns) or {},
             held_out_share=self.held_out_share,
             image_folder=self._folder,
         )
 
     def eval_form(self) -> Form:
         """The form of the held-out rows. Raises as `form` does."""
-        given, columns = self.eval_dataset_format, self._columns("eval_columns")
-        form = self.form()
+        form, columns = self.form(), _columns("eval_dataset.columns", self._eval_columns)
         return Form(
-            format=form.format if given is None else _format("eval_dataset_format", given),
+            format=form.format if self._eval_format is None else _format("eval_dataset.format", self._eval_format),
             columns=form.columns if columns is None else columns,
             image_folder=self._eval_folder,
         )
 
-    def _columns(self, setting: str) -> dict[str, Column] | None:
-        given = getattr(self, setting)
-        return None if given is None else read_columns(setting, structure(setting, given, dict))
-
     @property
     def own_sources(self) -> list[str]:
         """The datasets of the run that are not the demo."""
-        packaged = (None, DataConfig.dataset, DEMO_PICTURES)
-        return [each for each in (self.dataset, self.eval_dataset) if each not in packaged]
+        sources = {self.train_source[0]: None, self.eval_source[0]: None}
+        return [source for source in sources if source not in (DataConfig.dataset, DEMO_PICTURES)]
+
+
+def _columns(setting: str, value: object) -> dict[str, Column] | None:
+    return None if value is None else read_columns(setting, structure(setting, value, dict))
+
+
+def _source_and_split(source: str, split: str) -> tuple[str, str]:
+    """A source without `:SPLIT`, and that split or this one. A local file is one split."""
+    name, colon, named = source.rpartition(":")
+    return (name, named) if colon and named and Path(source).suffix not in ENDINGS else (source, split)
 
 
 def _folder_of(source: str) -> Path | None:

@@ -69,14 +69,11 @@ class JudgeProviderConfig:
 
 
 def judge_providers_of(setting: object) -> list[JudgeProviderConfig]:
-    """The entries of `judge_providers`, checked; empty without any.
-
-    Raises:
-        `ConfigError`: an entry lacks a field, has an unknown one, or does not fit the others.
-    """
+    """The entries of `judge_providers`, checked; empty without any. Raises `ConfigError` for an entry that lacks a
+    field, has an unknown one, or does not fit the others."""
     if setting is None:
         return []
-    known = {each.name for each in dataclasses.fields(JudgeProviderConfig)}
+    known = {field.name for field in dataclasses.fields(JudgeProviderConfig)}
     providers = []
     for entry in structure("judge_providers", setting, list):
         check(isinstance(entry, dict), f"`judge_providers` holds a {type(entry).__name__}. Expected mappings.")

@@ -12,14 +12,13 @@ from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 
 FIXED = "fixed"
 """A value of `kl_law`: the coefficients stay."""
+COOLDOWN = "cooldown_steps"
+"""An entry of `kl_law_settings` that is no argument of the law: it holds for every law."""
 
 
 def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[str, KLTarget]:
     """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0.
-
-    Raises:
-        `ConfigError`: for targets that can't work.
-    """
+    Raises `ConfigError` for targets that can't work."""
     given = {} if branch_kl is None else structure("branch_kl", branch_kl, dict)
     are_known, branches = bool(branches), branches or list(given) or [ALL]  # not before the rows are
     unknown = sorted(set(given) - set(branches))
@@ -34,7 +33,7 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
         "leave out `beta`, or give `--branch_kl {}` for one coefficient.",
     )
     known = {field.name for field in dataclasses.fields(KLTarget)}
-    targets = {}
+    targets = dict[str, KLTarget]()
     for branch in branches:
         entry = given.get(branch, {"beta": beta})
         check(
@@ -49,19 +48,21 @@ def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[
     return targets if any(target.beta for target in targets.values()) else {}
 
 
+def _law_settings(settings: dict[str, object] | str | None) -> dict[str, object]:
+    return {} if settings is None else dict(structure("kl_law_settings", settings, dict))
+
+
+def cooldown_of(settings: dict[str, object] | str | None) -> int:
+    """Optimizer steps after a change that no window includes. `WindowSettings` checks the value."""
+    return cast(int, _law_settings(settings).get(COOLDOWN, 0))
+
+
 def law_of(path: str | None, settings: dict[str, object] | str | None, given: KLLaw | None) -> KLLaw | None:
-    """The law that moves the coefficients; `None` if they stay.
-
-    Args:
-        path (`str`, *optional*), settings (`dict` or `str`, *optional*):
-            `kl_law` and `kl_law_settings`.
-        given (`KLLaw`, *optional*):
-            A law as an object, in place of both.
-
-    Raises:
-        `ConfigError`: for a law that can't work, and for settings that the law does not have.
-    """
-    arguments = {} if settings is None else structure("kl_law_settings", settings, dict)
+    """The law that moves the coefficients; `None` if they stay. `path` and `settings` are `kl_law` and
+    `kl_law_settings`; `given` is a law as an object, in place of both. Raises `ConfigError` for a law that can't work,
+    and for settings that the law does not have."""
+    arguments = _law_settings(settings)
+    arguments.pop(COOLDOWN, None)
     if path == FIXED or given is not None:
         what = "a KL law is given as an object" if given is not None else f"`kl_law` is `{FIXED}`"
         check(

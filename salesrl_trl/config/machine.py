@@ -1,6 +1,6 @@
-"""Device and number format of a run: those of the recipe, if the machine has them.
+"""Device, number format and data loader of a run: those of the recipe, as far as the machine has them.
 
-Owns this decision and the lines that report it. Builds no model and starts nothing.
+Owns these decisions and the lines that report them, for `training` and the banner. Starts nothing.
 """
 
 import os
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from accelerate.utils import str_to_bool
+from trl import GRPOConfig
 
 from salesrl_trl.errors import ConfigError
 
@@ -26,21 +27,12 @@ class Settled(NamedTuple):
 
 
 def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
-    """Settle the device and the precision on this machine.
+    """Settle the device and the precision on this machine. Without a GPU the CPU is used in any case. A `bf16` of
+    `None` is TRL's default: bf16, unless `fp16` is set.
 
     accelerate and DeepSpeed follow the result too: it replaces the precision in the environment variables that
-    `accelerate launch` sets for this process.
-
-    Args:
-        use_cpu (`bool`):
-            Whether to use the CPU. Without a GPU it is used in any case.
-        bf16 (`bool`, *optional*):
-            Whether to use bf16 mixed precision. `None` is TRL's default: bf16, unless `fp16` is set.
-        fp16 (`bool`):
-            Whether to use fp16 mixed precision.
-
-    Raises:
-        `ConfigError`: this node has more processes than GPUs, or FSDP can't work as it is set up.
+    `accelerate launch` sets for this process. Raises `ConfigError` if this node has more processes than GPUs, or FSDP
+    can't work as it is set up.
     """
     wish = "bf16" if (not fp16 if bf16 is None else bf16) else "fp16" if fp16 else "float32"
     launched_on_cpu = str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false")) == 1
@@ -58,7 +50,10 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
             precision = "float32"
             notes.append(f"precision: float32. The settings ask for bf16, which {torch.cuda.get_device_name()} lacks")
     if on_cpu and str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
-        _leave_out_shared_memory()
+        import deepspeed.ops  # a run without DeepSpeed does without it
+
+        # one operator is compiled at the start of a run; without this entry all are tried, by compilers
+        vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
         notes.append(
             "DeepSpeed's collectives over shared memory, compiled in a minute or two, are left out: gloo's do"
         )
@@ -88,21 +83,10 @@ def _check_fsdp(on_cpu: bool) -> None:
         )
 
 
-def _leave_out_shared_memory() -> None:
-    """Say that one operator of DeepSpeed is not for this machine. On a CPU it is compiled at the start of a run."""
-    import deepspeed.ops  # a run without DeepSpeed does without it
-
-    vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}  # else all are tried, by compilers
-
-
 def _has_bf16() -> bool:
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return True  # transformers checks the chips of other makers
-    return torch.cuda.get_device_capability(_local_rank()) >= _OLDEST_WITH_BF16
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0"))) >= _OLDEST_WITH_BF16
 
 
 def _check_processes() -> None:
@@ -143,3 +127,19 @@ def device_line(device: torch.device, processes: int) -> str:
     if others > 0:
         line += f"; {others} more visible, not used (`--multi_gpu --num_processes N` takes N of them)"
     return line
+
+
+AUTO_WORKERS = -1
+"""A value of `dataloader_num_workers`: a quarter of the process's share of the cores."""
+MOST_WORKERS = 16
+"""More workers than this bring nothing: rows are short texts."""
+
+
+def settle_loader(args: GRPOConfig) -> None:
+    """Size the loader's workers. Without workers nothing is prefetched, and without a GPU no memory is pinned."""
+    if args.dataloader_num_workers == AUTO_WORKERS:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        args.dataloader_num_workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) // processes // 4)
+        if args.dataloader_num_workers == 0:
+            args.dataloader_prefetch_factor = None  # transformers refuses it
+    args.dataloader_pin_memory = args.dataloader_pin_memory and not args.use_cpu

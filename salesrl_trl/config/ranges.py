@@ -5,16 +5,16 @@ classes of settings call `check_settings`. The numbers of TRL and transformers t
 table. A range ends where nobody can mean a number any more: beyond it weights become NaN, or nothing is learned.
 """
 
+import ast
 import inspect
 import math
 import sys
-from collections.abc import Iterator
+import textwrap
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Union, get_args, get_origin
 
 from salesrl_trl.config.checks import check
-from salesrl_trl.config.docstrings import texts_of
 from salesrl_trl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,31 +115,22 @@ _TYPES: dict[object, tuple[type, str]] = {
 
 def check_settings(config: "DataclassInstance", where: str = "") -> None:
     """Refuse a value that the type of one of the package's own settings does not allow. Half a count is none, and no
-    text is a switch.
+    text is a switch. The `ConfigError` has what the setting's docstring says first.
 
-    Args:
-        config (dataclass):
-            The settings. `Annotated` types hold a `Range`, the choices, or a function of name and value.
-        where (`str`, *optional*):
-            What stands before a setting's name in messages.
-
-    Raises:
-        `ConfigError`: with what the setting's docstring says first.
+    `Annotated` types hold a `Range`, the choices, or a function of name and value. `where` stands before a setting's
+    name in messages.
     """
-    for owner in _owners(type(config)):
+    for owner in (kind for kind in type(config).__mro__ if kind.__module__.startswith("salesrl_trl.")):
         for name, hint in inspect.get_annotations(owner).items():  # transformers' parser changes those of the fields
             try:
-                _check_value(f"{where}{name}", getattr(config, name), hint)
+                check_value(f"{where}{name}", getattr(config, name), hint)
             except ConfigError as error:
                 text = texts_of(owner).get(name, "").split(". ")[0].rstrip(".")
                 raise ConfigError(f"{error} It is: {text}." if text else str(error)) from None
 
 
-def _owners(kind: type) -> Iterator[type]:
-    return (owner for owner in kind.__mro__ if owner.__module__.startswith("salesrl_trl."))
-
-
-def _check_value(name: str, value: object, hint: object) -> None:
+def check_value(name: str, value: object, hint: object) -> None:
+    """Refuse a value that a type does not allow, such as `Annotated[int, Range(1)]`. `name`: the setting's."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return
@@ -155,3 +146,15 @@ def _check_value(name: str, value: object, hint: object) -> None:
             limit(name, value)
         else:
             check(value in limit, f"`{name}` is {value!r}. Expected one of: {', '.join(limit)}.")
+
+
+def texts_of(kind: type) -> dict[str, str]:
+    """The texts of the fields that a class itself defines, on one line each."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for node, below in zip(tree.body, tree.body[1:], strict=False):
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
+                texts[name] = " ".join(text.split())
+    return texts

@@ -7,14 +7,16 @@ branches.
 import re
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
-from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings
-from salesrl_trl.config.replay import ReplayConfig
+from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings, check_value
+from salesrl_trl.demo.packaged import CASSETTE, FILE
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.recording.reader import record_files
 from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
-from salesrl_trl.reward.judge.noise import MIN_CALLS
 from salesrl_trl.reward.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
@@ -22,11 +24,22 @@ from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
 
 SALES = "sales"
 """The packaged chain, in `reward_funcs`."""
+ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
 
 
+class ReplaySettings(NamedTuple):
+    """`replay`, checked."""
+
+    run: str
+    record: Path
+    """Where the record is."""
+    on_miss: str
+    delays: bool
+
+
 @dataclass
-class RewardConfig(ReplayConfig):
+class RewardConfig:
     """The services that score, the limits of calls to them, and the formula of the reward."""
 
     allow_stand_ins: bool = False
@@ -82,11 +95,9 @@ class RewardConfig(ReplayConfig):
     """Seconds that one attempt at a RAG endpoint may take."""
     judge_timeout_s: Positive = 60.0
     """Seconds that one attempt at the judge may take."""
-    max_attempts: Count = 3
-    """Attempts of a call, the first included. An answer that says when to come back is not counted."""
-    judge_max_attempts: Count | None = None
-    """The same for calls to a judge. Defaults to `max_attempts`. 1 for no retries: a completion whose verdict failed
-    is then missing at once."""
+    max_attempts: dict[str, object] | str | int | None = 3
+    """Attempts of a call, the first included. An answer that says when to come back is not counted. `{rag: 3, judge:
+    1}` gives judges another number. 1 is for no retries: a completion whose verdict failed is then missing at once."""
     rag_max_concurrency: Count = 64
     """Most calls in flight to each RAG endpoint, of all processes together."""
     judge_max_concurrency: Count = 64
@@ -108,18 +119,19 @@ class RewardConfig(ReplayConfig):
     warm_up_services: bool = True
     """Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary one
     can't answer."""
-    preflight_calls: int | None = None
-    """Calls of a preflight to each RAG endpoint and each judge: 0 for a single one, else 8 or more. Defaults to the
-    calls that a step has in flight, from 32 to 128. Each judge is asked for so many verdicts."""
     cache_answers: bool = True
-    """Whether to keep the 8B answers of a configured RAG service, and their verdicts, in `output_dir`. A resumed run
-    then does not ask again. The files hold texts of customers and services in plain form. Without it only equal calls
-    that are in flight at the same time are shared."""
-    reference_cache: str | None = None
-    """File that keeps the answers of a configured 32B endpoint for later runs. Defaults to `references.sqlite` in
-    `$SALESRL_CACHE_DIR`, or else in `salesrl_trl` under `$XDG_CACHE_HOME` or `~/.cache`. An empty string keeps them
-    for this run only. Delete the file when the endpoint's knowledge changes: the warm-up compares only 8 of its
-    answers."""
+    """Whether to keep answers of a configured RAG service. 8B answers and their verdicts are kept in `output_dir`, so
+    that a resumed run does not ask again. 32B answers are kept for later runs, as `references.sqlite` in the package's
+    cache folder: `$SALESRL_CACHE_DIR`, or else `salesrl_trl` under `$XDG_CACHE_HOME` or `~/.cache`. Delete that file
+    when the endpoint's knowledge changes: the warm-up compares only 8 of its answers. The files hold texts of
+    customers and services in plain form. `false` shares only the answers of this run's calls."""
+    replay: dict[str, object] | str | None = None
+    """Output folder of a run with `record: true`, or `demo` for the packaged record of the demo's services. What is
+    recorded is the reward, and no service is asked. `{run: FOLDER, on_miss: fail, delays: false}` says more. `on_miss`
+    is what becomes of a completion that the record does not have. `fail`: it has no reward, reason `not_recorded`.
+    `nearest`: the reward of the recorded completion of the same row whose text is most similar; for trying things,
+    because it is another completion's. `live`: the services are asked. It is `nearest` for the packaged record unless
+    given, and `fail` for a run's. With `delays` rewards take as long as they did."""
     reward_deadline_s: Positive = 300.0
     """Seconds that a completion's reward may take from its start, and a batch from the start of its last one. Keep it
     well below the time-out of the process group (600 s for NCCL)."""
@@ -148,6 +160,41 @@ class RewardConfig(ReplayConfig):
             f"other fields of a request: {', '.join(RESERVED_FIELDS)}.",
         )
 
+    def parsed_replay(self) -> ReplaySettings | None:
+        """`replay`, checked. `None` without one."""
+        if self.replay is None:
+            return None
+        is_name = isinstance(self.replay, str) and not self.replay.startswith("{")
+        entry: dict[str, Any] = {"run": self.replay} if is_name else structure("replay", self.replay, dict)
+        run: Any = entry.get("run")
+        delays = entry.get("delays", False)
+        # Another CPU's policy writes other texts, and the packaged record is for a first look on any machine.
+        on_miss = entry.get("on_miss", "nearest" if run == CASSETTE else "fail")
+        check(
+            entry.keys() <= {"run", "on_miss", "delays"} and isinstance(run, str) and isinstance(delays, bool),
+            f"`replay` is {entry}. Expected a run's folder, or a mapping with run, and perhaps on_miss and delays, "
+            "which is true or false.",
+        )
+        check(on_miss in ON_MISS, f"`replay.on_miss` is {on_miss!r}. Expected one of: {', '.join(ON_MISS)}.")
+        return ReplaySettings(run, FILE if run == CASSETTE else Path(run).expanduser(), on_miss, delays)
+
+    def _check_replay(self) -> None:
+        replay = self.parsed_replay()
+        if replay is None or record_files(replay.record):
+            return
+        folders = {*Path("runs").glob("*"), *replay.record.parent.glob("*")}
+        runs = sorted(str(folder) for folder in folders if folder.is_dir() and record_files(folder))
+        raise ConfigError(
+            f"`replay` is {replay.run!r}, which holds no record. Expected one of: {', '.join([CASSETTE, *runs])}; or "
+            "the output folder of another run with `record: true`."
+        )
+
+    @property
+    def asks_nobody(self) -> bool:
+        """Whether rewards come from a record alone."""
+        replay = self.parsed_replay()
+        return replay is not None and replay.on_miss != "live"
+
     @property
     def uses_services(self) -> bool:
         """Whether the packaged chain scores, with its RAG service and its judge."""
@@ -167,7 +214,8 @@ class RewardConfig(ReplayConfig):
 
     def __post_init__(self) -> None:
         check_settings(self)
-        self.check_replay()
+        self._check_replay()
+        self.parsed_attempts()
         check(
             self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
             "`knowledge_file` is given beside `rag_base_url`: only the embedded RAG service reads it. Expected one of "
@@ -175,11 +223,6 @@ class RewardConfig(ReplayConfig):
         )
         for kind in self.verbose:
             check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
-        check(
-            self.preflight_calls is None or self.preflight_calls == 0 or self.preflight_calls >= MIN_CALLS,
-            f"`preflight_calls` is {self.preflight_calls}. Expected 0, or {MIN_CALLS} or more: fewer verdicts show no "
-            "noise.",
-        )
         self._check_action()
         check(
             self.judge_providers is None or self.judge_base_url is None,
@@ -207,6 +250,18 @@ class RewardConfig(ReplayConfig):
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
+
+    def parsed_attempts(self) -> dict[str, int]:
+        """The attempts of a call, by service: `rag` and `judge`."""
+        text = str(self.max_attempts)
+        value: Any = int(text) if text.isdecimal() else self.max_attempts
+        entry = value if isinstance(value, int | float) else structure("max_attempts", value, dict)
+        attempts: dict[str, Any] = {"rag": 3, "judge": 3}
+        attempts |= entry if isinstance(entry, dict) else dict.fromkeys(attempts, entry)
+        check(len(attempts) == 2, f"`max_attempts` names {', '.join(attempts)}. Expected a number, or rag and judge.")
+        for service, number in attempts.items():
+            check_value(f"max_attempts.{service}" if isinstance(entry, dict) else "max_attempts", number, Count)
+        return attempts
 
     def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
         """`judge_providers`, checked; empty without any."""

@@ -1,20 +1,30 @@
-"""From settings to the arguments of rollouts and their scoring.
+"""From settings to the arguments of rollouts, their scoring and the passes through the model.
 
-Owns this mapping, and the warnings about settings that do not suit each other. Checks nothing that needs a model.
+Owns this mapping, the reasons why something can't be done, and warnings about settings that do not suit each other.
+`wiring` and the trainer call it.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from accelerate import Accelerator
 from accelerate.logging import get_logger
+from torch import nn
 
 from salesrl_trl.config.checks import check
-from salesrl_trl.config.sampling import compares_with_sampler, reshaped_sampling
 from salesrl_trl.config.training import SalesGRPOConfig
+from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_sampling
 from salesrl_trl.names import LEFT_OUT
+from salesrl_trl.rollout.correction import CorrectionAtStep
 from salesrl_trl.rollout.groups import parts
+from salesrl_trl.rollout.model_passes import Passes
 from salesrl_trl.rollout.normaliser import TOKENS, UNITS, Normaliser
+from salesrl_trl.shared_prompts.flash import HALVES
+from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
+from salesrl_trl.update.ledger import Ledger
+from salesrl_trl.update.ranks import highest
 
 logger = get_logger(__name__)
 Settings = TypeVar("Settings", bound=Any)
@@ -26,11 +36,14 @@ NO_TOOLS = (
 
 
 def settings_of(kind: type[Settings], args: SalesGRPOConfig, **others: object) -> Settings:
-    """A part's settings: a dataclass whose fields have names of `args`, and others that are given. So a new setting of
-    such a part is a field of `args` and a field of that dataclass."""
+    """A part's settings: a dataclass whose fields have names of `args`, but for those in `others`."""
     taken = {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in others}
-    made: Settings = kind(**taken, **others)
-    return made
+    settings: Settings = kind(**taken, **others)
+    return settings
+
+
+def _first(reasons: Mapping[str, object]) -> str | None:
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[bool]) -> None:
@@ -100,7 +113,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
         f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update has several":
             args.leaves_out_failed and several,
     }  # fmt: skip
-    return next((reason for reason, is_there in reasons.items() if is_there), None)
+    return _first(reasons)
 
 
 def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
@@ -111,3 +124,67 @@ def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
         hints = f"Its log-probs are of what {', '.join(reshaped_sampling(args))} leaves. {hints}"
     tied = "The output head is tied to the embedding: on a CPU use an untied model. "
     return tied + hints if has_tied_head else hints
+
+
+SHARED_BY_A_MICRO_BATCH = ("bnpo",)
+"""Loss types in which a completion's weight depends on the other completions of its micro-batch."""
+
+
+def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
+    """The first reason why an update depends on the order of its completions, or on their micro-batches. `None` if
+    they may come in another order than TRL's. `entropy_bonus` and `aux_loss`: whether the loss has these terms."""
+    reasons = {
+        "`num_iterations` is above 1, so that a batch is trained on again": args.num_iterations > 1,
+        "an update has a part of a generation batch (`steps_per_generation`)":
+            args.gradient_accumulation_steps % args.steps_per_generation != 0,
+        f"`loss_type` {args.loss_type} weighs a completion by its micro-batch":
+            args.loss_type in SHARED_BY_A_MICRO_BATCH,
+        "`top_entropy_quantile` compares the tokens of a micro-batch": args.top_entropy_quantile != 1.0,
+        "the entropy bonus is taken over a micro-batch": entropy_bonus,
+        "the router's auxiliary loss is taken over a micro-batch": aux_loss,
+    }  # fmt: skip
+    return _first(reasons)
+
+
+def passes_of(
+    args: SalesGRPOConfig, accelerator: Accelerator, model: nn.Module, ledger: Ledger, in_trls_order: str | None
+) -> Passes:
+    """The passes of one trainer. `model`: the policy, without the wrappers of distributed training. `in_trls_order`:
+    from `why_in_trls_order`."""
+    reasons = {
+        "`torch_compile` compiles the model for TRL's batches": args.torch_compile,
+        "sequences are split over processes": getattr(args, "parallelism_config", None) is not None,
+        "`neftune_noise_alpha` adds noise to each sequence, as much as its length asks for": args.neftune_noise_alpha,
+    }
+    of_all = functools.partial(highest, device=accelerator.device)
+    weight = next(model.parameters())
+    is_half_on_gpu = weight.is_cuda and (args.bf16 or args.fp16 or weight.dtype in HALVES)
+    settings = PassSettings(
+        is_on=args.shared_prompts != "off",
+        reason=_first(reasons),
+        autocast=accelerator.autocast,
+        most_tokens=args.pass_tokens,
+        highest=of_all if args.is_sharded else int,
+        highest_of_all=of_all,
+    )
+    prompts = SharedPrompts(model, settings)
+    if prompts.is_on and in_trls_order is not None:
+        logger.info(f"TRL's shuffle may part the completions of a prompt, because {in_trls_order}")
+    return Passes(
+        prompts,
+        most_tokens=1 if args.is_sharded else args.pass_tokens,
+        weights=sum(parameter.numel() for parameter in model.parameters()),
+        is_light=args.gradient_checkpointing and is_half_on_gpu,
+        correction=correction_at_step(args),
+        ledger=ledger,
+        in_order=prompts.is_on and in_trls_order is None,
+    )
+
+
+def correction_at_step(args: SalesGRPOConfig) -> CorrectionAtStep | None:
+    """The correction for the sampler's distribution from the pass that trains; `None` where TRL's own pass for old
+    log-probs is needed: without vLLM's correction, or with several updates of a generation batch."""
+    corrects = args.use_vllm and args.vllm_importance_sampling_correction
+    if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
+        return None
+    return CorrectionAtStep(*args.sampler_correction)

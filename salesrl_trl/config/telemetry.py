@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from salesrl_trl.config.checks import check, load_object
-from salesrl_trl.config.ranges import Count, NotNegative, NumberOrNone, Positive, check_settings
+from salesrl_trl.config.checks import check, load_object, structure
+from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings, check_value
 from salesrl_trl.evaluation.quick_figures import WORST_BRANCH, checked_figures
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REWARD
@@ -20,7 +20,8 @@ class TelemetryConfig:
     """Measurements, logs and quick evaluations of a run, and how often they come."""
 
     timing: bool = True
-    """Whether to measure the phases of each step, throughput and memory. Heartbeats and the trace need it."""
+    """Whether to measure the phases of each step, throughput and memory. Heartbeats, a line when a phase lasts longer
+    than 10 s and then at each doubling, and the trace need it."""
     perf_logging_steps: Count = 1
     """Steps between two logs of throughput, utilisation and memory. Each log covers the steps since the last one. Only
     steps that `logging_steps` logs count."""
@@ -29,16 +30,13 @@ class TelemetryConfig:
     trace_steps: str = "1:50"
     """First and last step in `trace.json`. `"100:"` means all steps from 100 on, `""` no trace. A step that fails is
     in a trace whatever its number."""
-    heartbeat_s: NotNegative = 10.0
-    """Print a heartbeat when a phase lasts longer than this, in seconds, then at each doubling; 0 for never."""
     record: bool = False
     """Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers, verdicts,
     calls, reward. It holds customers' texts."""
-    record_gib: Positive = 4.0
-    """Largest size of each process's file, in GiB. Beyond it the oldest steps go."""
-    record_filter: str | None = None
-    """Dotted path of a function from text to text, such as `"my_package.privacy.mask"`. Every text goes through it
-    before it is written."""
+    record_settings: dict[str, object] | str | None = None
+    """`{gib: 4, filter: my_package.privacy.mask}`. `gib` is the largest size of each process's file, 4 by default;
+    beyond it the oldest steps go. `filter` is the dotted path of a function from text to text: every text goes through
+    it before it is written."""
     quick_eval_steps: NumberOrNone = 0
     """Optimizer steps between two quick evaluations, which decode greedily; 0 for none."""
     quick_eval_rows: Count = 16
@@ -53,7 +51,7 @@ class TelemetryConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        self.record_clean()
+        self.parsed_record()
         self.traced_steps()
         self.quick_eval()
 
@@ -70,21 +68,25 @@ class TelemetryConfig:
         )
         return steps
 
-    def record_clean(self) -> Callable[[str], str] | None:
-        """The filter of recorded texts."""
-        if self.record_filter is None:
-            return None
-        clean = cast("Callable[[str], str]", load_object(self.record_filter, "record_filter"))
+    def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
+        """The largest size of a process's record in GiB, and the filter of recorded texts."""
+        entry = {} if self.record_settings is None else structure("record_settings", self.record_settings, dict)
+        check(entry.keys() <= {"gib", "filter"}, f"`record_settings` has {', '.join(entry)}. Expected gib and filter.")
+        gib, path = cast(float, entry.get("gib", 4.0)), entry.get("filter")
+        check_value("record_settings.gib", gib, Positive)
+        if path is None:
+            return gib, None
+        clean = cast("Callable[[str], str]", load_object(str(path), "record_settings.filter"))
         try:
-            found = type(clean("a text")).__name__
+            made = type(clean("a text")).__name__
         except Exception as error:  # whatever a function of a user's own raises
-            found = type(error).__name__
+            made = type(error).__name__
         check(
-            found == "str",
-            f"`record_filter` is {self.record_filter!r}, which made a {found} of a text. Expected a function that "
-            "returns a text.",
+            made == "str",
+            f"`record_settings.filter` is {path!r}, which made a {made} of a text. Expected a function that returns a "
+            "text.",
         )
-        return clean
+        return gib, clean
 
     def quick_eval(self) -> QuickEvalSettings:
         """The steps and the figures of quick evaluations."""

@@ -1,17 +1,15 @@
 """Settings of training: branches, their KL, rollouts, vLLM. Owns the additions to TRL's `GRPOConfig`."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.keys import without_keys
-from salesrl_trl.config.kl import law_of, targets_of
-from salesrl_trl.config.loader import settle_loader
-from salesrl_trl.config.machine import has_fsdp, settle
+from salesrl_trl.config.kl import cooldown_of, law_of, targets_of
+from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
 from salesrl_trl.config.ranges import (
     Count,
     Limit,
@@ -20,17 +18,20 @@ from salesrl_trl.config.ranges import (
     Share,
     check_settings,
 )
-from salesrl_trl.config.sampling import check_sampling, load_sampler
-from salesrl_trl.config.schedule import settle_schedule
-from salesrl_trl.config.sizes import RUN_MODES, check_mode, check_numbers, check_sizes
+from salesrl_trl.config.trl_settings import (
+    RUN_MODES,
+    check_mode,
+    check_numbers,
+    check_sampling,
+    check_sizes,
+    load_sampler,
+    settle_schedule,
+)
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.law import KLLaw, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
-
-if TYPE_CHECKING:
-    from salesrl_trl.generation.sampler import Sampler, Upstream
 
 LEAVE_OUT = "leave_out"
 """`failed_completions` by default."""
@@ -58,15 +59,14 @@ class SalesGRPOConfig(GRPOConfig):
     at 88."""
     kl_update_steps: int = 5
     """Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves."""
-    kl_cooldown_steps: int = 0
-    """Optimizer steps after a change that no window includes."""
     kl_law: str | None = None
     """Dotted path of a class that moves the coefficients instead of the packaged law, for example
     `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. `fixed` moves nothing: each branch's KL is still
     compared with its band in the logs."""
     kl_law_settings: dict[str, object] | str | None = None
     """Keyword arguments of the law. The packaged one has `max_step`: the largest factor by which a coefficient is
-    raised or lowered at the end of a window, 2 by default."""
+    raised or lowered at the end of a window, 2 by default. `cooldown_steps` holds for every law: optimizer steps after
+    a change that no window includes, 0 by default."""
     hybrid_reference_weight: Share = 0.0
     """w in [0, 1]. A group's baseline is (1 - w) times its mean reward, plus w times the reward of the 32B endpoint's
     answer. 0 is GRPO. A group without a reference has w = 0, and is counted."""
@@ -92,9 +92,7 @@ class SalesGRPOConfig(GRPOConfig):
     """Smallest share of scored completions in a generation batch. A batch below it does not move the policy."""
     max_skipped_generations: Count = 3
     """Skipped batches in a row after which the run saves a checkpoint and stops with the reason. At its last step two
-    are enough."""
-    max_outage_s: Limit = 3600.0
-    """Seconds since the first of the skipped batches in a row after which the run does the same."""
+    are enough, and so is an hour since the first of them."""
     failed_completions: Annotated[str, (LEAVE_OUT, "as_trl")] = "leave_out"
     """What becomes of completions without a reward. `leave_out` takes them out of the loss: of its policy term, its KL
     and its normaliser. The gradient is that of the same batch without them. `as_trl` is TRL's rule: an advantage of 0,
@@ -115,8 +113,6 @@ class SalesGRPOConfig(GRPOConfig):
     up to as many tokens as fill a large GPU, and each keeps its own loss; docs/PASSES.md says how many. A number is
     another limit of tokens: 1 is one micro-batch a pass, and one group a pass without gradients, which takes the
     least memory. `off` makes TRL's own passes."""
-    references_ahead: bool = True
-    """Whether to ask the 32B endpoint for a step's reference answers one step before its completions exist."""
     save_rollouts: bool = False
     """Whether checkpoints hold the rollouts in flight: tokens, log-probs, and the step of their weights. Then a
     resumed run with a lookahead generates none of them again."""
@@ -173,7 +169,12 @@ class SalesGRPOConfig(GRPOConfig):
         )
         check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
         self._check_kl()
-        self.sampler_class()
+        check(
+            self.sampler is None or not self.use_vllm,
+            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
+            "`use_vllm: false`.",
+        )
+        load_sampler(self.sampler)
 
     def to_dict(self) -> dict[str, object]:
         """The settings as loggers show them: without keys."""
@@ -210,17 +211,6 @@ class SalesGRPOConfig(GRPOConfig):
         """Whether DeepSpeed or FSDP splits the policy's training over processes."""
         return self.deepspeed_plugin is not None or bool(self.fsdp) or has_fsdp()
 
-    def sampler_class(self) -> "Callable[[Upstream], Sampler] | None":
-        """The generation engine that `sampler` names, if any."""
-        if self.sampler is None:
-            return None
-        check(
-            not self.use_vllm,
-            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
-            "`use_vllm: false`.",
-        )
-        return load_sampler(self.sampler)
-
     def _check_kl(self) -> None:
         weight = self.hybrid_reference_weight
         check(
@@ -247,7 +237,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def kl_windows(self) -> WindowSettings:
         """The windows in which a branch's KL is measured."""
-        return WindowSettings(update_steps=self.kl_update_steps, cooldown_steps=self.kl_cooldown_steps)
+        return WindowSettings(update_steps=self.kl_update_steps, cooldown_steps=cooldown_of(self.kl_law_settings))
 
     def kl_penalty(self) -> PenaltySettings:
         """The estimator of a token's KL, and its weight in the loss."""

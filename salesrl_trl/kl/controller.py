@@ -21,10 +21,12 @@ class WindowSettings:
     """Optimizer steps after a move that belong to no window, for a policy that reacts late."""
 
     def __post_init__(self) -> None:
-        for name, least in (("update_steps", 1), ("cooldown_steps", 0)):
-            value = getattr(self, name)
+        for name, value, least in (
+            ("kl_update_steps", self.update_steps, 1),
+            ("kl_law_settings.cooldown_steps", self.cooldown_steps, 0),
+        ):
             if not isinstance(value, int) or value < least:
-                raise ConfigError(f"`kl_{name}` is {value!r}. Expected a whole number of {least} or more.")
+                raise ConfigError(f"`{name}` is {value!r}. Expected a whole number of {least} or more.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

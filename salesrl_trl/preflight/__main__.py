@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]`.
+"""`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME] [--calls N] [--json] [--SETTING VALUE ...]`.
 
 Says whether a run can work before it is started. Owns the command line; `runner` has the stages. The stage `rag` or
 `judge` alone imports no torch, no TRL trainer and no tokenizer: all settings of training but those of a step's load
@@ -7,6 +7,7 @@ are accepted and not checked. Without `--config` the settings are those of `buil
 Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import logging
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         examined = iter([_failed("config", finding_of(error), time.perf_counter())])
     else:
         wanted += options.stage.split(",") if options.stage else []
-        examined = _reports(wanted, settings)
+        examined = _reports(wanted, settings, options.calls)
     with contextlib.redirect_stdout(sys.stderr):  # for lines of DeepSpeed and vLLM
         for report in examined:
             reports.append(report)
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if passed else FAILED
 
 
-def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageReport]:
+def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None) -> Iterator[StageReport]:
     start = time.perf_counter()
     try:
         from salesrl_trl.run.console import set_up_logging
@@ -80,14 +81,14 @@ def _reports(wanted: Sequence[str], settings: Sequence[str]) -> Iterator[StageRe
         set_up_logging(logging.WARNING)
         logging.getLogger("salesrl_trl.demo").setLevel(logging.INFO)  # the small policy may have to be made first
         if wanted in (["rag"], ["judge"]):
-            yield examine_alone(wanted[0], settings, FULL)
+            yield examine_alone(wanted[0], settings, FULL, calls)
             return
         from salesrl_trl.build.plan import Plan
         from salesrl_trl.build.settings import parse
         from salesrl_trl.preflight import runner
 
         stages = runner.chosen(wanted, runner.STAGES)
-        plan = Plan(parse(settings, FULL), in_depth=True)
+        plan = Plan(parse(settings, FULL), in_depth=True, calls=calls)
     except ImportError as error:
         if is_interrupt(error):
             raise
@@ -109,7 +110,7 @@ def read_alone(argv: Sequence[str], default_recipe: Path) -> "ServicesConfig":
     return ServicesConfig(*parse_part(argv, (DataConfig, RewardConfig, StepSettings), default_recipe))
 
 
-def examine_alone(name: str, argv: Sequence[str], default_recipe: Path) -> StageReport:
+def examine_alone(name: str, argv: Sequence[str], default_recipe: Path, calls: int | None = None) -> StageReport:
     """Run the stage `rag` or `judge`. Raises `SalesRLError` if a setting does not work."""
     from salesrl_trl.build.checks.reward import check_stand_ins
     from salesrl_trl.build.services_plan import ServicesPlan
@@ -117,7 +118,7 @@ def examine_alone(name: str, argv: Sequence[str], default_recipe: Path) -> Stage
 
     config = read_alone(argv, default_recipe)
     check_stand_ins(config.reward, config.training.branches, next(iter(config.data.own_sources), None))
-    plan = ServicesPlan(config)
+    plan = ServicesPlan(config, calls=calls)
     with plan.opened:
         return report_of(RAG_STAGE if name == "rag" else JUDGE_STAGE, cast("Plan", plan))
 
@@ -126,15 +127,30 @@ def _failed(stage: str, finding: Finding, start: float) -> StageReport:
     return StageReport(stage, StageVerdict.FAILED, time.perf_counter() - start, (finding,), {})
 
 
+def _calls(text: str) -> int:
+    from salesrl_trl.reward.judge.noise import MIN_CALLS
+
+    if not text.isdecimal() or 0 < int(text) < MIN_CALLS:
+        raise argparse.ArgumentTypeError(f"{text!r}. Expected 0, or {MIN_CALLS} or more: fewer verdicts show no noise")
+    return int(text)
+
+
 def _parser() -> ToolParser:
     parser = ToolParser(
         prog="python -m salesrl_trl.preflight",
-        usage="%(prog)s [--config RECIPE.yaml] [--stage NAME[,NAME]] [--json] [--SETTING VALUE ...]",
+        usage="%(prog)s [--config RECIPE.yaml] [--stage NAME[,NAME]] [--calls N] [--json] [--SETTING VALUE ...]",
         description="Says whether a run can work, in stages from cheap to costly. The first failure ends it. Takes "
         "every setting of a recipe; `--help` of a recipe's script lists them. docs/PREFLIGHT.md describes the stages.",
         allow_abbrev=False,
     )
     parser.add_argument("--stage", metavar="NAME[,NAME]", help="run these stages, and silently those that they need")
+    parser.add_argument(
+        "--calls",
+        type=_calls,
+        metavar="N",
+        help="calls to each RAG endpoint and each judge: 0 for a single one, else 8 or more; by default as many as a "
+        "step has in flight, from 32 to 128",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

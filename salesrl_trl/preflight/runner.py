@@ -17,7 +17,7 @@ from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges
-from salesrl_trl.config.sizes import check_evaluation
+from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.packaged import PROMPT_STYLE

@@ -39,7 +39,7 @@ T = TypeVar("T")
 NO_SERVICES = "`reward_funcs` score, without a RAG service and a judge"
 
 FEWEST_CALLS, MOST_CALLS = 32, 128
-"""Bounds of the calls to each service if `preflight_calls` is not given. The standard error of a noise is a sixth of
+"""Bounds of the calls to each service without `--calls`. The standard error of a noise is a sixth of
 it from 32 verdicts, a fifteenth from 128."""
 NOISY = 0.1
 """From this share of noise in the variance of a group's scores on, a note says so."""
@@ -94,10 +94,10 @@ def under_load(config: RewardConfig) -> RewardConfig:
     return dataclasses.replace(config, initial_concurrency=most, hedge_fraction=0.0, outage_patience_s=0.0)
 
 
-def calls_of(config: RewardConfig, in_flight: int) -> int:
-    """The calls to a service: `preflight_calls`, or as many as a step makes at once, within bounds."""
-    if config.preflight_calls is not None:
-        return config.preflight_calls
+def calls_of(plan: "Plan", in_flight: int) -> int:
+    """The calls to a service: those of `--calls`, or as many as a step makes at once, within bounds."""
+    if plan.calls is not None:
+        return plan.calls
     return min(max(in_flight, FEWEST_CALLS), MOST_CALLS)
 
 
@@ -169,7 +169,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *stores)
     batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
     completions, prompts = min(batch, most), min(max(batch // training.num_generations, 1), most)
-    count = calls_of(config, completions)
+    count = calls_of(plan, completions)
     rows = list(itertools.islice(itertools.cycle(plan.train_rows), max(count, 1)))
     ask_8b = [partial(answers.ask_8b, row, answers.plain_action(row.conversation[-1].content)) for row in rows]
     ask_32b = [partial(answers.ask_32b, row) for row in rows[: max(count // training.num_generations, prompts)]]
@@ -226,7 +226,7 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
     for client in clients:
         name, share = client.settings.transport.service, client.settings.weight / weights or 1
         in_flight[name] = min(math.ceil(verdicts * share), limits_of(name, config).cap)
-    count = max(calls_of(config, number) for number in in_flight.values())
+    count = max(calls_of(plan, number) for number in in_flight.values())
     planned = samples(_rubrics(plan), config.action_format(), max(count, MIN_CALLS))
     if not clients:  # a judge of one's own reads the answers in an order of its own
         planned = [dataclasses.replace(sample, candidate_first=True) for sample in planned]

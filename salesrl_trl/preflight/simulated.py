@@ -164,7 +164,7 @@ def hints(
     for name in (name for name in services if name.startswith(slowest)):
         slots, limits, text = services[name]["slots"], limits_of(name, config), "the steps waited for it most."
         if name == Stage.RAG_32B:
-            text += " Each row waits once: `reference_cache` keeps its answers for later runs."
+            text += " Each row waits once: `cache_answers` keeps its answers for later runs."
         if slots >= limits.cap:
             advice = f"All {limits.cap} slots were in use: raise {limits.concurrency} if the service can take more."
         elif slots > config.initial_concurrency:

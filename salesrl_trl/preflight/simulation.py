@@ -4,7 +4,6 @@ Called by `scripts/simulate_training_rewards.py`, and by `train` for `mode: rewa
 scores; `made_up` makes the completions, and `simulated` the figures.
 """
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -82,8 +81,6 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
     _check_count("num_generations", training.num_generations)
     if not 0 <= training.min_valid_reward_fraction <= 1:
         raise ConfigError(f"`min_valid_reward_fraction` is {training.min_valid_reward_fraction}. Expected 0 to 1.")
-    if reward.reference_cache is None:  # answers of an earlier run would take load off the services
-        reward = dataclasses.replace(reward, reference_cache="")
     if reward.action_format() != DEFAULT_FORMAT:
         raise ConfigError(
             f"`action_fields` is {', '.join(reward.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: the "
@@ -127,7 +124,9 @@ def run(
     show(title)
     steps, summaries = list[SimulatedStep](), []
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
-        reward_loop = RewardLoop(build_reward(config, parts, rows, *urls, output_dir=Path(folder)))
+        # answers of an earlier run would take load off the services
+        reward = build_reward(config, parts, rows, *urls, output_dir=Path(folder), keeps_references=False)
+        reward_loop = RewardLoop(reward)
         try:
             if config.warm_up_services:
                 warm_up(reward_loop, functools.partial(print, file=sys.stderr))

@@ -303,8 +303,8 @@ class Recorder:
         if dropped is not None and not self._has_dropped:
             self._has_dropped = True
             logger.warning(
-                f"[Record] {self._path} has reached {most_bytes / 2**30:g} GiB (`record_gib`): it has no steps up to "
-                f"{dropped} any more, and drops the oldest from here on"
+                f"[Record] {self._path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record_settings`): it has "
+                f"no steps up to {dropped} any more, and drops the oldest from here on"
             )
 
 

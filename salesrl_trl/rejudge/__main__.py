@@ -72,7 +72,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
         usage="python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
         description=DESCRIPTION,
     )
-    reward = dataclasses.replace(reward, replay=None, reference_cache="")
+    reward = dataclasses.replace(reward, replay=None)
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
     branches = sorted({completion.branch for completion in completions})

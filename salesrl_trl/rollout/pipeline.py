@@ -104,8 +104,6 @@ class Pipeline:
     """Micro-steps between two generation batches."""
     lookahead: int
     """Optimizer steps that rollouts may be ahead."""
-    references_ahead: bool
-    """Whether the reference answers are asked for one step earlier than the completions' rewards."""
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
     record_span: Callable[[Span], None]
@@ -127,7 +125,7 @@ class Pipeline:
     def set_lookahead(self, lookahead: int) -> None:
         self.lookahead = lookahead
         self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, self.window)
-        self.updates = UpdatesAhead(lookahead + self.references_ahead)
+        self.updates = UpdatesAhead(lookahead + 1)  # the 32B answers of a step are asked for one step earlier
 
     def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, KeptRollouts]) -> None:
         """A run begins after these micro-steps and optimizer steps. `has_batch`: a generation batch is there to go on
@@ -153,8 +151,7 @@ class Pipeline:
 
         def record(micro_batches: MicroBatches) -> None:
             for window in self._schedule.add(micro_batches):
-                if self.references_ahead:
-                    self.reward_loop.prepare(self._rows(window.inputs))
+                self.reward_loop.prepare(self._rows(window.inputs))
 
         following = functools.partial(_next_epoch, self.dataloader)
         return self.updates.next(epoch, iterator, following, pull, steps_left, record, _draw_as_a_dataloader)
@@ -216,8 +213,7 @@ class Pipeline:
 
     def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> Rollout:
         """Generate for an evaluation. `group`: completions of a prompt, by default the trainer's number."""
-        if self.references_ahead:
-            self.reward_loop.prepare(self._rows(inputs))
+        self.reward_loop.prepare(self._rows(inputs))
         rollout = self._begun(inputs, update, is_trained_on=False, group=group)
         self._generate(rollout, ahead=False)
         return rollout

@@ -24,7 +24,7 @@ from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import MachineUse, clock_of, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
-from salesrl_trl.telemetry.peaks import peak_bf16_flops
+from salesrl_trl.telemetry.perf import peak_bf16_flops
 from salesrl_trl.telemetry.start_up import write_start
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import StepTrace

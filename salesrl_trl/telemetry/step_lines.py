@@ -1,12 +1,13 @@
-"""Two lines per step on the console.
+"""The lines on the console: two per step, and one with the totals of an epoch.
 
-Owns their wording, and that they replace transformers' printers. The figures come from the trainer's log: those of
-`names.FIGURES` that have words for the console, and others that are worded here. Measures nothing but elapsed time.
-`StepLine` is a callback of the trainer, built by `wiring.components`.
+Owns their wording, the sums of an epoch, and that they replace transformers' printers. The figures come from the
+trainer's log: those of `names.FIGURES` that have words for the console, and others that are worded here.
+`wiring.components` builds the callbacks `StepLine` and `EpochLine`.
 """
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from transformers import (
@@ -24,6 +25,8 @@ from salesrl_trl.names import (
     BUDGET_CALLS,
     BUDGET_FORECAST,
     BUDGET_USD,
+    EPOCH_TOTALS,
+    FAILURE_REASONS,
     FIGURES,
     JUDGE_SECONDS,
     REWARD_SECONDS,
@@ -200,3 +203,93 @@ def judge_line(step: int, logs: Logs, providers: Sequence[str]) -> str:
 def figure(value: object) -> str:
     """A figure with two decimal places, or `n/a`."""
     return f"{value:.2f}" if isinstance(value, int | float) else "n/a"
+
+
+TOKENS = "num_tokens"
+"""TRL's tag: tokens of all prompts and completions so far."""
+
+
+class EpochLine(TrainerCallback):
+    """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
+    failures by reason. Steps after an epoch's last log line count in the next epoch.
+
+    Every rank logs the same figures: under the same names at each epoch, and failures by reason in an entry of their
+    own, because new reasons may come. `failures` returns those since the last line; `log` gives figures to the
+    trackers.
+    """
+
+    def __init__(
+        self,
+        branches: Sequence[str],
+        failures: Callable[[], Mapping[str, int]],
+        log: Callable[[dict[str, float | None]], None],
+    ) -> None:
+        self._branches = branches
+        self._failures = failures
+        self._log = log
+        self._last_step, self._tokens = 0, 0.0
+        self._start_over()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        self._last_step, self._tokens = state.global_step, float(state.num_input_tokens_seen)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._first_step, self._first_tokens = self._last_step, self._tokens
+        self._seconds = dict.fromkeys((*map(time_of, Phase), STEP_SECONDS), 0.0)
+        self._sums = dict.fromkeys(tags_shown(self._branches), (0.0, 0))  # sum over steps, and steps
+        self._counts = Counter[str]()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Logs | None = None,
+        **_: object,
+    ) -> None:
+        if logs is None or "reward" not in logs:
+            return
+        steps = state.global_step - self._last_step
+        for name in self._seconds:
+            self._seconds[name] += (logs.get(name) or 0.0) * steps
+        for name, (total, count) in self._sums.items():
+            value = logs.get(name)
+            if value is not None:
+                self._sums[name] = (total + value * steps, count + steps)
+        self._counts.update(self._failures())
+        self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._last_step > self._first_step:
+            if state.is_world_process_zero:
+                logger.info(self._line(state.epoch or 0.0))
+            totals = {
+                "steps": float(self._last_step - self._first_step),
+                "tokens": self._tokens - self._first_tokens,
+                "failures": float(self._counts.total()),
+                **self._means(),
+                **self._seconds,
+            }
+            self._log({f"{EPOCH_TOTALS}{name}": value for name, value in totals.items()})
+            if self._counts:
+                reasons = {f"{EPOCH_TOTALS}{FAILURE_REASONS}{name}": float(n) for name, n in self._counts.items()}
+                self._log({**reasons})
+        self._start_over()
+
+    def _means(self) -> dict[str, float | None]:
+        return {name: total / count if count else None for name, (total, count) in self._sums.items()}
+
+    def _line(self, epoch: float) -> str:
+        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 1.2 M tokens | 4:12, generation 60% | failures none`."""
+        wall = self._seconds[STEP_SECONDS]
+        parts = (
+            f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
+            *figures_shown(self._means(), self._branches),
+            f"{(self._tokens - self._first_tokens) / 1e6:.2f} M tokens",
+            f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
+            failures_shown(self._counts),
+        )
+        return " | ".join(parts)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from salesrl_trl.names import Phase
 from salesrl_trl.timing import Span, Timing, TimingContext
@@ -97,12 +97,9 @@ class StepTimes:
         return self.ended - self.started
 
 
-class _OpenPhase:
-    __slots__ = ("mark", "timing")
-
-    def __init__(self, timing: Timing, mark: Mark) -> None:
-        self.timing = timing
-        self.mark = mark
+class _OpenPhase(NamedTuple):
+    timing: Timing
+    mark: Mark
 
 
 class _Step:
@@ -111,6 +108,11 @@ class _Step:
     def __init__(self, first: Mark, owner: str) -> None:
         self.marks = [first]
         self.owners = [owner]
+
+    def cut(self, mark: Mark, owner: str) -> None:
+        """From this mark on, the time is this owner's."""
+        self.marks.append(mark)
+        self.owners.append(owner)
 
     def times(self, complete: bool = True) -> StepTimes:
         """The step's times. All marks must be settled."""
@@ -121,7 +123,30 @@ class _Step:
         return StepTimes(started=moments[0], ended=moments[-1], seconds=seconds, complete=complete)
 
 
-class Timeline:
+class SpanQueue:
+    """Spans that nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self._spans: deque[Span] = deque()
+        self.dropped_spans = 0
+        """Spans that were dropped because nobody drained them."""
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Keep spans that were measured elsewhere. From any thread."""
+        self._spans.extend(spans)
+        while len(self._spans) > MAX_SPANS_PENDING:
+            self._spans.popleft()
+            self.dropped_spans += 1
+
+    def drain_spans(self) -> list[Span]:
+        """The settled phases and the spans of other threads that ended since the last call."""
+        spans = []
+        while self._spans:
+            spans.append(self._spans.popleft())
+        return spans
+
+
+class Timeline(SpanQueue):
     """Phases of steps on one thread, and spans of other threads.
 
     `clock` says when marks were reached: by default the host's own. The phases in `opaque` own everything inside them:
@@ -131,19 +156,18 @@ class Timeline:
     """
 
     def __init__(self, clock: Clock | None = None, opaque: Iterable[str] = ()) -> None:
+        super().__init__()
         self.enabled = True
         self._clock: Clock = clock or HostClock()
         self._opaque = frozenset(opaque)
         self._thread = threading.get_ident()
         self._stack: tuple[_OpenPhase, ...] = ()
+        self._owner: str = Phase.UNACCOUNTED  # of the time from now on
         self._step: _Step | None = None
         self._cut_at = 0.0
         self._finished: list[_Step] = []
         self._settled: deque[StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
         self._closed_phases: list[tuple[str, Mark, Mark, bool]] = []  # name, start, end, failed; not settled
-        self._spans: deque[Span] = deque()
-        self.dropped_spans = 0
-        """Spans that were dropped because nobody drained them."""
 
     @property
     def current(self) -> tuple[str, float] | None:
@@ -155,8 +179,8 @@ class Timeline:
         stack = self._stack
         if not stack:
             return None if self._step is None else (Phase.UNACCOUNTED, time.perf_counter() - self._cut_at)
-        shown = self._shown(stack)
-        return shown.timing.name, shown.timing.cost_time
+        timing = _shown(stack, self._opaque)
+        return timing.name, timing.cost_time
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Timing]:
@@ -177,16 +201,6 @@ class Timeline:
         finally:
             self._close(phase)
 
-    def phased(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
-        """`function` as a phase: the time of each call is its own."""
-
-        @functools.wraps(function)
-        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self.phase(name):
-                return function(*args, **kwargs)
-
-        return timed
-
     def begin(self, name: str) -> None:
         """Open a phase that another function ends by `end`. `starts` and `close` end it too."""
         if self.enabled and threading.get_ident() == self._thread:
@@ -201,7 +215,7 @@ class Timeline:
     def starts(self) -> None:
         """Begin the first step now, on this thread. Steps of an earlier run are dropped."""
         self._thread = threading.get_ident()
-        self._stack = ()
+        self._stack, self._owner = (), Phase.UNACCOUNTED
         self._finished.clear()
         self._settled.clear()
         self._cut_at = time.perf_counter()
@@ -218,19 +232,11 @@ class Timeline:
             return
         mark = self._clock.mark()
         if self._step is not None:
-            self._step.marks.append(mark)
-            self._step.owners.append(Phase.UNACCOUNTED)
+            self._step.cut(mark, Phase.UNACCOUNTED)
             self._finished.append(self._step)
-        self._step = _Step(mark, self._owner())
+        self._step = _Step(mark, self._owner)
         if len(self._finished) > MAX_STEPS_PENDING and self._clock.is_reached(self._finished[-2].marks[-1]):
             self._settle(self._finished[:-1])
-
-    def add(self, spans: Iterable[Span]) -> None:
-        """Keep spans that were measured elsewhere. From any thread."""
-        self._spans.extend(spans)
-        while len(self._spans) > MAX_SPANS_PENDING:
-            self._spans.popleft()
-            self.dropped_spans += 1
 
     def drain_steps(self) -> list[StepTimes]:
         """The steps that ended since the last call. Waits until the device is done with them."""
@@ -238,13 +244,6 @@ class Timeline:
         steps = list(self._settled)
         self._settled.clear()
         return steps
-
-    def drain_spans(self) -> list[Span]:
-        """The settled phases and the spans of other threads that ended since the last call."""
-        spans = []
-        while self._spans:
-            spans.append(self._spans.popleft())
-        return spans
 
     def close(self) -> StepTimes | None:
         """End all open phases as failed, and settle everything. Waits at most `CLOSE_PATIENCE_S` for the device.
@@ -256,30 +255,24 @@ class Timeline:
             self._close(self._stack[-1])
         last = self._step
         end = self._clock.mark()
-        if not self._is_reached_soon(end):
-            self._clock = HostClock()
+        patience_ends = time.monotonic() + CLOSE_PATIENCE_S
+        while not self._clock.is_reached(end):
+            if time.monotonic() > patience_ends:
+                self._clock = HostClock()
+                break
+            time.sleep(0.01)
         self._settle(self._finished)
         if last is not None:
-            last.marks.append(end)
-            last.owners.append(Phase.UNACCOUNTED)
+            last.cut(end, Phase.UNACCOUNTED)
             self._settle_marks(last.marks, end.host)
         self._step = None
         self._settle([])
         return last.times(complete=False) if last is not None and len(last.marks) > 1 else None
 
-    def _is_reached_soon(self, mark: Mark) -> bool:
-        patience_ends = time.monotonic() + CLOSE_PATIENCE_S
-        while not self._clock.is_reached(mark):
-            if time.monotonic() > patience_ends:
-                return False
-            time.sleep(0.01)
-        return True
-
     def _open(self, name: str) -> _OpenPhase:
         mark = self._clock.mark()
         phase = _OpenPhase(Timing(name, self._stack[-1].timing if self._stack else None), mark)
-        self._stack = (*self._stack, phase)
-        self._cut(mark)
+        self._cut(mark, (*self._stack, phase))
         return phase
 
     def _close(self, phase: _OpenPhase) -> None:
@@ -291,20 +284,14 @@ class Timeline:
             inner.timing.ended = mark.host
             inner.timing.failed = inner.timing.failed or phase.timing.failed
             self._closed_phases.append((inner.timing.name, inner.mark, mark, inner.timing.failed))
-        self._stack = self._stack[:index]
-        self._cut(mark)
+        self._cut(mark, self._stack[:index])
 
-    def _cut(self, mark: Mark) -> None:
-        self._cut_at = mark.host
+    def _cut(self, mark: Mark, stack: tuple[_OpenPhase, ...]) -> None:
+        """Cut the step where these phases begin to be the open ones."""
+        self._stack, self._cut_at = stack, mark.host
+        self._owner = _shown(stack, self._opaque).name if stack else Phase.UNACCOUNTED
         if self._step is not None:
-            self._step.marks.append(mark)
-            self._step.owners.append(self._owner())
-
-    def _owner(self) -> str:
-        return self._shown(self._stack).timing.name if self._stack else Phase.UNACCOUNTED
-
-    def _shown(self, stack: tuple[_OpenPhase, ...]) -> _OpenPhase:
-        return next((phase for phase in stack if phase.timing.name in self._opaque), stack[-1])
+            self._step.cut(mark, self._owner)
 
     def _settle(self, steps: list[_Step]) -> None:
         for step in list(steps):
@@ -327,3 +314,19 @@ class Timeline:
             else:
                 self.add([Span(name=name, started=start.time, ended=end.time, failed=failed)])
         self._closed_phases = still_open
+
+
+def _shown(stack: tuple[_OpenPhase, ...], opaque: frozenset[str]) -> Timing:
+    """The innermost phase, or the opaque one around it."""
+    return next((phase.timing for phase in stack if phase.timing.name in opaque), stack[-1].timing)
+
+
+def phased(timeline: Timeline, name: str, function: Callable[P, R]) -> Callable[P, R]:
+    """`function` as a phase: the time of each call is its own."""
+
+    @functools.wraps(function)
+    def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+        with timeline.phase(name):
+            return function(*args, **kwargs)
+
+    return timed

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from accelerate.utils import gather_object
 
@@ -40,26 +39,19 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, max_bytes: int, origin: float) -> None:
-        self.path = path
         self._max_bytes = max_bytes
-        self._tracks: Counter[int] = Counter()  # by process
-        self._places: dict[tuple[int, str], tuple[int, int]] = {}
-        self._names: dict[str, str] = {}
         self._origin = origin
-        self._empty = True
+        self._tracks: Counter[int] = Counter()  # by process
+        self._places: dict[tuple[int, str], tuple[int, int]] = {}  # process and track of a rank's track
+        self._names: dict[str, str] = {}
+        self._between = b"\n"
         self.full = False
         """Whether spans were left out."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)
         self._file.write(b"[" + _TAIL)
-
-    def __enter__(self) -> "TraceWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self.close = self._file.close
+        """Close the file. It is complete after every write."""
 
     def write(self, rank: int, spans: Iterable[Span], clock_offset: float = 0.0) -> None:
         """Add a rank's spans, in any order. `clock_offset` is added to its `time.perf_counter`, for the shared scale.
@@ -68,7 +60,7 @@ class TraceWriter:
         """
         events: list[str] = []
         for span in spans:
-            process, track = self._place(rank, span.track, events)
+            process, track = self._places.get((rank, span.track)) or self._new_place(rank, span.track, events)
             name = self._names.get(span.name) or self._names.setdefault(span.name, _json(span.name))
             started, seconds = span.started + clock_offset - self._origin, span.seconds
             failed = ',"cname":"terrible","args":{"failed":true}' if span.failed else ""
@@ -77,54 +69,37 @@ class TraceWriter:
                 f'{{"name":{name},"ph":"X","pid":{process},"tid":{track},"ts":{started * 1e6:.1f},'
                 f'"dur":{seconds * 1e6:.1f}{failed}}}'
             )
-        self._append(events)
-
-    def close(self) -> None:
-        """Close the file. It is complete after every write."""
-        self._file.close()
-
-    def _place(self, rank: int, track: str, events: list[str]) -> tuple[int, int]:
-        known_place = self._places.get((rank, track))
-        if known_place is None:
-            known_place = self._places[rank, track] = self._new_place(rank, track, events)
-        return known_place
-
-    def _new_place(self, rank: int, track: str, events: list[str]) -> tuple[int, int]:
-        process = rank if track in (PHASES_TRACK, STEPS_TRACK) else REWARDS_PROCESS + rank
-        number = self._tracks[process]
-        self._tracks[process] += 1
-        title = f"rank {rank}" if process == rank else f"rank {rank}: rewards and other threads"
-        if number == 0:
-            events.append(_about("process_name", process, 0, name=title))
-            events.append(_about("process_sort_index", process, 0, sort_index=process))
-        events.append(_about("thread_name", process, number, name=track))
-        events.append(_about("thread_sort_index", process, number, sort_index=number))
-        return process, number
-
-    def _append(self, events: list[str]) -> None:
         if self.full or not events:
             return
         position = self._file.tell() - len(_TAIL)
-        between = b"\n" if self._empty else b",\n"
-        content = between + ",\n".join(events).encode()
+        content = self._between + ",\n".join(events).encode()
         if position + len(content) > self._max_bytes:
             self.full = True
-            content = between + _FULL.encode()
-        self._replace_tail(position, content + _TAIL)
-        self._empty = False
-
-    def _replace_tail(self, position: int, content: bytes) -> None:
-        """Write from `position` on. Where the disk is full, leave the file as it was."""
+            content = self._between + _FULL.encode()
         self._file.seek(position)
         try:
-            written = self._file.write(content)
-            if written != len(content):
+            if self._file.write(content + _TAIL) != len(content) + len(_TAIL):
                 raise OSError(errno.ENOSPC, "no space left for the trace")
         except OSError:
             self._file.seek(position)
             self._file.write(_TAIL)
             self._file.truncate()
             raise
+        self._between = b",\n"
+
+    def _new_place(self, rank: int, track: str, events: list[str]) -> tuple[int, int]:
+        """The process and the track of a rank's new track, which are named in `events`."""
+        process = rank if track in (PHASES_TRACK, STEPS_TRACK) else REWARDS_PROCESS + rank
+        number = self._tracks[process]
+        self._tracks[process] += 1
+        if number == 0:
+            title = f"rank {rank}" if process == rank else f"rank {rank}: rewards and other threads"
+            events.append(_about("process_name", process, 0, name=title))
+            events.append(_about("process_sort_index", process, 0, sort_index=process))
+        events.append(_about("thread_name", process, number, name=track))
+        events.append(_about("thread_sort_index", process, number, sort_index=number))
+        self._places[rank, track] = process, number
+        return process, number
 
 
 _FULL = '{"name":"the trace is full","ph":"i","s":"g","pid":0,"tid":0,"ts":0}'

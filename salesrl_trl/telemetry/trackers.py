@@ -1,8 +1,8 @@
-"""What trackers get beside the figures, which transformers hands to them: tables of completions.
+"""What trackers get beside the figures, which transformers hands to them: tables of completions, and a layout.
 
-Owns how MLflow and SwanLab take them, the end of a tracker's run, and that no tracker ends a training. TRL itself
-hands tables to Weights & Biases and trackio. `build.building` has the settings. A tracker that `report_to` does not
-name is not imported.
+Owns how MLflow and SwanLab take tables, TensorBoard's groups under "Custom Scalars", the end of a tracker's run, and
+that no tracker ends a training. TRL hands tables to Weights & Biases and trackio. `build.building` has the settings.
+`wiring.components` builds it all. A tracker that `report_to` does not name is not imported.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow.parquet  # type: ignore[import-untyped]
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     MLflowCallback,
@@ -25,6 +26,7 @@ from transformers.integrations.integration_utils import (
 from trl.extras.profiling import ProfilingContext
 
 from salesrl_trl.ground.patched import patched
+from salesrl_trl.names import BRANCH, CATEGORIES, FIGURES, TRAIN, kl_of, meanings, pattern_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,25 +49,16 @@ def tell(what: str, error: Exception) -> None:
     _tell(f"{what} can't be written ({type(error).__name__}{reason}): entries are missing there. Training goes on")
 
 
-@functools.cache
-def _tell(text: str) -> None:
-    logger.warning(text)
-
-
-def _sparing(
-    what: str, errors: type[Exception], call: Callable[..., object], *given: object, **named: object
-) -> object:
-    with spared(what, errors):
-        return call(*given, **named)
+_tell = functools.cache(logger.warning)
 
 
 def _spare(callback: TrainerCallback) -> None:
     """Let no event of a tracker's callback end the run. At its beginning the disk and the network alone are spared: a
     wrong setting or key then costs no step."""
     what = type(callback).__name__.removesuffix("Callback")
-    for event in (each for each in dir(TrainerCallback) if each.startswith("on_")):
+    for event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
         errors = OSError if event == "on_train_begin" else Exception
-        setattr(callback, event, functools.partial(_sparing, what, errors, getattr(callback, event)))
+        setattr(callback, event, spared(what, errors)(getattr(callback, event)))
 
 
 def _tabled(tracker: str, rows: Sequence[Mapping[str, object]], mode: str, step: int) -> None:
@@ -79,7 +72,7 @@ def _tabled(tracker: str, rows: Sequence[Mapping[str, object]], mode: str, step:
     elif tracker == "swanlab":
         import swanlab
 
-        texts = [[each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in row.values()]
+        texts = [[cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False) for cell in row.values()]
                  for row in rows]  # fmt: skip
         swanlab.log({f"{mode}/completions": swanlab.echarts.Table().add(columns, texts)}, step=step)
 
@@ -159,3 +152,50 @@ def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *given: object
 def _log_values(on_log: Callable[..., None], *given: object, logs: Mapping[str, object], **named: object) -> None:
     """SwanLab prints an error for each figure without a value, at each step."""
     on_log(*given, logs={name: value for name, value in logs.items() if value is not None}, **named)
+
+
+Chart = list[str | list[str]]
+"""Kind of a chart, `"Multiline"` or `"Margin"`, and its tags."""
+EDGES = (kl_of(BRANCH, "_low"), kl_of(BRANCH, "_high"))
+"""With them the chart of a branch's KL is one with margins: the line, its lower edge, its upper edge."""
+
+
+def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
+    """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart.
+
+    `words` says what the words in braces of `FIGURES` stand for. `banded`: the branches whose KL has a band.
+    """
+    layout: dict[str, dict[str, Chart]] = {category: {} for category in CATEGORIES}
+    for figure in FIGURES:
+        for choice in meanings(figure.tag, words) if figure.chart is not None else ():
+            is_edge = figure.tag in EDGES
+            if is_edge and choice["branch"] not in banded:
+                continue
+            category, title = (name.format(**choice) for name in figure.chart or ())
+            chart = layout[category].setdefault(title, ["Multiline", []])
+            chart[0] = "Margin" if is_edge else chart[0]
+            chart[1] = [*chart[1], TRAIN + figure.tag.format(**choice)]
+    for charts in layout.values():
+        for chart in charts.values():
+            if chart[0] == "Multiline":  # whose tags TensorBoard reads as regular expressions
+                chart[1] = [f"^{pattern_of(tag).pattern}$" for tag in chart[1]]
+    return layout
+
+
+class ScalarLayout(TrainerCallback):
+    """Writes the layout for TensorBoard, if the run reports to it: that of `custom_scalars`, into the callback of
+    TensorBoard among the trainer's `callbacks`."""
+
+    def __init__(
+        self, words: Mapping[str, Sequence[str]], banded: Sequence[str], callbacks: Sequence[TrainerCallback]
+    ) -> None:
+        self._layout = custom_scalars(words, banded)
+        self._callbacks = callbacks
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        for callback in self._callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+                with spared("TensorBoard"):
+                    callback.tb_writer.add_custom_scalars(self._layout)

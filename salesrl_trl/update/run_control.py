@@ -32,6 +32,10 @@ ADVICE = {
 """Advice by reason code, if the code alone does not explain the failure."""
 
 
+MAX_OUTAGE_S = 3600.0
+"""`max_outage_s` of a training."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunControlSettings:
     """Settings of a run's end, under the names that `SalesGRPOConfig` has and describes."""

@@ -25,9 +25,16 @@ from transformers.trainer_callback import CallbackHandler
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.order import why_in_trls_order
-from salesrl_trl.config.passes import passes_of
-from salesrl_trl.config.rollouts import check_rewards, normaliser_of, sampling_warnings, settings_of, why_not_divisible
+from salesrl_trl.config.rollouts import (
+    check_rewards,
+    normaliser_of,
+    passes_of,
+    sampling_warnings,
+    settings_of,
+    why_in_trls_order,
+    why_not_divisible,
+)
+from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.evaluation.held_out import HeldOut
@@ -44,15 +51,14 @@ from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
-from salesrl_trl.telemetry.epoch_lines import EpochLine
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
-from salesrl_trl.telemetry.layout import ScalarLayout
 from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
-from salesrl_trl.telemetry.step_lines import StepLine
-from salesrl_trl.telemetry.trackers import Trackers
+from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
+from salesrl_trl.telemetry.timeline import phased
+from salesrl_trl.telemetry.trackers import ScalarLayout, Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.run_control import RunControl, RunControlSettings
+from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl, RunControlSettings
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import SkipAndStop, Stopping
@@ -147,7 +153,7 @@ class Components:
         with_baseline = bool(args.hybrid_reference_weight)
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), with_baseline=with_baseline)
         self.spending = Spending(reward.budget)
-        settings = settings_of(RunControlSettings, args)
+        settings = settings_of(RunControlSettings, args, max_outage_s=MAX_OUTAGE_S)
         self.run_control = RunControl(settings, reward.names.places, self.spending.reported, self.spending.is_reached)
         self.keeper = Keeper(
             args,
@@ -186,7 +192,7 @@ class Components:
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
-        self._connect_rollouts(trl, sampler or args.sampler_class())
+        self._connect_rollouts(trl, sampler or load_sampler(args.sampler))
         at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
@@ -196,10 +202,10 @@ class Components:
             logger.info(f"off: scored groups first, because {reason}")
         # 4. the passes of an update, and the phases around them
         self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
-        trl.accelerator.backward = self.timeline.phased(Phase.BACKWARD, trl.accelerator.backward)
+        trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
             for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
-                setattr(trl.engine, name, self.timeline.phased(phase, getattr(trl.engine, name)))
+                setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. what looks on
@@ -220,7 +226,6 @@ class Components:
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
             window=args.window,
             lookahead=args.rollout_lookahead,
-            references_ahead=args.references_ahead,
             behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
             record_span=self.instruments.record_generation,
             group=trl.group,
@@ -286,7 +291,7 @@ class Components:
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
-            engine.step = self.timeline.phased(Phase.OPTIMIZER, engine.step)
+            engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
         if self.quick_eval is not None:
             self.quick_eval.run_begins(trl.step())
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())

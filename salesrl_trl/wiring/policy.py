@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from salesrl_trl.checkpoint.identity import shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.compiling import Start, compiled_engine, engine_start
-from salesrl_trl.config.engine import engine_options
+from salesrl_trl.config.engine import Start, compiled_engine, engine_options, engine_start
 from salesrl_trl.config.rollouts import sampling_hints
 from salesrl_trl.generation import compiled
 from salesrl_trl.generation.vllm import has_tied_head, vllm_engine_options

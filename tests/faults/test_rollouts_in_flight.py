@@ -76,7 +76,7 @@ def trainer_of(tiny, services, tmp_path):
         reward = build_reward(
             services.url, rows, invalid_action_reward=0.0, deadline_s=deadline_s, timeout_s=90.0, limits=limits
         )
-        defaults = {"beta": 0.0, "rollout_lookahead": 2, "references_ahead": True, "max_steps": 12}
+        defaults = {"beta": 0.0, "rollout_lookahead": 2, "max_steps": 12}
         built.append(build_trainer(tiny, reward, TEXTS, rows, tmp_path / out, **{**defaults, **given}))
         return built[-1]
 

@@ -82,14 +82,14 @@ def trained(out):
 
 
 @pytest.mark.timeout(240)
-def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_with(tmp_path, services):
+def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_with(tmp_path, services, monkeypatch):
     """With rewards in a process of their own. `test_rollouts_in_flight.py` stops runs without one."""
+    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
     first, second = tmp_path / "first", tmp_path / "second"
     settings = {
         "model_name_or_path": str(make_tiny_policy(tmp_path / "policy")),
         "rag_base_url": services.url,
         "judge_base_url": f"{services.url}/v1",
-        "reference_cache": str(tmp_path / "references.sqlite"),
         "reward_process": "true",
     }
     with started({**settings, "output_dir": str(first)}) as process:

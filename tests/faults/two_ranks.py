@@ -201,7 +201,7 @@ def main(policy, out):
         else:
             reward.score = score
         reward.batch = partial(kept, batches := [], reward.batch)
-        given = {"beta": 0.0, "references_ahead": False, "ddp_backend": "gloo", **given}
+        given = {"beta": 0.0, "ddp_backend": "gloo", **given}
         texts = TEXTS[200 * rank : 200 * rank + 200]
         trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)
         error, moments = None, {}

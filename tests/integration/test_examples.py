@@ -235,9 +235,7 @@ def rewarded(config, rows, completions, folder):
 
 def settings(url, services, tmp_path, **others):
     judge = {"judge_base_url": f"{services.url}/v1", "judge_model": "judge"}
-    return RewardConfig(
-        rag_base_url=url, reference_cache=str(tmp_path / "r.sqlite"), cache_answers=False, **judge, **others
-    )
+    return RewardConfig(rag_base_url=url, cache_answers=False, **judge, **others)
 
 
 def test_a_vector_store_answers_a_run_from_the_demos_knowledge(vector_store, services, tmp_path):

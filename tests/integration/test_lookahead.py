@@ -295,10 +295,8 @@ def test_a_run_goes_on_from_any_checkpoint_and_no_prompt_is_lost_or_twice(traine
 
 
 @pytest.mark.usefixtures("any_text_is_an_action")
-@pytest.mark.parametrize("references_ahead", [False, True])
-def test_a_resumed_run_generates_what_the_one_without_a_stop_did(trained, references_ahead):
-    given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 12,
-             "references_ahead": references_ahead}  # fmt: skip
+def test_a_resumed_run_generates_what_the_one_without_a_stop_did(trained):
+    given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 12}
     whole = trained(Watched, **given)
     for step in (1, 4, 5):  # an epoch has four
         second = trained(Watched, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")

@@ -118,20 +118,21 @@ def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_
 
 def test_settings_name_record_and_replay(recorded_run, tmp_path):
     folder = str(recorded_run[1])
-    config = TelemetryConfig(record=True, record_gib=0.5, record_filter="html.escape")
-    assert config.record_clean()("<") == "&lt;"
-    assert RewardConfig(replay=folder, replay_on_miss="nearest", replay_delays=True).asks_nobody
-    assert not RewardConfig(replay=folder, replay_on_miss="live").asks_nobody
+    config = TelemetryConfig(record=True, record_settings={"gib": 0.5, "filter": "html.escape"})
+    gib, clean = config.parsed_record()
+    assert (gib, clean("<")) == (0.5, "&lt;")
+    assert RewardConfig(replay={"run": folder, "on_miss": "nearest", "delays": True}).asks_nobody
+    assert not RewardConfig(replay=f'{{"run": "{folder}", "on_miss": "live"}}').asks_nobody
     assert RewardConfig(replay=folder).embeds_judge is False
-    for wrong in ({"record_gib": 0}, {"record_filter": "math.pi"}, {"record_filter": "math.sin"}):
+    for wrong in ({"gib": 0}, {"filter": "math.pi"}, {"filter": "math.sin"}, {"size": 1}):
         with pytest.raises(ConfigError):
-            TelemetryConfig(**wrong)
-    with pytest.raises(ConfigError, match="replay_on_miss"):
-        RewardConfig(replay=folder, replay_on_miss="guess")
+            TelemetryConfig(record_settings=wrong)
+    with pytest.raises(ConfigError, match=r"replay\.on_miss"):
+        RewardConfig(replay={"run": folder, "on_miss": "guess"})
     with pytest.raises(ConfigError, match=rf"nothing'.* Expected one of: demo, {re.escape(folder)};"):
         RewardConfig(replay=str(tmp_path / "nothing"))
-    assert (RewardConfig(replay=folder).on_miss, RewardConfig(replay="demo").on_miss) == ("fail", "nearest")
-    assert RewardConfig(replay="demo", replay_on_miss="fail").on_miss == "fail"
+    assert [RewardConfig(replay=run).parsed_replay().on_miss for run in (folder, "demo")] == ["fail", "nearest"]
+    assert RewardConfig(replay={"run": "demo", "on_miss": "fail"}).parsed_replay().on_miss == "fail"
     with pytest.raises(ConfigError, match=r"none for mine.jsonl"):
         check_stand_ins(RewardConfig(replay="demo"), ["fairness"], "mine.jsonl")
 

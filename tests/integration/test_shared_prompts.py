@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.passes import correction_at_step
+from salesrl_trl.config.rollouts import correction_at_step
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import BOUNDED, LEFT_OUT

@@ -14,7 +14,7 @@ from salesrl_trl.types import DEFAULT_BRANCHES
 from salesrl_trl.update.ledger import kl_names
 
 COOLDOWN = 1
-SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_cooldown_steps": COOLDOWN}
+SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_law_settings": {"cooldown_steps": COOLDOWN}}
 STOP = 9
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 """A checkpoint of each step. From it a run goes on as from one that a stop left: it is saved at the same place."""

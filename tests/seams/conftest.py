@@ -8,13 +8,13 @@ from salesrl_trl.reward.reward_loop import RewardLoop
 
 
 @pytest.fixture
-def settings(services, tmp_path):
+def settings(services, tmp_path, monkeypatch):
     """Settings of a reward, whose RAG service is on loopback."""
 
+    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
+
     def make(**given):
-        return RewardConfig(
-            **{"rag_base_url": services.url, "reference_cache": str(tmp_path / "references.sqlite"), **given}
-        )
+        return RewardConfig(**{"rag_base_url": services.url, **given})
 
     return make
 

@@ -34,7 +34,6 @@ SETTINGS = {
     "cache_answers": False,
     "held_out_eval": False,
     "quick_eval_steps": 0,
-    "heartbeat_s": 0,
     "report_to": "none",
 }
 

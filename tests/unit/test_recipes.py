@@ -239,13 +239,13 @@ def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps
 
 
 def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
-    given = {"timing": "false", "perf_logging_steps": 3, "trace_steps": "4:6", "heartbeat_s": 7,
+    given = {"timing": "false", "perf_logging_steps": 3, "trace_steps": "4:6",
              "peak_tflops": 400, "output_dir": tmp_path}  # fmt: skip
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     instruments = build_instruments(parse([*arguments], ROOT / "recipes/debug.yaml"))
     assert not instruments.timeline.enabled
     assert instruments._settings == InstrumentSettings(
-        enabled=False, perf_steps=3, trace_steps=range(4, 7), heartbeat_s=7.0, peak_flops=4e14
+        enabled=False, perf_steps=3, trace_steps=range(4, 7), peak_flops=4e14
     )
 
 

@@ -23,7 +23,7 @@ SHOWN_ROWS = 5
 
 def own_records(data: DataConfig) -> Records:
     """All records of `dataset`, of which a share may be held out. Raises `DataError` as `load_rows` does."""
-    return load_records(data.dataset, data.train_split, data.form())
+    return load_records(*data.train_source, data.form())
 
 
 def training_records(data: DataConfig, own: Records) -> Records:
@@ -35,7 +35,7 @@ def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
     """The records to evaluate on: a share of `own_records`, or a source of their own. Raises as `own_records` does."""
     if data.held_out_share:
         return part_of(own(), data.form(), Part.HELD_OUT)
-    return load_records(data.eval_dataset or data.dataset, data.eval_split, data.eval_form())
+    return load_records(*data.eval_source, data.eval_form())
 
 
 def prompt_of(config: DataConfig, fields: tuple[str, ...] = DEFAULT_FORMAT.fields) -> str | PromptTemplate:

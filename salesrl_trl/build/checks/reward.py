@@ -133,7 +133,7 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     """
     if config.knowledge_file is not None:
         load_documents(Path(config.knowledge_file).expanduser())
-    if config.asks_nobody and config.replay == CASSETTE and own_rows is not None:
+    if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
         raise ConfigError(
             f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Expected the "
             "demo's rows, or the output folder of a run with yours and `record: true`."

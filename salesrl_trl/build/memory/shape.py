@@ -14,7 +14,7 @@ from trl import ModelConfig
 
 from salesrl_trl.build.checks.model import empty_model, positions_of, put_adapter
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.order import why_in_trls_order
+from salesrl_trl.config.rollouts import why_in_trls_order
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.shared_prompts.ahead import unasked_tokens
 from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS

@@ -24,12 +24,13 @@ DEAD = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def config(services, tmp_path):
+def config(services, tmp_path, monkeypatch):
     """Settings for services on loopback. No call is hedged, so that a slow machine changes no count of calls."""
+    monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
 
     def make(**settings):
         given = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1", "hedge_fraction": 0.0}
-        return RewardConfig(**{**given, "reference_cache": str(tmp_path / "refs.sqlite"), **settings})
+        return RewardConfig(**{**given, **settings})
 
     return make
 
@@ -119,7 +120,7 @@ def second_run(config, tmp_path, caplog):
 def test_kept_references_that_still_hold_are_counted_and_used(config, services, tmp_path, caplog):
     asked = answers_of_today(services, {})
     reward, said = second_run(config, tmp_path, caplog)
-    assert re.search(r"20 of 20 references come from the cache \S+refs\.sqlite, last written 20\d\d-", said)
+    assert re.search(r"20 of 20 references come from the cache \S+references\.sqlite, last written 20\d\d-", said)
     # Of 20, every third is asked for again: 7.
     assert "7 of them were asked for again: they are the same. Delete the file when" in said
     asked.clear()
@@ -130,7 +131,9 @@ def test_kept_references_that_still_hold_are_counted_and_used(config, services, 
 def test_kept_references_of_yesterdays_knowledge_are_forgotten(config, services, tmp_path, caplog):
     asked = answers_of_today(services, {"m6": "6500"})
     reward, said = second_run(config, tmp_path, caplog)
-    assert "1 of 7 references differ" in said and "refs.sqlite" in said and "forgotten and asked for anew" in said
+    assert (
+        "1 of 7 references differ" in said and "references.sqlite" in said and "forgotten and asked for anew" in said
+    )
     asked.clear()
     score_batch(reward, [action()] * 20, list(range(20)))
     assert sorted(asked) == sorted(each.message_id for each in ROWS)
@@ -155,7 +158,7 @@ def test_answers_go_with_the_references_they_were_kept_beside(config, services, 
     elif since == "another run":
         launched(tmp_path / "another", 0)
     elif since == "the file was deleted":
-        (tmp_path / "refs.sqlite").unlink()
+        (tmp_path / "references.sqlite").unlink()
     assert launched(tmp_path, 1) == (0 if since == "nothing" else 20)
 
 
@@ -174,7 +177,7 @@ def test_answers_go_with_the_references_they_were_kept_beside(config, services, 
 def test_what_comes_out_of_a_cache_is_checked_as_what_comes_off_the_wire(config, services, tmp_path, kind, stored):
     weights = {"fairness": {"judge": 0.5, "retrieval": 0.5}}
     first = score(config(branch_reward_weights=weights), tmp_path, [action()]).rewards
-    path = tmp_path / ("refs.sqlite" if kind == "reference" else "answers.rank0.sqlite")
+    path = tmp_path / ("references.sqlite" if kind == "reference" else "answers.rank0.sqlite")
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as file:
         like = "%candidate%" if kind == "verdict" else "%passages%"
         assert file.execute("UPDATE answers SET value = ? WHERE value LIKE ?", (stored, like)).rowcount == 1
@@ -187,7 +190,7 @@ def test_what_comes_out_of_a_cache_is_checked_as_what_comes_off_the_wire(config,
 
 def test_without_caches_everything_is_asked_for_again(config, services, tmp_path):
     for _ in range(2):
-        score(config(cache_answers=False, reference_cache=""), tmp_path, [action()])
+        score(config(cache_answers=False), tmp_path, [action()])
     assert services.calls == {"8b": 2, "32b": 2, "judge": 2}
     assert list(tmp_path.rglob("*.sqlite")) == []
 
@@ -220,12 +223,12 @@ def test_limits_are_divided_over_processes(config, services, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked"), [({}, {"8b": 2, "judge": 2}), ({"judge_max_attempts": 1}, {"8b": 2, "judge": 1})]
+    ("attempts", "asked"), [(2, {"8b": 2, "judge": 2}), ({"rag": 2, "judge": 1}, {"8b": 2, "judge": 1})]
 )
-def test_a_judge_has_attempts_of_its_own_if_given(config, services, tmp_path, settings, asked):
+def test_a_judge_has_attempts_of_its_own_if_given(config, services, tmp_path, attempts, asked):
     services.answers["8b"] = [(500, {}, {}, 0), (200, ANSWER, {}, 0)]
     services.answers["judge"] = [(500, {}, {}, 0)]
-    (reward,) = score(config(max_attempts=2, **settings), tmp_path, [action()]).rewards
+    (reward,) = score(config(max_attempts=attempts), tmp_path, [action()]).rewards
     assert reward.reason == "judge_http_500"
     assert {service: services.calls[service] for service in asked} == asked
 

@@ -74,7 +74,7 @@ def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():
     assert first.startswith("preset 80gb: use_peft True, ")
     assert "per_device_train_batch_size 6 (not 8)" in second
     assert "temperature" not in second
-    assert (config.reward.judge_timeout_s, config.reward.judge_max_attempts) == (6, 1)
+    assert (config.reward.judge_timeout_s, config.reward.parsed_attempts()) == (6, {"rag": 3, "judge": 1})
 
 
 @pytest.mark.parametrize(

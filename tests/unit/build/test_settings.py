@@ -8,7 +8,7 @@ import pytest
 from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import FIRST, PATHS, REPLACED, all_kinds, names_of_settings, parse, parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.config.docstrings import texts_of
+from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,8 @@ import pytest
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.config.machine import Settled
-from salesrl_trl.config.order import why_in_trls_order
-from salesrl_trl.config.rollouts import why_not_divisible
-from salesrl_trl.config.sampling import reshaped_sampling
+from salesrl_trl.config.rollouts import why_in_trls_order, why_not_divisible
+from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
@@ -112,8 +111,7 @@ def test_no_coefficient_is_no_kl():
 def test_settings_of_the_kl_reach_its_law_and_its_penalty():
     config = training(
         kl_update_steps=7,
-        kl_cooldown_steps=3,
-        kl_law_settings={"max_step": 1.25},
+        kl_law_settings={"cooldown_steps": 3, "max_step": 1.25},
         kl_estimator="k2",
         kl_log_ratio_clamp=5.0,
         use_bias_correction_kl=False,
@@ -193,9 +191,10 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (RewardConfig, {"verbose": ["rags"]}, "`verbose` names 'rags'. Expected some of: completions, rag, scoring"),
         (RewardConfig, {"rag_max_concurrency": 0}, "`rag_max_concurrency`"),
         (RewardConfig, {"judge_max_concurrency": 0}, "`judge_max_concurrency`"),
-        (RewardConfig, {"preflight_calls": 4}, "`preflight_calls` is 4. Expected 0, or 8 or more"),
         (RewardConfig, {"judge_repeats": 1.5}, "`judge_repeats` is 1.5. Expected a whole number"),
-        (RewardConfig, {"judge_max_attempts": True}, "`judge_max_attempts` is True. Expected a whole number"),
+        (RewardConfig, {"max_attempts": 1.5}, "`max_attempts` is 1.5. Expected a whole number"),
+        (RewardConfig, {"max_attempts": {"judge": True}}, "`max_attempts.judge` is True. Expected a whole number"),
+        (RewardConfig, {"max_attempts": '{"judges": 1}'}, "`max_attempts` names rag, judge, judges. Expected a"),
         (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
         (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
         (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
@@ -222,6 +221,7 @@ TYPED = [
     )
     for name, hint in typing.get_type_hints(config).items()
     if config is not SalesGRPOConfig or name in SalesGRPOConfig.__annotations__
+    if str not in typing.get_args(hint)
     for kind in WRONG.keys() & {hint, *typing.get_args(hint)}
     for value in WRONG[kind]
 ]  # fmt: skip

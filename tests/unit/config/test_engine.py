@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.compiling import GRAPHS_ALONE, Start, compiled_engine, engine_start
-from salesrl_trl.config.engine import engine_options
+from salesrl_trl.config.engine import GRAPHS_ALONE, Start, compiled_engine, engine_options, engine_start
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
 from salesrl_trl.preflight.warming import settings_of

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from salesrl_trl.build.checks import model as model_checks
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.schedule import follow
+from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

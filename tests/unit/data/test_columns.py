@@ -125,5 +125,14 @@ def test_every_recipe_of_the_page_is_read_as_settings_of_the_data(tmp_path):
 def test_held_out_rows_have_the_form_of_the_training_rows_or_their_own():
     data = DataConfig(dataset="a.jsonl", eval_dataset="b.jsonl", dataset_format="bbq", columns={"id": "uid"})
     assert (type(data.eval_form().format), data.eval_form().columns) == (type(data.form().format), data.form().columns)
-    data = DataConfig(dataset_format="bbq", columns={"id": "uid"}, eval_dataset_format="rows", eval_columns={})
+    data = DataConfig(dataset_format="bbq", columns={"id": "uid"}, eval_dataset={"format": "rows", "columns": {}})
     assert (data.eval_form().format, data.eval_form().columns) == (None, {})
+    assert (data.train_source, data.eval_source) == (("demo", "train"), ("demo", "heldout"))
+
+
+def test_a_split_stands_behind_the_name_of_a_dataset():
+    data = DataConfig(dataset="me/talks:main", eval_dataset="me/talks:late")
+    assert (data.train_source, data.eval_source) == (("me/talks", "main"), ("me/talks", "late"))
+    data = DataConfig(dataset="me/talks:main", eval_dataset='{"columns": {}}')
+    assert (data.train_source, data.eval_source) == (("me/talks", "main"), ("me/talks", "heldout"))
+    assert DataConfig(dataset="at:12.jsonl").train_source == ("at:12.jsonl", "train")

@@ -76,12 +76,13 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
         ),
         ({"held_out_share": 0.1}, "the held-out rows are there already: in `eval_dataset`, or in the demo."),
         ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_dataset": "b.jsonl"}, "are there already"),
-        ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_columns": {"id": "at"}}, "and `eval_columns`. Leave one"),
+        ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_dataset": {"columns": {"id": "at"}}}, "Leave one"),
         (
             {"dataset_format": "squad"},
             "`dataset_format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc, topi",
         ),
-        ({"eval_dataset_format": "BBQ"}, "`eval_dataset_format` is 'BBQ'. Expected one of: rows, bbq"),
+        ({"eval_dataset": {"format": "BBQ"}}, "`eval_dataset.format` is 'BBQ'. Expected one of: rows, bbq"),
+        ({"eval_dataset": {"split": "late"}}, "`eval_dataset` has split. Expected some of: path, a text; format;"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -63,7 +63,7 @@ def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, name
     [
         ("-m", "salesrl_trl.env"),
         ("-u", "-m", "salesrl_trl.env"),
-        ("-m", "salesrl_trl.preflight", "--stage", "absent"),
+        ("-m", "salesrl_trl.preflight", "--calls", "4"),
         (f"{ROOT}/scripts/test_rag_endpoints.py", *ADDRESS),
     ],
     ids=" ".join,

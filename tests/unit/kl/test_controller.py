@@ -58,7 +58,10 @@ def test_a_target_that_cannot_work_is_refused(settings, message):
     ("made_by", "named"),
     [
         *[(lambda n=number: WindowSettings(update_steps=n), "`kl_update_steps`") for number in (0, 2.5)],
-        *[(lambda n=number: WindowSettings(cooldown_steps=n), "`kl_cooldown_steps`") for number in (-1, 0.5)],
+        *[
+            (lambda n=number: WindowSettings(cooldown_steps=n), "`kl_law_settings.cooldown_steps`")
+            for number in (-1, 0.5)
+        ],
         *[
             (lambda n=number: AdaptiveLaw(max_step=n), "`max_step` of `kl_law_settings`")
             for number in (1.0, 0.5, math.inf, math.nan, "2", True)

@@ -53,7 +53,7 @@ def shown(user):
     return read_sections(user)["candidate_answer"]
 
 
-def examine(stage, services, process_index=0, generation_batch_size=32, output_dir="unused", **given):
+def examine(stage, services, process_index=0, generation_batch_size=32, output_dir="unused", calls=None, **given):
     """The report of a stage. No call is tried again unless `given` otherwise."""
     settings = {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1", "max_attempts": 1, **given}
     if "judge_providers" in settings or "judge" in settings:
@@ -61,7 +61,7 @@ def examine(stage, services, process_index=0, generation_batch_size=32, output_d
     training = SimpleNamespace(branches=["fairness", "hallucination"], hybrid_reference_weight=0.0, **TRAINING)
     training.process_index, training.generation_batch_size = process_index, generation_batch_size
     training.output_dir = str(output_dir)
-    plan = Plan(SimpleNamespace(reward=RewardConfig(**settings), training=training), in_depth=True)
+    plan = Plan(SimpleNamespace(reward=RewardConfig(**settings), training=training), in_depth=True, calls=calls)
     plan.train_rows = [row(f"r{at}") for at in range(7)]
     plan.train_rows[0] = row("r0", tenant_id=SECRET)
     report = report_of(stage, plan)
@@ -114,10 +114,10 @@ def test_the_limits_bound_the_calls_in_flight_and_the_references_of_a_large_step
 
 
 @pytest.mark.parametrize(("calls", "made"), [(0, 1), (8, 9), (50, 49)])
-def test_a_setting_bounds_the_calls(services, calls, made):
-    examine(JUDGE_STAGE, services, preflight_calls=calls)
+def test_an_option_bounds_the_calls(services, calls, made):
+    examine(JUDGE_STAGE, services, calls=calls)
     assert services.calls["judge"] == made
-    examine(RAG_STAGE, services, preflight_calls=calls)
+    examine(RAG_STAGE, services, calls=calls)
     assert services.calls["8b"] == calls + 1
 
 
@@ -164,7 +164,7 @@ def test_calls_that_are_turned_away_are_counted_and_the_service_is_given_its_lim
 
 def test_a_late_call_is_not_made_twice(services):
     nth(services, "8b", lambda n: (200, ANSWER, {}, 25.0 if n == 100 else 1.0))
-    assert examine(RAG_STAGE, services, preflight_calls=128).figures["rag_8b_failed"] == 0
+    assert examine(RAG_STAGE, services, calls=128).figures["rag_8b_failed"] == 0
     assert services.calls["8b"] == 129
 
 
@@ -236,11 +236,11 @@ def test_a_noisy_judge_is_told_with_the_repeats_that_make_up_for_it(services):
         return {**VERDICT, "candidate": by_quality(system, user)["candidate"] - 0.2 + rng.uniform(0, 0.4)}
 
     services.judge_by(lambda system, user: {**(v := judge(system, user)), "candidate": min(max(v["candidate"], 0), 1)})
-    report = examine(JUDGE_STAGE, services, preflight_calls=128)
+    report = examine(JUDGE_STAGE, services, calls=128)
     assert report.figures["judge_repeat_sd"] == pytest.approx(0.4 / 12**0.5, abs=0.03)
     assert report.figures["judge_spread_sd"] == pytest.approx(0.3, abs=0.06)
     assert "judge is noisy" in text_of(report) and "Set `judge_repeats: 2`" in text_of(report)
-    again = examine(JUDGE_STAGE, services, preflight_calls=128, judge_repeats=2)
+    again = examine(JUDGE_STAGE, services, calls=128, judge_repeats=2)
     assert "noisy" not in text_of(again)
 
 
@@ -326,7 +326,7 @@ def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing,
 
 def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit(services, tmp_path):
     judge = {"name": "a", "base_url": f"{services.url}/v1", "model": "m", "usd_per_million_prompt_tokens": 1000.0}
-    settings = {"output_dir": tmp_path, "judge_providers": [judge], "preflight_calls": 32, "max_calls": 50}
+    settings = {"output_dir": tmp_path, "judge_providers": [judge], "calls": 32, "max_calls": 50}
     rag, judge = (examine(stage, services, **settings) for stage in (RAG_STAGE, JUDGE_STAGE))
     assert (rag.verdict, judge.verdict) == (PASSED, FAILED)
     assert "budget_spent" in text_of(judge)
@@ -361,17 +361,19 @@ def test_a_stage_alone_knows_every_setting_of_a_run():
 
 def test_the_command_runs_a_stage_alone_against_the_configured_services(services, capsys):
     for name in ("rag", "judge"):
-        given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--preflight_calls", "8"]
+        given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--calls", "8"]
         assert main(["--stage", name, "--json", "--config", str(RECIPES[0]), *given]) == 0
         (stage,) = json.loads(capsys.readouterr().out)["stages"]
         assert (stage["stage"], stage["verdict"]) == (name, "passed")
     assert services.calls["8b"] == services.calls["judge"] == 9
+    assert main(["--stage", "judge", "--calls", "4"]) == 2
+    assert "'4'. Expected 0, or 8 or more" in capsys.readouterr().out
     assert main(["--stage", "judge", "--max_step", "3"]) == 2
     assert "did you mean --max_steps?" in capsys.readouterr().out
 
 
 def test_the_script_for_components_begins_with_the_machine(services, capsys, monkeypatch, tmp_path):
-    given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--preflight_calls", "8"]
+    given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--calls", "8"]
     given += ["--config", str(RECIPES[0]), "--output_dir", str(tmp_path), "--json"]
     monkeypatch.setattr(sys, "argv", ["test_components.py", *given])
     monkeypatch.setattr("salesrl_trl.run.launch.end_tidily", lambda: None)  # it is for a whole process

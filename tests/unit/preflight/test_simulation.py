@@ -297,8 +297,6 @@ def test_nothing_is_kept_after_a_run(services, tmp_path, capsys):
     assert main(options) == first[0] == 0
     assert (services.calls["8b"], services.calls["32b"]) == (2 * first[1], 2 * first[2])
     assert not (tmp_path / "cache").exists()
-    assert main([*options, "--reference_cache", str(tmp_path / "kept.sqlite")]) == 0
-    assert (tmp_path / "kept.sqlite").exists()
     capsys.readouterr()
 
 

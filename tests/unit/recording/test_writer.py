@@ -123,7 +123,7 @@ def test_a_full_file_drops_its_oldest_steps_and_says_so_once(tmp_path, caplog, m
     assert 1 < steps[0] < 20
     assert record_file(tmp_path, 0).stat().st_size < 2 * limit
     [line] = [each.message for each in caplog.records if "oldest" in each.message]
-    assert "record_gib" in line
+    assert "`gib` of `record_settings`" in line
     assert rows(tmp_path, "SELECT value FROM meta WHERE name = 'dropped_up_to_step'") == [(str(steps[0] - 1),)]
 
 

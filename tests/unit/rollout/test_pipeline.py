@@ -83,7 +83,6 @@ def examples(batch):
 def pipeline(sampler, lookahead=0, behaviour=lambda sampled: torch.zeros(1, 1), kept=MappingProxyType({}), start=0):
     made = Pipeline(
         sampler=sampler, reward_loop=Loop(), timeline=Timeline(), decode=str, window=1, lookahead=lookahead,
-        references_ahead=True,
         behaviour_logps=behaviour, record_span=pytest.fail,
     )  # fmt: skip
     made.restart(0, start, False, kept)

@@ -156,8 +156,16 @@ def begun(tmp_path):
 
 
 @pytest.mark.usefixtures("heeds_signals")
-@pytest.mark.parametrize("number", signals.CAUGHT)
-@pytest.mark.parametrize("reached", ["launcher", "run", "both"])
+@pytest.mark.parametrize(
+    ("number", "reached"),
+    [
+        (signal.SIGINT, "both"),
+        (signal.SIGTERM, "launcher"),
+        (signal.SIGTERM, "run"),
+        (signal.SIGUSR1, "run"),
+        (signal.SIGHUP, "both"),
+    ],
+)
 def test_a_signal_ends_a_launch_as_one_that_can_go_on(begun, tmp_path, number, reached):
     with begun() as (launcher, run):
         if reached == "both":

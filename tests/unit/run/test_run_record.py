@@ -19,20 +19,15 @@ from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.run.run_record import differences, settings_text, write_record
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-COMMAND_LINES = {
-    "as it stands": [],
-    "presets": ["--preset", "24gb", "fast_rollout", "--temperature", "0.9"],
-    "named model": ["--model_name_or_path", "DIR", "--beta", "0.1", "--branch_kl", "{}"],
-    "lists and structures": [
-        "--branches",
-        "tone",
-        "--beta",
-        "0",
-        "--branch_kl",
-        '{"tone": {"beta": 1}}',
-        "--no_timing",
-    ],
+SETTINGS_OF_RUNS = {
+    "full": ("full.yaml", []),
+    "fast_load": ("fast_load.yaml", []),
+    "presets": ("full.yaml", ["--preset", "24gb", "fast_rollout", "--temperature", "0.9"]),
+    "named model": ("full.yaml", ["--model_name_or_path", "DIR", "--beta", "0.1", "--branch_kl", "{}"]),
+    "lists and structures": (
+        "debug.yaml",
+        ["--branches", "tone", "--beta", "0", "--branch_kl", '{"tone": {"beta": 1}}', "--no_timing"],
+    ),
 }
 
 
@@ -49,9 +44,9 @@ def settings(config):
     return {field.name: getattr(kind, field.name) for kind in kinds for field in dataclasses.fields(kind)}
 
 
-@pytest.mark.parametrize("argv", COMMAND_LINES.values(), ids=COMMAND_LINES)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_the_settings_of_a_run_repeat_it(recipe, argv, tmp_path):
+@pytest.mark.parametrize(("name", "argv"), SETTINGS_OF_RUNS.values(), ids=SETTINGS_OF_RUNS)
+def test_the_settings_of_a_run_repeat_it(name, argv, tmp_path):
+    recipe = ROOT / "recipes" / name
     first = parse([*argv, "--output_dir", str(tmp_path)], recipe)
     kept = tmp_path / SETTINGS_FILE
     kept.write_text(settings_text(first.recipe), encoding="utf-8")

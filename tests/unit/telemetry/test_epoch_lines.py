@@ -7,7 +7,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from salesrl_trl.names import Phase
-from salesrl_trl.telemetry.epoch_lines import EpochLine
+from salesrl_trl.telemetry.step_lines import EpochLine
 
 
 @pytest.mark.parametrize("is_main", [True, False])

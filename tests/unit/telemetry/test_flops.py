@@ -23,17 +23,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, attention_pairs, model_flops
-from salesrl_trl.telemetry.peaks import PEAK_BF16_FLOPS, peak_bf16_flops
-from salesrl_trl.telemetry.perf import mfu
+from salesrl_trl.telemetry.perf import PEAK_BF16_FLOPS, mfu, peak_bf16_flops
 
-LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 4, 64, 96, 4, 2, 160
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 2, 64, 96, 4, 2, 160
+DEEP = 4
+"""Layers of a model of which not all are run. Counts take twice as long then."""
 SIZES = {
     "num_hidden_layers": LAYERS,
     "hidden_size": HIDDEN,
@@ -100,44 +99,42 @@ def only_matrices_of_attention(model):
     return model
 
 
-def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+def checkpointed(**fields):
+    model = llama(**fields)
+    model.gradient_checkpointing_enable()
+    return model.train()
 
 
-def qwen3_mixture():
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes))
+def mixtral(**fields):
+    return MixtralForCausalLM(MixtralConfig(**{**SIZES, **fields}, num_local_experts=4, num_experts_per_tok=2))
 
 
 def deepseek():
     """Latent attention, one dense layer before the mixtures, a shared expert."""
     sizes = {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16,
              "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-             "first_k_dense_replace": 1, "num_experts_per_tok": 2}  # fmt: skip
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, "num_key_value_heads": HEADS, **sizes}))
+             "num_hidden_layers": DEEP, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+             "num_key_value_heads": HEADS}  # fmt: skip
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **sizes}))
 
 
 MODELS = {
-    "dense": qwen2,
-    "dense of heads wider than the model": qwen3,
-    "dense with one head for keys": lambda: llama(num_key_value_heads=1),
-    "dense with a tied head": lambda: qwen2(tie_word_embeddings=True),
-    "dense with a tied, frozen head": lambda: frozen_embedding(llama(tie_word_embeddings=True)),
-    "dense with frozen lower layers": lambda: frozen_up_to(llama(), 2),
+    "dense with heads wider than the model": qwen3,
+    "dense with one head for keys and a tied, frozen head": lambda: frozen_embedding(
+        llama(num_key_value_heads=1, tie_word_embeddings=True)
+    ),
+    "dense with frozen lower layers": lambda: frozen_up_to(llama(num_hidden_layers=DEEP), 2),
     "all frozen but the final norm and the head": lambda: frozen_up_to(llama(), LAYERS),
     "matrices of attention only": lambda: only_matrices_of_attention(llama()),
     "gpt2": gpt2,
-    "mixture": mixtral,
-    "mixture with small experts": qwen3_mixture,
     "mixture with latent attention": deepseek,
     "mixture, lora on attention": lambda: lora(mixtral(), ATTENTION),
-    "lora on all linears": lambda: lora(qwen3()),
-    "lora on queries and values": lambda: lora(llama(), ("q_proj", "v_proj")),
-    "lora on the mlp": lambda: lora(qwen3(), ALL_LINEAR[4:]),
-    "lora on upper layers": lambda: lora(llama(), layers_to_transform=[3]),
+    "lora on queries and values": lambda: lora(llama(num_hidden_layers=DEEP), ("q_proj", "v_proj")),
+    "lora on upper layers": lambda: lora(llama(), layers_to_transform=[1]),
     "lora with input gradients": lambda: with_input_gradients(lora(qwen3())),
-    "lora with a trained copy of the head": lambda: lora(qwen2(), modules_to_save=["lm_head"]),
-    "lora with a trained copy of the embedding": lambda: lora(qwen2(), modules_to_save=["embed_tokens"]),
+    "lora with trained copies of head and embedding": lambda: lora(
+        qwen2(), modules_to_save=["lm_head", "embed_tokens"]
+    ),
     "lora on the head": lambda: lora(qwen2(), (*ALL_LINEAR, "lm_head")),
     "dora": lambda: lora(llama(), use_dora=True),
 }
@@ -177,23 +174,24 @@ def attention_weights(hidden=HIDDEN, heads=HEADS, width=16, key_heads=KV_HEADS):
 # embeddings: one product of head_dim / 2 numbers more, which makes a head's width in FLOPs.
 MLP = 3 * HIDDEN * INNER
 BY_HAND = {
-    "dense": (llama, 6 * LAYERS * (attention_weights() + MLP), 6, 12),
-    "mixture: two experts and a router": (mixtral, 6 * LAYERS * (attention_weights() + 2 * MLP + HIDDEN * 4), 6, 12),
-    "frozen": (lambda: llama().requires_grad_(False), 2 * LAYERS * (attention_weights() + MLP), 2, 4),
+    "dense": (llama, 6 * DEEP * (attention_weights() + MLP), 6, 12),
+    "dense, with gradient checkpointing": (checkpointed, 6 * DEEP * (attention_weights() + MLP), 6, 12),
+    "mixture: two experts and a router": (mixtral, 6 * DEEP * (attention_weights() + 2 * MLP + HIDDEN * 4), 6, 12),
+    "frozen": (lambda **deep: llama(**deep).requires_grad_(False), 2 * DEEP * (attention_weights() + MLP), 2, 4),
     "lora on the mlp of the last layer": (
-        lambda: lora(llama(), ["down_proj"], layers_to_transform=[LAYERS - 1]),
+        lambda **deep: lora(llama(**deep), ["down_proj"], layers_to_transform=[DEEP - 1]),
         # every weight forward; the adapter 96 -> 8 -> 64: its own gradients, and the one between both
-        2 * LAYERS * (attention_weights() + MLP) + 2 * RANK * (2 * INNER + 3 * HIDDEN), 4, 4,
+        2 * DEEP * (attention_weights() + MLP) + 2 * RANK * (2 * INNER + 3 * HIDDEN), 4, 4,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("build", "per_token", "per_head_weight", "per_channel"), BY_HAND.values(), ids=BY_HAND)
 def test_coefficients_are_those_by_hand(build, per_token, per_head_weight, per_channel):
-    flops = model_flops(build())
+    flops = model_flops(build(num_hidden_layers=DEEP))
     assert flops.per_token == per_token + 16
     assert flops.per_head_token == per_head_weight * HIDDEN * VOCABULARY
-    assert flops.per_pair == (per_channel * LAYERS * HEADS * 16,)
+    assert flops.per_pair == (per_channel * DEEP * HEADS * 16,)
 
 
 def test_layers_of_a_large_model_are_not_all_run():
@@ -219,43 +217,37 @@ def test_a_model_is_as_it_was_after_the_count():
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_a_removed_hook_costs_nothing_again():
+@pytest.fixture(scope="module")
+def flops_of_lora():
+    return model_flops(lora(qwen3()))
+
+
+def test_a_removed_hook_costs_nothing(flops_of_lora):
     model = with_input_gradients(lora(qwen3()))
-    hooked = model_flops(model)
+    assert model_flops(model).per_token > flops_of_lora.per_token
     model.disable_input_require_grads()
-    assert model_flops(model).per_token < hooked.per_token
+    assert model_flops(model) == flops_of_lora
 
 
-def test_gradient_checkpointing_costs_nothing():
-    model = llama()
-    before = model_flops(model)
-    model.gradient_checkpointing_enable()
-    assert model_flops(model.train()) == before
-
-
-def test_of_two_adapters_the_one_that_runs_is_counted():
+def test_of_two_adapters_the_one_that_runs_is_counted(flops_of_lora):
     model = with_reference(lora(qwen3()))
-    assert model_flops(model) == model_flops(lora(qwen3()))
+    assert model_flops(model) == flops_of_lora
     model.set_adapter("ref")
     assert model_flops(model) == model_flops(lora(qwen3(), rank=2 * RANK))
 
 
-def test_weights_that_zero_3_took_away_count_in_full(monkeypatch):
-    model = lora(qwen3(), modules_to_save=["lm_head"])
-    before = model_flops(model)
+def test_weights_that_zero_3_took_away_count_in_full(flops_of_lora, monkeypatch):
+    model = lora(qwen3())
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
     monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
-    assert model_flops(model) == before
+    assert model_flops(model) == flops_of_lora
 
 
-def test_causal_pairs_are_counted_by_hand():
+def test_pairs_are_counted_by_hand():
     # 1; 1 + 2 + 3 = 6; 5 * 6 / 2 = 15; none of an empty sequence
     assert attention_pairs(torch.tensor([1, 3, 5, 0]), None).tolist() == [1, 6, 15, 0]
-
-
-def test_pairs_of_a_window_are_counted_by_hand():
     # Width 3: 1; 1 + 2 + 3; 1 + 2 + 3 + 3 + 3 = 12; none
     assert attention_pairs(torch.tensor([1, 3, 5, 0]), 3).tolist() == [1, 6, 12, 0]
 
@@ -318,20 +310,15 @@ def test_windows_are_those_of_the_layers():
     fields = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}  # the first layer sees all
     flops = model_flops(qwen2(**fields))
     assert flops.windows == (None, 5)
-    assert flops.per_pair == (12 * 4 * 16, 3 * 12 * 4 * 16)
+    assert flops.per_pair == (12 * 4 * 16, 12 * 4 * 16)
 
 
-@pytest.mark.parametrize(("window", "windows"), [(5, (5,)), (None, (None,))])
-def test_a_config_without_layer_types_means_every_layer(window, windows):
-    flops = model_flops(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)))
-    assert (flops.windows, flops.per_pair) == (windows, (LAYERS * 12 * 4 * 16,))
-
-
-def test_a_window_that_is_switched_off_is_none():
+def test_a_config_without_layer_types_means_every_layer():
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
+    flops = model_flops(model)
+    assert (flops.windows, flops.per_pair) == ((5,), (LAYERS * 12 * 4 * 16,))
     model.config.use_sliding_window = False  # Qwen's configs then say no width either; others may leave it
     assert model_flops(model).windows == (None,)
-    assert model_flops(qwen2(use_sliding_window=False, sliding_window=5)).windows == (None,)
 
 
 def t5():
@@ -340,7 +327,7 @@ def t5():
 
 def with_layer_type(kind):
     model = qwen2()
-    model.config.layer_types = ["full_attention", kind] * 2
+    model.config.layer_types = ["full_attention", kind]
     return model
 
 
@@ -441,10 +428,6 @@ def test_every_entry_of_the_table_is_met_by_a_real_name():
     met = {peak.name: [name for name in PEAKS if re.fullmatch(peak.name, name)] for peak in PEAK_BF16_FLOPS}
     assert [pattern for pattern, those in met.items() if not those] == []
     assert sum(len(those) for those in met.values()) == len(PEAKS)  # no name meets two
-
-
-def test_every_peak_is_of_a_size_that_a_chip_can_have_and_says_where_it_is_from():
-    assert all(1e13 < peak.flops < 1e16 and peak.source for peak in PEAK_BF16_FLOPS)
 
 
 def test_utilisation_is_flops_over_what_the_time_allowed():

@@ -1,8 +1,8 @@
 """The trace file: what is on which track, and that it can be read whenever the run ends."""
 
 import json
-import subprocess
-import sys
+import resource
+from contextlib import closing
 
 from salesrl_trl.telemetry.trace import REWARDS_PROCESS, STEPS_TRACK, TraceWriter
 from salesrl_trl.timing import Span
@@ -18,7 +18,7 @@ def read(path, kind="X"):
 
 def test_it_can_be_read_before_and_after_every_write(tmp_path):
     path = tmp_path / "out/trace.json"
-    with TraceWriter(path, 10**6, 0.0) as trace:
+    with closing(TraceWriter(path, 10**6, 0.0)) as trace:
         assert json.loads(path.read_text()) == []
         for count in range(1, 4):
             trace.write(0, [span()])
@@ -29,13 +29,13 @@ def test_it_can_be_read_before_and_after_every_write(tmp_path):
 
 
 def test_times_are_microseconds_since_the_origin(tmp_path):
-    with TraceWriter(tmp_path / "t.json", 10**6, 5.0) as trace:
+    with closing(TraceWriter(tmp_path / "t.json", 10**6, 5.0)) as trace:
         trace.write(0, [span(started=5.0, ended=5.5), span(name="backward", started=5.5, ended=7.0)])
     assert [(each["ts"], each["dur"]) for each in read(tmp_path / "t.json")] == [(0.0, 0.5e6), (0.5e6, 1.5e6)]
 
 
 def test_ranks_with_clocks_of_their_own_lie_on_one_scale(tmp_path):
-    with TraceWriter(tmp_path / "t.json", 10**6, 0.0) as trace:
+    with closing(TraceWriter(tmp_path / "t.json", 10**6, 0.0)) as trace:
         trace.write(0, [span(started=10.0, ended=11.0)], clock_offset=1000.0)
         trace.write(1, [span(started=500.0, ended=501.0)], clock_offset=510.25)
     first, second = read(tmp_path / "t.json")
@@ -46,7 +46,7 @@ def test_ranks_with_clocks_of_their_own_lie_on_one_scale(tmp_path):
 def test_each_track_has_a_name_and_a_place(tmp_path):
     spans = [span(), span(track=STEPS_TRACK), span(name="judge", track="reward 3"),
              span(name="rag_32b", track="reward 3 reference"), span(name="rag_8b", track="reward 3")]  # fmt: skip
-    with TraceWriter(tmp_path / "t.json", 10**6, 0.0) as trace:
+    with closing(TraceWriter(tmp_path / "t.json", 10**6, 0.0)) as trace:
         trace.write(2, spans)
     events = read(tmp_path / "t.json")
     about = read(tmp_path / "t.json", "M")
@@ -60,7 +60,7 @@ def test_each_track_has_a_name_and_a_place(tmp_path):
 
 
 def test_a_failed_span_says_so(tmp_path):
-    with TraceWriter(tmp_path / "t.json", 10**6, 0.0) as trace:
+    with closing(TraceWriter(tmp_path / "t.json", 10**6, 0.0)) as trace:
         trace.write(0, [span(failed=True), span()])
     failed, well = read(tmp_path / "t.json")
     assert failed["args"] == {"failed": True}
@@ -69,7 +69,7 @@ def test_a_failed_span_says_so(tmp_path):
 
 def test_it_does_not_grow_beyond_its_size_and_says_that_it_is_full(tmp_path):
     path = tmp_path / "t.json"
-    with TraceWriter(path, 5000, 0.0) as trace:
+    with closing(TraceWriter(path, 5000, 0.0)) as trace:
         for _ in range(100):
             trace.write(0, [span() for _ in range(10)])
         assert trace.full
@@ -82,7 +82,7 @@ def test_it_does_not_grow_beyond_its_size_and_says_that_it_is_full(tmp_path):
 
 
 def test_a_name_in_any_script_stays_readable(tmp_path):
-    with TraceWriter(tmp_path / "t.json", 10**6, 0.0) as trace:
+    with closing(TraceWriter(tmp_path / "t.json", 10**6, 0.0)) as trace:
         trace.write(0, [span(name='判断 "quoted"\n')])
         trace.write(0, [span()])
     assert read(tmp_path / "t.json")[0]["name"] == '判断 "quoted"\n'
@@ -90,29 +90,23 @@ def test_a_name_in_any_script_stays_readable(tmp_path):
 
 def test_an_earlier_runs_trace_is_replaced(tmp_path):
     for _ in range(2):
-        with TraceWriter(tmp_path / "t.json", 10**6, 0.0) as trace:
+        with closing(TraceWriter(tmp_path / "t.json", 10**6, 0.0)) as trace:
             trace.write(0, [span()])
     assert len(read(tmp_path / "t.json")) == 1
 
 
 def test_a_full_disk_leaves_what_was_written_before(tmp_path):
     """A file system that takes no more than 4 KiB, as /dev/full takes nothing: by the process's own limit."""
-    path = tmp_path / "t.json"
-    code = """
-import resource, signal, sys
-from pathlib import Path
-from salesrl_trl.telemetry.trace import TraceWriter
-from salesrl_trl.timing import Span
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-with TraceWriter(Path(sys.argv[1]), 10**6, 0.0) as trace:
-    for count in range(100):
+    path, limits, written = tmp_path / "t.json", resource.getrlimit(resource.RLIMIT_FSIZE), 0
+    with closing(TraceWriter(path, 10**6, 0.0)) as trace:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
-            trace.write(0, [Span(name=f"span {count}", started=1.0, ended=2.0)] * 5)
+            while True:
+                trace.write(0, [span(name=f"span {written}")] * 5)
+                written += 1
         except OSError:
-            print(count)
-            break
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+            pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert 0 < path.stat().st_size <= 4096
-    assert len(read(path)) == 5 * int(done.stdout) > 0
+    assert len(read(path)) == 5 * written > 0
