@@ -9,7 +9,7 @@ from pathlib import Path
 from salesrl_trl.build.checks.dataset import check_pictures, check_splits
 from salesrl_trl.build.checks.environment import check_environment
 from salesrl_trl.build.checks.folders import earlier_start
-from salesrl_trl.build.checks.model import check_tokenizer, choose_attention
+from salesrl_trl.build.checks.model import check_tokenizer, check_weights, choose_attention
 from salesrl_trl.build.checks.outcome import Findings, StageVerdict
 from salesrl_trl.build.checks.reward import check_stand_ins
 from salesrl_trl.build.plan import Plan
@@ -98,6 +98,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
         check_source(source)
     notes = check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
     _ = plan.reward, plan.model_config  # raise if they do not work
+    check_weights(Path(config.policy_path).expanduser())
     micro_batch = training.per_device_train_batch_size * training.world_size
     findings.figures["processes"] = training.world_size
     findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps

@@ -221,6 +221,7 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
     verdicts = training.generation_batch_size * config.judge_repeats
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
     clients = list(judge.providers.values()) if isinstance(judge, JudgeClient) else []
+    asked: list[ProviderClient | None] = [*clients] or [None]
     weights = sum(client.settings.weight for client in clients)
     in_flight = {} if clients else {JUDGE: min(verdicts, config.judge_max_concurrency)}
     for client in clients:
@@ -249,7 +250,7 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
             [partial(ask, client, sample) for sample in planned],
             "Its verdicts go to the other providers.",
         )
-        for (name, number), client in zip(in_flight.items(), clients or [None], strict=True)
+        for (name, number), client in zip(in_flight.items(), asked, strict=True)
     }
     return targets, planned, count > 0
 

@@ -56,6 +56,10 @@ def _component(name: str, reward: Reward) -> float | None:
     return reward.components.get(name)
 
 
+def _has_outcome(outcome: Outcome, reward: Reward) -> float:
+    return float(reward.outcome is outcome)
+
+
 def _reference_missing(reward: Reward) -> float | None:
     return float(reward.components.get(REFERENCE) is None) if reward.outcome is Outcome.OK else None
 
@@ -63,7 +67,7 @@ def _reference_missing(reward: Reward) -> float | None:
 OVER_COMPLETIONS: Mapping[str, Value] = {
     VALUE: lambda reward: reward.value,
     reference_of(BRANCH): partial(_component, REFERENCE),
-    **{outcome_of(outcome): lambda reward, outcome=outcome: float(reward.outcome is outcome) for outcome in Outcome},
+    **{outcome_of(outcome): partial(_has_outcome, outcome) for outcome in Outcome},
     REFERENCE_MISSING: _reference_missing,
     RIGHT_DOCUMENT: partial(_component, "right_document"),
 }

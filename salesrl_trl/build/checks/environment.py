@@ -1,11 +1,12 @@
 """Checks of the machine: versions, GPUs, disk, shared memory, and locks that were left behind.
 
 Called by the stage `environment` of `preflight.runner`, before every run too. What other libraries refuse with a clear
-message is left to them: packages of single settings, names of vLLM's arguments, ports, compilers.
+message is left to them: packages of single settings, attention backends, ports, compilers.
 """
 
 import ast
 import contextlib
+import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -82,6 +83,13 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
                 f"torch is {torch.__version__}, and the installed vLLM is compiled for torch{wanted.specifier}.",
                 f'Install them together: scripts/install.sh, or pip install "torch{wanted.specifier}".',
             )
+    arguments, known = training.parsed_engine_kwargs(), engine_arguments()
+    for name in sorted(arguments.keys() - known if known else ()):
+        near = "".join(f" Did you mean {close}?" for close in difflib.get_close_matches(name, known, n=1))
+        findings.fail(
+            f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{near}",
+            "Expected arguments of `vllm.LLM`: see its documentation, or leave this one out.",
+        )
     variables = {name for name in os.environ if name.startswith("VLLM_")}
     for name in sorted(variables - vllm_variables() if variables else ()):
         remedy = "Remove it, or correct its name."
@@ -100,17 +108,32 @@ def _torch_of_vllm() -> list[Requirement]:
 
 
 def vllm_variables() -> set[str]:
-    """The variables `VLLM_...` that the installed vLLM reads, by its source: its import takes seconds. All that are
-    set where there is no such source."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return set(os.environ)
-    try:
-        module = ast.parse((Path(spec.origin).parent / "envs.py").read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return set(os.environ)
-    texts = (node.value for node in ast.walk(module) if isinstance(node, ast.Constant))
-    return {text for text in texts if isinstance(text, str) and text.startswith("VLLM_")}
+    """The variables `VLLM_...` that the installed vLLM reads. All that are set where its source is not found."""
+    texts = [node.value for node in ast.walk(_vllm_module("envs.py")) if isinstance(node, ast.Constant)]
+    names = {text for text in texts if isinstance(text, str) and text.startswith("VLLM_")}
+    return names or set(os.environ)
+
+
+def engine_arguments() -> set[str]:
+    """The arguments of `vllm.LLM`. Empty where its source is not found."""
+    names = set[str]()
+    for place, name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
+        classes = [node for node in _vllm_module(place).body if isinstance(node, ast.ClassDef) and node.name == name]
+        for line in (line for node in classes for line in node.body):
+            if isinstance(line, ast.FunctionDef) and line.name == "__init__":
+                names |= {argument.arg for argument in (*line.args.args[1:], *line.args.kwonlyargs)}
+            elif isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                names.add(line.target.id)
+    return names
+
+
+def _vllm_module(place: str) -> ast.Module:
+    """A module of the installed vLLM as its source: its import takes seconds."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        spec = importlib.util.find_spec("vllm")
+        if spec is not None and spec.origin is not None:
+            return ast.parse((Path(spec.origin).parent / place).read_text(encoding="utf-8"))
+    return ast.Module([], [])
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:

@@ -1,14 +1,20 @@
-"""Checks of the policy: its configuration, tokenizer and attention. Loads no weights.
+"""Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights.
 
 Called by `build.plan` and `build.building` for the parts, and by `preflight.runner` before every run. transformers
-itself refuses weights that are absent or cut off, and an `attn_implementation` that does not work here.
+itself refuses an `attn_implementation` that does not work here.
 """
 
+import contextlib
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import httpx
 import torch
+from huggingface_hub import HfApi, constants
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,6 +27,7 @@ from transformers import (
 )
 from transformers.modeling_utils import set_zero3_state
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 from trl import ModelConfig, get_peft_config
 
 from salesrl_trl.build.checks.outcome import Findings
@@ -29,6 +36,10 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError
 if TYPE_CHECKING:
     from peft import PeftModel
 
+HUB_TIMEOUT_S = 10.0
+"""Seconds for the hub's answer about a model."""
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
+"""Endings of files of weights."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ANSWER = "salesrl"
 """An answer in a rendered conversation. The template's end of a turn follows it."""
@@ -59,6 +70,8 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
             "`save_pretrained` wrote, or the name of a model on the hub. Correct the path, or leave it out to train "
             "the small demo policy."
         )
+    if not looks_local:
+        _reach_hub(name_or_path, revision)
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -68,6 +81,53 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
             "machine can reach. Correct it, log in if the model is gated, or leave it out to train the small demo "
             "policy."
         ) from error
+
+
+def _reach_hub(name: str, revision: str | None) -> None:
+    """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try."""
+    is_cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    if is_cached or is_offline_mode():
+        return
+    try:
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    except httpx.TransportError as error:
+        shown = re.sub("//.*@", "//", constants.ENDPOINT)  # without a password
+        raise ModelNotFoundError(
+            f"`model_name_or_path` is {name!r}, which is not on this machine, and the hub can't be reached at "
+            f"{shown} ({type(error).__name__}). Expected a folder that `save_pretrained` wrote, or a hub that this "
+            "machine can reach. Name such a folder, set `HTTPS_PROXY` or `HF_ENDPOINT`, or leave the model out to "
+            "train the small demo policy."
+        ) from error
+    except (OSError, ValueError, ImportError, httpx.HTTPError):
+        return  # it answered, or has a kind of address of its own; `from_pretrained` says what it lacks
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `ModelNotFoundError` if a file of a local model's weights is absent, `ConfigError` if one is cut off."""
+    if not folder.is_dir():
+        return
+    files = {path.name for ending in WEIGHT_FILES for path in folder.glob(f"*{ending}")}
+    expected = set[str]()
+    for index in folder.glob("*.safetensors.index.json"):
+        with contextlib.suppress(ValueError, KeyError, AttributeError):  # transformers says what is wrong with it
+            expected |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    absent = sorted(expected - files) or ([] if files else ["model.safetensors"])
+    if absent:
+        raise ModelNotFoundError(
+            f"`model_name_or_path` is {str(folder)!r}, where {', '.join(absent[:3])} is missing ({len(absent)} in "
+            "all). Expected all weights beside config.json. Fetch the model again, or wait until its copy is complete."
+        )
+    for name in sorted(files):
+        if name.endswith(".safetensors"):
+            try:
+                with safe_open(folder / name, "pt"):  # reads the head, and compares it with the file's size
+                    pass
+            except SafetensorError as error:
+                raise ConfigError(
+                    f"{folder / name} holds no weights, or a part of them ({error}; {(folder / name).stat().st_size} "
+                    "bytes). Expected a whole file. Fetch it again; a file of 130 bytes is a pointer of Git LFS: "
+                    "`git lfs pull`."
+                ) from error
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -21,6 +21,18 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected,
 from salesrl_trl.reward.service.http import HttpClient
 
 
+def test_a_hub_out_of_reach_is_told_at_once_and_one_that_answers_is_asked_on(monkeypatch, httpserver):
+    """transformers tries for 40 s, and prints a line for each try."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as a user's machine
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://user:secret@127.0.0.1:9")
+    with pytest.raises(ModelNotFoundError, match=r"the hub can't be reached at http://127.0.0.1:9 \(ConnectError\)"):
+        check_model("nobody/no-such-model", None, False)
+    httpserver.expect_request(re.compile(".*")).respond_with_data("", status=404)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", httpserver.url_for("").rstrip("/"))
+    with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
+        check_model("nobody/no-such-model", None, False)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -142,6 +142,35 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     assert "Expected 1 GiB. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean max_num_batc"),
+        ('{"attention_backend": "flash_attn", "seed": 1}', None),
+    ],
+)
+def test_names_that_vllm_does_not_have_are_told(told, given, message):
+    found = told("--vllm_engine_kwargs", given, stages=CHEAP[:1])
+    assert re.search(message, found) if message else found == ""
+
+
+def test_weights_are_there_and_whole(told, policy):
+    weights, cheap = policy / "model.safetensors", {"stages": CHEAP[1:2]}
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert f"{weights} holds no weights, or a part of them (" in told(*asked(policy), **cheap)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "is a pointer of Git LFS: `git lfs pull`" in told(*asked(policy), **cheap)
+    weights.unlink()
+    assert "where model.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (policy / "model.safetensors.index.json").write_text(json.dumps(index))
+    (policy / "model-1.safetensors").write_bytes(whole)
+    assert "where model-2.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
+    (policy / "model-2.safetensors").write_bytes(whole)
+    assert told(*asked(policy), **cheap) == ""
+
+
 def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
     monkeypatch.setattr(software, "gpus", lambda: [{"driver_version": "470.1"}])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
