@@ -1,4 +1,7 @@
-"""A judge of your own: a language model scores each completion as soon as it is finished."""
+"""A reward function that asks a language model: it scores each completion as soon as it is finished.
+
+For a judge inside the packaged reward, beside a RAG service, see docs/SERVICES.md, "A judge of another kind".
+"""
 
 import json
 import os

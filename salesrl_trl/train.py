@@ -100,7 +100,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
         try:
             run(plan, services, start)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(error, EXIT_FAILED)
+            exit_with(error, EXIT_FAILED)  # 75 in its place, if the run can go on
 
 
 def _extent(training: SalesGRPOConfig) -> dict[str, object]:
@@ -137,39 +137,47 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
     asks_first = config.reward.warm_up_services and config.training.resume_from_checkpoint is None
     if config.training.device.type == "cpu":
         keep_freed_memory()
-    with contextlib.ExitStack() as stack:
-        instruments = stack.enter_context(
-            contextlib.closing(build_instruments(config, records=config.telemetry.record))
-        )
-        instruments.start(PartialState().is_main_process)
-        take_policy(plan, instruments)
-        with instruments.timeline.phase(StartUp.SERVICES):
-            opened = open_reward(
-                config.reward, config.training, plan.rows, plan.reward, services, records=config.telemetry.record
+    with contextlib.ExitStack() as end:
+        with contextlib.ExitStack() as stack:
+            instruments = stack.enter_context(
+                contextlib.closing(build_instruments(config, records=config.telemetry.record))
             )
-            reward_loop = RewardLoop(stack.enter_context(opened))
-        if asks_first:
-            reward_loop.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))
-        trainer = build_trainer(plan, reward_loop, instruments)
-        start.close()
-        instruments.timeline.add(start.drain_spans())
-        try:
-            _train(config, trainer, instruments, asks_first)
-        except BaseException as error:
-            with contextlib.suppress(Exception):  # the first error is the one to report
-                trainer.finish()
-            if error is trainer.components.stopping.survived:
-                raise RunStopped(error.__notes__[-1]) from error
-            raise
-        trainer.finish()
-    if PartialState().is_main_process:
-        try:
-            write_finished(Path(config.training.output_dir), _extent(config.training), trainer.state.global_step)
-        except OSError as error:  # all else is done
-            logger.warning(f"that this run has finished can't be noted ({type(error).__name__})")
-        saves_policy = config.training.mode != "rollouts"
-        for line in closing_lines(config.training.output_dir, saves_policy=saves_policy, notes=plan.notes):
-            logger.info(line)
+            instruments.start(PartialState().is_main_process)
+            take_policy(plan, instruments)
+            with instruments.timeline.phase(StartUp.SERVICES):
+                opened = open_reward(
+                    config.reward, config.training, plan.rows, plan.reward, services, records=config.telemetry.record
+                )
+                reward_loop = RewardLoop(stack.enter_context(opened))
+            if asks_first:
+                reward_loop.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))
+            trainer = build_trainer(plan, reward_loop, instruments)
+            start.close()
+            instruments.timeline.add(start.drain_spans())
+            try:
+                _train(config, trainer, instruments, asks_first)
+            except BaseException as error:
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    trainer.finish()
+                if error is trainer.components.stopping.survived:
+                    raise RunStopped(error.__notes__[-1]) from error
+                raise
+            end.enter_context(signals.handed_to(lambda name: logger.info(f"{name}: the run is complete, and ends.")))
+            trainer.finish()
+        _note_end(plan, trainer.state.global_step)
+
+
+def _note_end(plan: Plan, step: int) -> None:
+    """Write into the run's folder that it has finished, and log its last lines."""
+    training = plan.config.training
+    if not PartialState().is_main_process:
+        return
+    try:
+        write_finished(Path(training.output_dir), _extent(training), step)
+    except OSError as error:  # all else is done
+        logger.warning(f"that this run has finished can't be noted ({type(error).__name__})")
+    for line in closing_lines(training.output_dir, saves_policy=training.mode != "rollouts", notes=plan.notes):
+        logger.info(line)
 
 
 def _read_ahead(config: RunConfig, start: Timeline) -> None:

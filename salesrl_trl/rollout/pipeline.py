@@ -1,8 +1,8 @@
 """Rollouts in flight: launched early, collected late.
 
 Owns what lies between a generation batch's prompts and the moment it is trained on: the generation, and each
-completion's reward from the moment the completion is finished. Refuses to decide when a rollout may be launched (the
-schedule does), and to use completions and rewards (TRL does).
+completion's reward from the moment the completion is finished. Refuses to decide when a rollout may be launched
+(`reading_ahead` does), and to use completions and rewards (TRL does).
 """
 
 import functools

@@ -8,7 +8,8 @@ The trainer's overrides call this module in the order of a batch:
     next_micro_batches        while the batch is trained on: groups that are scored come first
 
 Owns which rollout TRL is at work on, and the additions to its output. Refuses to generate (`pipeline`), to score a
-completion (the reward) and to compute the advantages of a loss (TRL).
+completion (the reward) and to compute advantages: TRL does, and `_hybrid_advantages` puts those of
+`update.advantages` in their place where a reference counts.
 """
 
 import copy

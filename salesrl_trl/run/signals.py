@@ -2,7 +2,16 @@
 
 Owns the handlers of this process, and what happens to a run whose launcher has died. Refuses to decide what a stop
 does: `train` hands over a function that decides it. Standard library only: a recipe catches signals before the imports
-that take seconds.
+that take seconds. `launch` and `train` call it.
+
+A SIGTERM during training, in order:
+
+    _on                                 the handler: notes the reason, calls what `handed_to` was given
+    Stopping.request                    update.stopping: cuts the rewards off. One process raises `StopRequested`;
+                                        of several processes all learn of it first, and stop after the step
+    Stopping.rescued                    restores the last whole step, saves it, makes a `RunStopped`
+    console.exit_with                   the last words; exit code 75, "go on by the same command"
+    _exit_in_time                       the same code, if a thread of somebody's holds the interpreter up
 """
 
 import contextlib

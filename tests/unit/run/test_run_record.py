@@ -1,22 +1,27 @@
-"""A run's record in its folder: it repeats the run, holds no key, and is compared with another one."""
+"""A run's record in its folder: it repeats the run, holds no key, is compared with another one, and says its end."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
 from support.forked import COLD_PYTHON
 
-from salesrl_trl import env
+from salesrl_trl import env, train
 from salesrl_trl.build import software
 from salesrl_trl.build.settings import parse
 from salesrl_trl.build.software import PACKAGE, packages
 from salesrl_trl.config.keys import is_secret
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
-from salesrl_trl.run.run_record import differences, settings_text, write_record
+from salesrl_trl.run import signals
+from salesrl_trl.run.run_record import differences, has_finished, settings_text, write_record
 
 ROOT = Path(__file__).parents[3]
 SETTINGS_OF_RUNS = {
@@ -204,3 +209,24 @@ def test_a_version_outside_of_its_range_is_not_met():
     assert not dataclasses.replace(trl, installed="1.17.0").is_met
     assert not dataclasses.replace(trl, installed=None).is_met
     assert dataclasses.replace(trl, installed=None, extra="gpu").is_met
+
+
+def test_a_signal_after_the_last_step_lets_the_run_end_as_complete(tmp_path, monkeypatch):
+    """A slow tracker's upload, for example, is no reason to call the run stopped."""
+    config = parse(["--output_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
+    trainer = MagicMock(finish=lambda: signal.raise_signal(signal.SIGTERM))
+    trainer.state.global_step = 4
+    for name in ("build_instruments", "take_policy", "RewardLoop", "_train"):
+        monkeypatch.setattr(train, name, MagicMock())
+    monkeypatch.setattr(train, "open_reward", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(train, "build_trainer", lambda *_: trainer)
+    monkeypatch.setattr(signals, "_asked", signals._SignalAsked())
+    monkeypatch.setattr(signals, "_exit_in_time", lambda: None)
+    before = {number: signal.getsignal(number) for number in signals.CAUGHT}
+    try:
+        train.run(SimpleNamespace(config=config, rows=[], reward=None, notes=[]), MagicMock(), MagicMock())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert signals._asked.reason == "SIGTERM"
+    assert has_finished(tmp_path, train._extent(config.training), 4)
