@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from support.forked import COLD_PYTHON
 from support.loopback import VERDICT, action, chat_completion, row, score_batch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOTrainer
@@ -127,6 +128,7 @@ def test_the_judge_is_asked_again_when_it_is_busy_or_down(example, services, mon
 
 def test_code_is_run_within_limits_and_without_the_trainers_environment(example, monkeypatch):
     monkeypatch.setenv("A_KEY", "secret")
+    monkeypatch.setattr("sys.executable", COLD_PYTHON)  # a fork of the tests' process is above the limit of memory
     names = example("code_runner")
     assert last_line(names)["outcome/ok"] == 1.0
     right = "print(6 * 7)"

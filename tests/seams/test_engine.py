@@ -30,7 +30,7 @@ def train(tiny, httpserver, tmp_path):
     return train
 
 
-@pytest.mark.parametrize("given", [{"sampler": Writer}, {"engine": PATH}], ids=["object", "dotted path"])
+@pytest.mark.parametrize("given", [{"sampler": Writer}, {"sampler": PATH}], ids=["object", "dotted path"])
 def test_another_engine_generates_what_is_scored_and_trained_on(train, given):
     trainer, engine = train(**given, max_steps=3, quick_eval=QuickEvalSettings(steps=2, rows=2))
     assert len(engine.written) == 3 * 4 + 2

@@ -6,7 +6,7 @@ from salesrl_trl import names
 from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Metric, branches_in, pattern_of, reward_of
 from salesrl_trl.reward.figures import JudgeBias, RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.telemetry import layout, perf, step_lines
+from salesrl_trl.telemetry import perf, step_lines, trackers
 from salesrl_trl.update.ledger import kl_names
 from salesrl_trl.view import report_page
 from scripts import make_metrics_table as tool
@@ -37,11 +37,11 @@ def test_a_tag_that_looks_like_a_branchs_makes_no_branch(monkeypatch):
 def test_a_figure_by_branch_needs_a_line_in_the_list_to_be_on_the_console_in_the_report_and_in_the_layout(monkeypatch):
     words = {"chart": ("Rewards by branch", "query"), "console": "query", "report": "Query, characters"}
     listed = (*FIGURES, Metric("query/{branch}", "characters of a query", **words))
-    for reader in (step_lines, names, layout):
+    for reader in (step_lines, names, trackers):
         monkeypatch.setattr(reader, "FIGURES", listed)
     line = step_lines.step_line(1, 2, {"query/a": 31.0}, ["a", "b"], {}, 1.0)
     assert "| query a=31.00 b=n/a |" in line
-    chart = layout.custom_scalars({"branch": ["a", "b"]}, [])["Rewards by branch"]["query"]
+    chart = trackers.custom_scalars({"branch": ["a", "b"]}, [])["Rewards by branch"]["query"]
     assert chart == ["Multiline", ["^train/query/a$", "^train/query/b$"]]
     run = SimpleNamespace(branches=("a", "b"), of=lambda tag: {1: 30.0, 2: 28.0} if tag == "query/b" else {})
     first, second = [row for row in report_page._listed_figures(run) if row[0].startswith("Query")]
