@@ -29,7 +29,7 @@ BAD_INPUT = 2
 def main() -> NoReturn:
     """Become the command of this process's arguments."""
     word, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("--help", [])
-    offered = {name: given for name, given in COMMANDS.items() if find_spec(given[0])}
+    offered = {name: entry for name, entry in COMMANDS.items() if find_spec(entry[0])}
     if word in ("-h", "--help"):
         print(_usage(offered))
         sys.exit()
@@ -45,7 +45,7 @@ def main() -> NoReturn:
 
 
 def _usage(offered: dict[str, tuple[str, str]]) -> str:
-    lines = [f"  {name:<10} {told} (python -m {module})" for name, (module, told) in offered.items()]
+    lines = [f"  {name:<10} {description} (python -m {module})" for name, (module, description) in offered.items()]
     return "\n".join(
         [
             "usage: salesrl COMMAND [ARGUMENT ...]",

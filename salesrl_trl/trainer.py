@@ -76,7 +76,7 @@ class SalesGRPOTrainer(TRLAccess):
             Moves the KL coefficients in place of the law that `args` sets.
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
             Makes another generation engine than TRL's. A class, for example.
-        given, kwargs:
+        more, kwargs:
             Further arguments of `GRPOTrainer`. A `SalesReward` wants the dataset's column `row`.
     """
 
@@ -87,7 +87,7 @@ class SalesGRPOTrainer(TRLAccess):
         model: str | PreTrainedModel,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: GRPOConfig | None = None,
-        *given: object,
+        *more: object,
         instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None,
         kl_law: KLLaw | None = None,
@@ -97,9 +97,9 @@ class SalesGRPOTrainer(TRLAccess):
         """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
             check_stock(reward_funcs, instruments, quick_eval, kl_law, sampler)
-            super().__init__(model, reward_funcs, args, *given, **kwargs)
+            super().__init__(model, reward_funcs, args, *more, **kwargs)
             return
-        named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *given, **kwargs).arguments
+        named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *more, **kwargs).arguments
         if not args.branches:  # they will be those of the rows: of these, and not of another trainer's
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
@@ -110,7 +110,7 @@ class SalesGRPOTrainer(TRLAccess):
         self._timeline = components.timeline
         self._epoch = 0
         with components.policy.building(model):
-            super().__init__(model, rewards.functions, args, *given, **kwargs)
+            super().__init__(model, rewards.functions, args, *more, **kwargs)
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         take_over_the_console(self, *components.connect(self._hooks(), sampler, quick_eval))

@@ -268,7 +268,11 @@ def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
     of_all = {limit.kind for limit in reached if limit.service is None}
     of_one = {limit.service for limit in reached}
     providers = config.parsed_judge_providers()
-    left = [it for it in providers if f"{JUDGE}_{it.name}" not in of_one and not (it.has_price and USD in of_all)]
+    left = [
+        provider
+        for provider in providers
+        if f"{JUDGE}_{provider.name}" not in of_one and not (provider.has_price and USD in of_all)
+    ]
     if CALLS in of_all or (providers and not left):
         raise ConfigError(
             f"the budget is spent: {reported(account, reached)}. Expected limits above what earlier runs in this "

@@ -330,11 +330,11 @@ def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, names
 
 
-def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], given: Collection[str]) -> str:
+def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_command_line: Collection[str]) -> str:
     """What an overlay changes, without what the command line gives: `"temperature 0.6 (not 1.0), ..."`."""
     changed = []
     for name, value in overlay.items():
-        if name not in given and value != recipe.get(name):
+        if name not in on_command_line and value != recipe.get(name):
             otherwise = f" (not {recipe[name]})" if name in recipe else ""
             changed.append(name if isinstance(value, dict) else f"{name} {value}{otherwise}")
     return ", ".join(changed) or "nothing that the command line does not give"

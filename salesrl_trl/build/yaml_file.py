@@ -1,7 +1,8 @@
 """A YAML file of settings, within limits.
 
 Owns what is too large. A few lines whose aliases name each other can stand for more values than any memory holds, and
-the constructor of PyYAML multiplies them where one mapping is merged into another. So they are counted before.
+the constructor of PyYAML multiplies them where one mapping is merged into another. So they are counted before. Called
+by `settings` and `run.run_record`.
 """
 
 import itertools

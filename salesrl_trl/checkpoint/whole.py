@@ -85,12 +85,12 @@ def read(checkpoint: Path) -> Manifest | str:
     if isinstance(manifest, str):
         return manifest
     if missing := {name for name in manifest.files if not (checkpoint / name).is_file()}:
-        return f"{_some(missing)} missing"
+        return f"{_files_are(missing)} missing"
     foreign = _foreign(checkpoint, manifest)
     if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, pattern) for pattern in READ_IF_THERE)}:
-        return f"{_some(read_too)} no part of it, and would be read"
+        return f"{_files_are(read_too)} not part of the checkpoint, but would be loaded"
     if cut := {name for name, (size, _) in manifest.files.items() if (checkpoint / name).stat().st_size != size}:
-        return f"{_some(cut)} not as long as when it was saved"
+        return f"{_files_are(cut)} not as long as when it was saved"
     if not manifest.has_optimizer:
         return "it holds the model alone (`save_only_model`)"
     return manifest
@@ -153,7 +153,7 @@ def find(
                 f"`resume_from_checkpoint` is {word!r}, and {output_dir} holds no whole checkpoint. Expected one. "
                 "Name another `output_dir`, or give `auto`, which then begins from the start."
             )
-        _tell_foreign(latest)
+        _warn_of_foreign_files(latest)
         return latest
     checkpoint = Path(str(asked)).expanduser()
     if not checkpoint.is_dir():
@@ -170,15 +170,15 @@ def find(
             "or give `--resume_from_checkpoint auto`, which takes the newest whole one of `output_dir`. A folder "
             f"without a {MANIFEST_FILE} that you trust is taken with `allow_changed_resume: true`."
         )
-    _tell_foreign(checkpoint)
+    _warn_of_foreign_files(checkpoint)
     return checkpoint
 
 
-def _tell_foreign(checkpoint: Path | None) -> None:
-    """Log which files lie in a checkpoint that is taken, and are no part of it."""
+def _warn_of_foreign_files(checkpoint: Path | None) -> None:
+    """Log which files lie in the checkpoint that a run goes on from, and do not belong to it."""
     manifest = None if checkpoint is None else _read(checkpoint)
     if checkpoint is not None and isinstance(manifest, Manifest) and (foreign := _foreign(checkpoint, manifest)):
-        logger.warning(f"{checkpoint} is taken: {_some(foreign)} no part of it, and not read")
+        logger.warning(f"goes on from {checkpoint}; these files there are ignored: {', '.join(sorted(foreign))}")
 
 
 def _names(folder: Path) -> list[str]:
@@ -188,11 +188,12 @@ def _names(folder: Path) -> list[str]:
 
 
 def _foreign(checkpoint: Path, manifest: Manifest) -> set[str]:
-    """The files that lie in a checkpoint and are no part of it."""
+    """The files that lie in a checkpoint and do not belong to it."""
     return {*_names(checkpoint)} - manifest.files.keys()
 
 
-def _some(names: Set[str]) -> str:
+def _files_are(names: Set[str]) -> str:
+    """Names with their verb: `"a.pt is"`, `"a.pt and 2 more files are"`."""
     first, *others = sorted(names)
     return f"{first} and {len(others)} more files are" if others else f"{first} is"
 
@@ -204,7 +205,7 @@ def _change(checkpoint: Path, manifest: Manifest) -> str | None:
         for name, (_, digest) in manifest.files.items()
         if _known_digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
     }
-    return f"{_some(names)} not what was saved: other bytes" if names else None
+    return f"{_files_are(names)} not what was saved: other bytes" if names else None
 
 
 @functools.cache

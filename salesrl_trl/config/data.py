@@ -1,4 +1,4 @@
-"""Settings of the rows: their source, their number and their prompt."""
+"""Settings of the rows: their source, their number and their prompt. Part of `SalesRLConfig`."""
 
 from dataclasses import dataclass
 from pathlib import Path

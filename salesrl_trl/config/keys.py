@@ -1,4 +1,7 @@
-"""Settings without keys, for records and logs. Owns what the name of a key is. Needs no torch."""
+"""Settings without keys, for records and logs. Owns what the name of a key is. Needs no torch.
+
+Called by `env`, `run.run_record` and `build.building`.
+"""
 
 import json
 import re
@@ -31,12 +34,12 @@ def without_keys(value: object) -> object:
         return value.value
     if isinstance(value, Mapping):
         return {
-            str(name): without_keys(each)
-            for name, each in value.items()
-            if not each or isinstance(each, bool) or not is_secret(str(name))  # a setting without a value stays
+            str(name): without_keys(entry)
+            for name, entry in value.items()
+            if not entry or isinstance(entry, bool) or not is_secret(str(name))  # a setting without a value stays
         }
     if isinstance(value, list | tuple):
-        return [without_keys(each) for each in value]
+        return [without_keys(entry) for entry in value]
     if isinstance(value, str) and (plain := from_json(value)) is not value:
         shown = without_keys(plain)
         return value if shown == plain else json.dumps(shown)

@@ -1,4 +1,7 @@
-"""From the KL settings of a recipe to targets and a law. Owns the messages about wrong settings, and no KL itself."""
+"""From the KL settings of a recipe to targets and a law. Owns the messages about wrong settings, and no KL itself.
+
+Called by `training`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,23 +22,24 @@ COOLDOWN = "cooldown_steps"
 def targets_of(branches: Sequence[str], branch_kl: object, beta: float) -> dict[str, KLTarget]:
     """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0.
     Raises `ConfigError` for targets that can't work."""
-    given = {} if branch_kl is None else structure("branch_kl", branch_kl, dict)
-    are_known, branches = bool(branches), branches or list(given) or [ALL]  # not before the rows are
-    unknown = sorted(set(given) - set(branches))
+    by_branch = {} if branch_kl is None else structure("branch_kl", branch_kl, dict)
+    are_known = bool(branches)
+    branches = branches or list(by_branch) or [ALL]  # without rows the branches are not known yet
+    unknown = sorted(set(by_branch) - set(branches))
     check(
         not unknown,
         f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(branches)}. Name your branches in it, "
         "or give `--branch_kl {} --beta 0.05` for one coefficient.",
     )
     check(
-        not beta or not are_known or set(given) != set(branches),
+        not beta or not are_known or set(by_branch) != set(branches),
         f"`beta` is {beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of them: "
         "leave out `beta`, or give `--branch_kl {}` for one coefficient.",
     )
     known = {field.name for field in dataclasses.fields(KLTarget)}
     targets = dict[str, KLTarget]()
     for branch in branches:
-        entry = given.get(branch, {"beta": beta})
+        entry = by_branch.get(branch, {"beta": beta})
         check(
             isinstance(entry, dict) and "beta" in entry and set(entry) <= known,
             f"`branch_kl` of {branch!r} is {entry!r}. Expected `beta`, and perhaps {', '.join(sorted(known))}.",
@@ -57,19 +61,19 @@ def cooldown_of(settings: dict[str, object] | str | None) -> int:
     return cast(int, _law_settings(settings).get(COOLDOWN, 0))
 
 
-def law_of(path: str | None, settings: dict[str, object] | str | None, given: KLLaw | None) -> KLLaw | None:
+def law_of(path: str | None, settings: dict[str, object] | str | None, law_object: KLLaw | None) -> KLLaw | None:
     """The law that moves the coefficients; `None` if they stay. `path` and `settings` are `kl_law` and
-    `kl_law_settings`; `given` is a law as an object, in place of both. Raises `ConfigError` for a law that can't work,
-    and for settings that the law does not have."""
+    `kl_law_settings`; `law_object` is used in place of both. Raises `ConfigError` for a law that can't work, and for
+    settings that the law does not have."""
     arguments = _law_settings(settings)
     arguments.pop(COOLDOWN, None)
-    if path == FIXED or given is not None:
-        what = "a KL law is given as an object" if given is not None else f"`kl_law` is `{FIXED}`"
+    if path == FIXED or law_object is not None:
+        what = "a KL law is given as an object" if law_object is not None else f"`kl_law` is `{FIXED}`"
         check(
-            (given is None or path is None) and not arguments,
+            (law_object is None or path is None) and not arguments,
             f"{what}, and by `kl_law` or `kl_law_settings` too. Expected one.",
         )
-        law = given
+        law = law_object
     else:
         make: Callable[..., KLLaw] = AdaptiveLaw
         if path is not None:

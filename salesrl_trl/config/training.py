@@ -231,9 +231,10 @@ class SalesGRPOConfig(GRPOConfig):
         """Coefficient and band of every branch, in the order of `branches`; empty if there is no KL at all."""
         return targets_of(self.branches, self.branch_kl, self.beta)
 
-    def kl_control_law(self, given: KLLaw | None = None) -> KLLaw | None:
-        """The law that moves the coefficients; `None` if they stay. `given` takes the place of the settings' law."""
-        return law_of(self.kl_law, self.kl_law_settings, given)
+    def kl_control_law(self, law_object: KLLaw | None = None) -> KLLaw | None:
+        """The law that moves the coefficients; `None` if they stay. `law_object` takes the place of the
+        settings' law."""
+        return law_of(self.kl_law, self.kl_law_settings, law_object)
 
     def kl_windows(self) -> WindowSettings:
         """The windows in which a branch's KL is measured."""
@@ -251,5 +252,5 @@ class SalesGRPOConfig(GRPOConfig):
 
     def parsed_engine_kwargs(self) -> dict[str, object]:
         """`vllm_engine_kwargs` as Python values, without those that are null."""
-        given = structure("vllm_engine_kwargs", self.vllm_engine_kwargs or {}, dict)
-        return {name: value for name, value in given.items() if value is not None}
+        options = structure("vllm_engine_kwargs", self.vllm_engine_kwargs or {}, dict)
+        return {name: value for name, value in options.items() if value is not None}

@@ -119,7 +119,7 @@ def settle_schedule(args: GRPOConfig) -> None:
     try:
         name = SchedulerType(args.lr_scheduler_type).value
     except ValueError:
-        names = ", ".join(each.value for each in SchedulerType)
+        names = ", ".join(kind.value for kind in SchedulerType)
         raise ConfigError(f"`lr_scheduler_type` is {args.lr_scheduler_type!r}. Expected one of: {names}.") from None
     kwargs: dict[str, object] = structure("lr_scheduler_kwargs", args.lr_scheduler_kwargs or {}, dict)
     if name in ADAPTIVE:

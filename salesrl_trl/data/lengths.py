@@ -1,7 +1,7 @@
 """Prompts that are too long for the model, found before it is loaded.
 
 Owns the count of every prompt's tokens, and the three rules for prompts above the limit. Refuses to decide the limit:
-`build.checks.dataset` does.
+`build.checks.dataset` does. Called by `build.plan`.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ def fit_prompts(
     prompts = [build_prompt(row, prompt) for row in rows]
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
     lengths = [text + more for text, more in zip(count(prompts), extra, strict=True)] if rows else []
-    long = [] if limit is None else [at for at, length in enumerate(lengths) if length > limit.tokens]
+    long = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit.tokens]
     if limit is None or not long:
         return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=None)
 
@@ -118,7 +118,7 @@ def fit_prompts(
         return f"{share} have prompts of more than {limit.tokens} tokens ({limit.reason})"
 
     def named(places: Sequence[int]) -> str:
-        shown = ", ".join(f"row {at} ({lengths[at]} tokens)" for at in places[:SHOWN_ROWS])
+        shown = ", ".join(f"row {index} ({lengths[index]} tokens)" for index in places[:SHOWN_ROWS])
         return shown + (f" and {len(places) - SHOWN_ROWS:,} more" if len(places) > SHOWN_ROWS else "")
 
     if rule == "error":
@@ -133,14 +133,14 @@ def fit_prompts(
                 f"{excess(long)}: no row is left. Expected some that fit. Raise the limit, or shorten the rows."
             )
         return FittingPrompts(
-            rows=[rows[at] for at in fitting],
-            prompts=[prompts[at] for at in fitting],
-            lengths=[lengths[at] for at in fitting],
+            rows=[rows[index] for index in fitting],
+            prompts=[prompts[index] for index in fitting],
+            lengths=[lengths[index] for index in fitting],
             note=f"{excess(long)} and are left out (`long_prompts: drop`): {named(long)}.",
         )
-    room = [limit.tokens - extra[at] for at in long]
-    shortened = _without_oldest_turns([rows[at] for at in long], prompt, count, room)
-    if unfit := [at for at, short in zip(long, shortened, strict=True) if short is None]:
+    text_limits = [limit.tokens - extra[index] for index in long]
+    shortened = _without_oldest_turns([rows[index] for index in long], prompt, count, text_limits)
+    if unfit := [index for index, short in zip(long, shortened, strict=True) if short is None]:
         raise DataError(
             f"{excess(unfit)} even with the last turn alone: {named(unfit)}. Shorten them, raise the limit, or set "
             "`long_prompts: drop`."
@@ -150,8 +150,8 @@ def fit_prompts(
         f"see the whole conversation): {named(long)}."
     )
     short_prompts = [short for short in shortened if short is not None]
-    for at, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
-        prompts[at], lengths[at] = short, length + extra[at]
+    for index, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
+        prompts[index], lengths[index] = short, length + extra[index]
     return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=note)
 
 
@@ -160,17 +160,17 @@ def _without_oldest_turns(
 ) -> list[Prompt | None]:
     """Each row's prompt within its number of `tokens`. As few of the oldest turns as possible are left out. Found by
     bisection. `None` for a row whose last turn alone is too long."""
-    fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # turns left out; `most` leaves none
+    fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # left out; `most` would leave no turn
     shortened: list[Prompt | None] = [None] * len(rows)
-    while open_rows := [at for at in range(len(rows)) if fewest[at] < most[at]]:
-        middles = [(fewest[at] + most[at]) // 2 for at in open_rows]
+    while open_rows := [index for index in range(len(rows)) if fewest[index] < most[index]]:
+        middles = [(fewest[index] + most[index]) // 2 for index in open_rows]
         shorter = [
-            build_prompt(dataclasses.replace(rows[at], conversation=rows[at].conversation[middle:]), prompt)
-            for at, middle in zip(open_rows, middles, strict=True)
+            build_prompt(dataclasses.replace(rows[index], conversation=rows[index].conversation[middle:]), prompt)
+            for index, middle in zip(open_rows, middles, strict=True)
         ]
-        for at, middle, candidate, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
-            if length <= tokens[at]:
-                most[at], shortened[at] = middle, candidate
+        for index, middle, candidate, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
+            if length <= tokens[index]:
+                most[index], shortened[index] = middle, candidate
             else:
-                fewest[at] = middle + 1
+                fewest[index] = middle + 1
     return shortened

@@ -40,13 +40,11 @@ def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Pictu
             size_of(picture)
         except OSError as error:
             absent = isinstance(error, FileNotFoundError)
-            large = error.strerror if error.errno == errno.EFBIG else None
-            raise DataError(
-                f"{where}: the picture {named} "
-                f"{'is not there' if absent else f'has {large}' if large else 'can not be read as a picture'}. "
-                f"Expected {_EXPECTED}"
-                + (", with paths relative to the data file. Correct the path." if absent else ".")
-            ) from None
+            fault = f"has {error.strerror}" if error.errno == errno.EFBIG else "can not be read as a picture"
+            remedy = "."
+            if absent:
+                fault, remedy = "is not there", ", with paths relative to the data file. Correct the path."
+            raise DataError(f"{where}: the picture {named} {fault}. Expected {_EXPECTED}{remedy}") from None
     return pictures
 
 
@@ -94,15 +92,17 @@ def picture_counter(
     """A function that counts the tokens which the pictures of a row add to its prompt. The count of a picture follows
     from its size. Where the processor can't say it without pixels, an empty picture of that size is processed."""
 
-    tell = getattr(processor, "_get_num_multimodal_tokens", None)
+    count_tokens = getattr(processor, "_get_num_multimodal_tokens", None)
 
     @functools.cache
     def count(height: int, width: int) -> int:
-        if tell is None:
+        if count_tokens is None:
             return measured(height, width)
-        # Around those of a picture are tokens such as marks of its beginning and end, as many for every size
-        [tokens], [of_256] = (tell(image_sizes=[size])["num_image_tokens"] for size in ([height, width], [256, 256]))
-        return int(tokens) + measured(256, 256) - int(of_256)
+        # Around those of a picture are tokens such as marks of its beginning and end, as many for every size. So:
+        # tokens of the picture + (all tokens of a reference picture - those that count_tokens knows of)
+        [tokens] = count_tokens(image_sizes=[[height, width]])["num_image_tokens"]
+        [reference_tokens] = count_tokens(image_sizes=[[256, 256]])["num_image_tokens"]
+        return int(tokens) + measured(256, 256) - int(reference_tokens)
 
     @functools.cache
     def measured(height: int, width: int) -> int:

@@ -1,6 +1,7 @@
 """An evaluation as text: a table of the policies, a table of their difference, and what both mean.
 
-Owns lines and wording. Refuses to compute figures. Called by the command.
+Owns lines and wording. Refuses to compute figures. Called by
+`evaluate.__main__`.
 """
 
 from salesrl_trl.evaluate.findings import ALL, LABELS, EvaluationFindings

@@ -1,6 +1,7 @@
 """The policies of an evaluation: where each lies, its settings, and the rows that all of them answer.
 
-Owns the settings in which an evaluation differs from a run. Loads no weights. Called by the command.
+Owns the settings in which an evaluation differs from a run. Loads no weights. Called by
+`evaluate.__main__`.
 """
 
 import copy

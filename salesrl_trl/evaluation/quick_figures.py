@@ -14,7 +14,7 @@ class Questions:
     form = ".0%"
 
     def __call__(self, answers):
-        return sum("?" in each.text for each in answers) / len(answers)
+        return sum("?" in answer.text for answer in answers) / len(answers)
 ```
 """
 

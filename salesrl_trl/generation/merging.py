@@ -87,33 +87,33 @@ def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.T
     """The parameter with the adapters of these layers. There are several layers if they share it."""
     copies: dict[torch.Tensor, torch.Tensor] = {}
     for layer, name in places:
-        apart = _apart(layer, copies)
-        apart.merge()
-        merged: torch.Tensor = getattr(apart.get_base_layer(), name)
+        clone = _float32_module(layer, copies)
+        clone.merge()  # in place: layers that share the parameter share its copy, and the last one's has all adapters
+        merged: torch.Tensor = getattr(clone.get_base_layer(), name)
     merged = merged.detach().to(parameter.dtype)
     if isinstance(parameter, DTensor):
         return DTensor.from_local(merged, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
     return merged
 
 
-def _apart(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:
+def _float32_module(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:
     """A module like this one, over float32 copies of its weights. `copies` has those so far: a weight that layers
     share is copied once."""
-    apart: Any = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
+    clone: Any = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
     for name, value in vars(module).items():
-        vars(apart)[name] = copy.copy(value) if isinstance(value, (list, dict)) else value
-    for held in (apart._parameters, apart._buffers):
+        vars(clone)[name] = copy.copy(value) if isinstance(value, (list, dict)) else value
+    for held in (clone._parameters, clone._buffers):
         for name, weight in held.items():
             if weight is not None:
                 if weight not in copies:
-                    copies[weight] = _wide(weight)
+                    copies[weight] = _float32_copy(weight)
                 held[name] = copies[weight]
     for name, child in module._modules.items():
-        apart._modules[name] = None if child is None else _apart(child, copies)
-    return apart
+        clone._modules[name] = None if child is None else _float32_module(child, copies)
+    return clone
 
 
-def _wide(weight: torch.Tensor) -> torch.Tensor:
+def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
     """A copy in float32, or in the weight's number format if that is wider."""
     if not weight.is_floating_point():  # 4 bits: peft makes others from it, in their places
         packed = copy.copy(weight)

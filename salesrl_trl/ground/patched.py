@@ -1,6 +1,7 @@
 """An attribute of another library's object, replaced for a while.
 
 Owns the one function with which this package changes TRL, vLLM and transformers. Standard library only.
+Called wherever another library is changed, for example by `generation.vllm` and `wiring.trl_access`.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """The key of a service, from the environment or from a file that its owner alone can read.
 
-Owns where a key comes from. `config.keys` owns which settings are left out of records. Standard library only.
+Owns where a key comes from. `config.keys` owns which settings are left out of records. Standard library only. Called
+by `build.checks.reward` and the demo's RAG service.
 """
 
 import os

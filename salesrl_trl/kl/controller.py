@@ -1,7 +1,8 @@
 """The windows over which a branch's KL is measured, and the coefficients that a law moves at their ends.
 
 Pure: no torch, clock, file or collective. The same measurements give the same decisions, on every rank and after a
-resume. Owns neither the measurement (`penalty.py`) nor its sum over ranks (the trainer) nor the law (`law.py`).
+resume. Owns neither the measurement (`penalty.py`) nor its sum over ranks (`Components.end_kl_step`
+sums) nor the law (`law.py`). Called by `branched`.
 """
 
 import math

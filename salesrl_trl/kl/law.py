@@ -4,7 +4,7 @@ Owns the band (`KLTarget`), the interface of a law (`KLLaw`) and the packaged la
 one class with the method `move`; docs/KL.md has an example.
 
 Pure: no torch, clock, file or collective, and no state of its own. The same arguments give the same coefficient, on
-every rank and after a resume.
+every rank and after a resume. Called by `controller`.
 """
 
 import contextlib

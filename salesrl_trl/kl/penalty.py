@@ -1,7 +1,7 @@
 """The branches' KL inside TRL's loss.
 
 Owns the per-token penalty, the per-branch sums behind figures and control, and the object that brings the penalty into
-`GRPOTrainer._compute_loss`. Owns no normaliser: TRL has one for each `loss_type`.
+`GRPOTrainer._compute_loss`. Owns no normaliser: TRL has one for each `loss_type`. Called by `branched`.
 """
 
 from collections.abc import Sequence

@@ -231,7 +231,8 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
     planned = samples(_rubrics(plan), config.action_format(), max(count, MIN_CALLS))
     if not clients:  # a judge of one's own reads the answers in an order of its own
         planned = [dataclasses.replace(sample, candidate_first=True) for sample in planned]
-    patience_s = max([config.judge_timeout_s, *(it.timeout_s or 0.0 for it in config.parsed_judge_providers())])
+    timeouts = [provider.timeout_s or 0.0 for provider in config.parsed_judge_providers()]
+    patience_s = max([config.judge_timeout_s, *timeouts])
 
     async def ask(client: ProviderClient | None, sample: JudgedSample) -> Verdict:
         contents = (sample.rubric, sample.row, sample.action, sample.candidate, sample.reference)
@@ -286,8 +287,8 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
                 "Give one of them `weight: 0`, as a fallback, or choose models that agree.",
             )
         usage = judge.drain_usage().values()
-        findings.figures["judge_tokens"] = sum(it.prompt_tokens + it.completion_tokens for it in usage)
-        findings.figures["judge_usd"] = sum(it.usd for it in usage)
+        findings.figures["judge_tokens"] = sum(used.prompt_tokens + used.completion_tokens for used in usage)
+        findings.figures["judge_usd"] = sum(used.usd for used in usage)
     finally:
         await judge.aclose()
         if budget is not None:

@@ -67,7 +67,9 @@ def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
 def stage_text(report: StageReport) -> str:
     """A line with verdict, seconds and figures. Below it a line for each finding, and one for its remedy."""
     head = f"{report.stage:<12} {report.verdict:<8} {report.seconds:6.2f} s  "
-    shown = {name: f"{it:.4g}" if isinstance(it, float) else f"{it}" for name, it in report.figures.items()}
+    shown = {
+        name: f"{value:.4g}" if isinstance(value, float) else f"{value}" for name, value in report.figures.items()
+    }
     figures = ", ".join(f"{name}{NBSP}{value}" for name, value in shown.items())
     lines = textwrap.wrap(figures, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
     for finding in report.findings:

@@ -1,7 +1,7 @@
 """Recorded completions judged again, and the record that this makes.
 
 Owns the RAG service of a record, what becomes of the numbers of other reward functions, and the copy of the record.
-Called by the command.
+Called by `rejudge.__main__`.
 """
 
 import dataclasses
@@ -63,8 +63,8 @@ def rejudged(
 
 
 def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float]) -> Reward:
-    """The reward of several functions, whose `weights` are in their order; the only one's as it is. `old` has the
-    numbers of all functions. `new` is of the packaged one, which was judged again."""
+    """Combines the new packaged reward with the recorded numbers of other functions. With one function: `new`
+    unchanged. `weights` are in the order of the functions."""
     if len(weights) == 1:
         return new
     if old.reward is not None and not old.functions:

@@ -1,6 +1,6 @@
 """What another judge would have changed: rewards and advantages of the same completions, before and after.
 
-Pure: no services, no files. Called by the command.
+Pure: no services, no files. Called by `rejudge.__main__`.
 """
 
 import math
@@ -112,12 +112,12 @@ def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChang
     )
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's rank correlation. Equal numbers share the mean of their ranks. NaN where one side does not vary."""
-    if len(one) < 2 or min(one) == max(one) or min(other) == max(other):
+    if len(left) < 2 or min(left) == max(left) or min(right) == max(right):
         return math.nan
     ranks = []
-    for numbers in (one, other):
+    for numbers in (left, right):
         places = defaultdict(list)
         for place, number in enumerate(sorted(numbers)):
             places[number].append(place)

@@ -13,7 +13,7 @@
 A function is async, or runs in a thread of its own. It returns a number, `None` where it does not apply, or a `Reward`
 with its parts and its reason; for a group or a batch, a list of these. Owns how a function is called, and the meaning
 of everything that it may return or raise. It does not own retries and limits (`service.transport`), nor how several
-functions make one reward (`mixed`).
+functions make one reward (`mixed`). `reward_funcs` calls it.
 """
 
 import asyncio
@@ -136,7 +136,11 @@ class RewardFunction(Scorer):
         self._is_async = any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
         parameters = inspect.signature(function).parameters.values()
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = [it for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)]
+        named = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
         self._named = frozenset(parameter.name for parameter in named)
         self._needed = frozenset(parameter.name for parameter in named if parameter.default is parameter.empty)
         code = re.sub(r"\W+", "_", self.__name__.lower()).strip("_") or "reward"
@@ -382,7 +386,7 @@ def per_batch(
 def per_batch(
     function: Function | None = None, /, **options: Any
 ) -> RewardFunction | Callable[[Function], RewardFunction]:
-    """Gives a function of TRL's signature a deadline or a transport. Without either it needs no decorator.
+    """Decorator for a TRL-style function. Needed only to set a deadline or a transport.
 
     Args:
         function (`Callable`):

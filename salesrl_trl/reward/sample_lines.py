@@ -30,8 +30,8 @@ class SampleLines:
         """`[RAG] train-0007 rag_8b 0.31 s, 3 passages, best 0.42: "The course costs ..."`."""
         if "rag" in self._kinds:
             best = f", best {max(passage.score for passage in answer.passages):.2f}" if answer.passages else ""
-            found = f"{len(answer.passages)} passages{best}: {json.dumps(answer.text, ensure_ascii=False)}"
-            logger.info(f"[RAG] {row_id} {service} {seconds:.2f} s, {found}")
+            summary = f"{len(answer.passages)} passages{best}: {json.dumps(answer.text, ensure_ascii=False)}"
+            logger.info(f"[RAG] {row_id} {service} {seconds:.2f} s, {summary}")
 
     def no_answer(self, row_id: str, service: str, reason: str) -> None:
         """`[RAG] train-0007 rag_32b failed: rag_32b_timeout`."""

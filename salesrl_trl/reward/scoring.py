@@ -2,6 +2,8 @@
 
 Pure: no services, no clock. One combined value for each completion, because TRL counts a missing one of several reward
 functions as 0: a completion without a judge's score would be the worst of its group.
+
+Called by `chain`. `batch`, `functions` and others take `missing` from here.
 """
 
 from collections.abc import Mapping, Sequence

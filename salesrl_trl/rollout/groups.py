@@ -33,8 +33,8 @@ class ScoredGroups:
         self.complete = False
         """Whether every reward was in, on every rank, at the last `record`."""
         self.pending: list[range] = []
-        """This rank waits for one of these parts. They were not settled at the last `record`. Empty if another rank
-        has more to wait for, as long as too little is scored for any part to be trained on."""
+        """Parts this rank waits for. Until enough is scored, only the ranks with the most missing parts wait; on the
+        others it is empty."""
         self._micro_batch = micro_batch
         self._ready: list[range] = []
         self._queue: deque[MicroBatch] = deque()

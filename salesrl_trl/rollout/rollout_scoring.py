@@ -274,7 +274,7 @@ class RolloutScoring:
             ledger.record_written("eval", map(EvaluatedCompletion, prompts, rollout.completions, result.values))
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self.device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
-        is_refused = control.is_refused([reward.reason for reward in faulty if reward.value is None])
+        is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])
         failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
         reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
         control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as each rank's account had it

@@ -1,6 +1,7 @@
 """Flash attention over a row with shared prefixes.
 
 Owns how its two parts are joined, forward and backward. The kernels are PyTorch's own; nothing is compiled here.
+Called by `shared_attention`.
 
 A token of a segment sees its prefix, and its own segment up to itself. Both are attention over parts of various
 lengths, which flash attention computes without padding and without a mask:

@@ -1,6 +1,6 @@
 """The row of tokens that stands for a padded batch: each prompt once, then the completions.
 
-Owns which token lies where. Pure index arithmetic: no model, no attention.
+Owns which token lies where. Pure index arithmetic: no model, no attention. Called by `shared_passes`.
 
     padded batch of TRL             row
     . . p p p c c .                 p p | p c | p c c | p

@@ -81,29 +81,35 @@ def shared_attention(
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
         rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return SharedFlash.apply(*rows, layout, scale)[None]  # type: ignore[no-any-return, no-untyped-call]
-    own = functools.partial(inner, module, dropout=dropout, scaling=scaling, **kwargs)
-    return _over_padded(own, query, key, value, layout)
+    attend = functools.partial(inner, module, dropout=dropout, scaling=scaling, **kwargs)
+    return _over_padded(attend, query, key, value, layout)
 
 
 def _over_padded(
-    own: Callable[..., tuple[torch.Tensor, Any]],
+    attend: Callable[..., tuple[torch.Tensor, Any]],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     layout: Layout,
 ) -> torch.Tensor:
+    """As `shared_attention`, by two calls of `attend` with batches that are padded on the right:
+
+    - the prefixes: all tensors of shape (groups with a prefix, heads, longest prefix, channels);
+    - the segments: queries of shape (segments, heads, longest segment, channels); keys and values of each segment's
+      prefix and itself, (segments, heads of keys, longest prefix + longest segment, channels).
+    """
     padded = layout.padded
     parts = []
     if layout.prefixes:
-        batch = [_taken(tensor, padded.prefixes) for tensor in (query, key, value)]
-        parts.append(own(*batch, None, is_causal=True)[0].flatten(0, 1)[padded.prefix_places])
-    queries = _taken(query, padded.segments)
-    keys, values = (_taken(tensor, padded.keys) for tensor in (key, value))
-    parts.append(own(queries, keys, values, padded.mask)[0].flatten(0, 1)[padded.segment_places])
+        batch = [_gathered(tensor, padded.prefixes) for tensor in (query, key, value)]
+        parts.append(attend(*batch, None, is_causal=True)[0].flatten(0, 1)[padded.prefix_places])
+    queries = _gathered(query, padded.segments)
+    keys, values = (_gathered(tensor, padded.keys) for tensor in (key, value))
+    parts.append(attend(queries, keys, values, padded.mask)[0].flatten(0, 1)[padded.segment_places])
     return torch.cat(parts)[None]
 
 
-def _taken(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _gathered(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """From (1, heads, S, channels) to (B, heads, T, channels), at places of shape (B, T)."""
     taken = row[0].index_select(1, places.flatten())  # (heads, B * T, channels)
     return taken.view(len(taken), *places.shape, -1).transpose(0, 1)

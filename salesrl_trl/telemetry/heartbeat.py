@@ -1,6 +1,6 @@
 """A line while a phase lasts long: its name, its seconds, and what to look at.
 
-Owns the thread and the advice. Only reads the training thread's state.
+Owns the thread and the advice. Only reads the training thread's state. `instruments` starts it.
 """
 
 import logging

@@ -124,7 +124,7 @@ class StepTrace:
         self._traced = steps
         self._max_bytes = max_bytes
         self._warn = warn
-        self._others: list[Span] = []  # of batches of the traced steps
+        self._background_spans: list[Span] = []  # of batches of the traced steps
         self._writer: TraceWriter | None = None
         self._is_written = False  # by this rank
         self._clock_offset = time.time() - time.perf_counter()  # to the time of day, which machines share
@@ -137,12 +137,12 @@ class StepTrace:
     def begin_training(self, step: int) -> None:
         """Begin training after `step` optimizer steps. Spans of an earlier training are dropped."""
         self._first_step = step
-        self._others.clear()
+        self._background_spans.clear()
 
     def add(self, step: int, spans: Sequence[Span]) -> None:
         """Keep spans of other threads, if `step` is traced."""
         if step in self._traced:
-            self._others += spans
+            self._background_spans += spans
 
     def write(self, rank: int, last_step: int, steps: Sequence[StepTimes], spans: Sequence[Span]) -> None:
         """Gather the spans of traced steps on the main rank. A collective if there are traced steps, on all ranks
@@ -154,15 +154,15 @@ class StepTrace:
         traced = [step for number, step in enumerate(steps, start=first) if number in self._traced]
         if not traced:
             return
-        before = first == self._first_step + 1 and first in self._traced  # with the start-up
+        includes_start_up = first == self._first_step + 1 and first in self._traced
         chosen = [
             span
             for span in (*spans, *_step_spans(last_step, steps))
-            if (before and span.ended <= steps[0].started)
+            if (includes_start_up and span.ended <= steps[0].started)
             or any(step.started < span.ended <= step.ended for step in traced)
         ]
-        chosen += self._others
-        self._others = []
+        chosen += self._background_spans
+        self._background_spans = []
         everywhere = gather_object([(rank, self._clock_offset, chosen)])
         if self._is_written:
             self._write(everywhere)
@@ -173,8 +173,8 @@ class StepTrace:
         """Write the main rank's last spans, with the step that was cut off, and close the file; no collective."""
         if self._is_written and (self._writer is not None or cut_off is not None):
             ended = [*steps, *([cut_off] if cut_off else [])]
-            self._write([(0, self._clock_offset, [*spans, *self._others, *_step_spans(last_step, ended)])])
-        self._end()
+            self._write([(0, self._clock_offset, [*spans, *self._background_spans, *_step_spans(last_step, ended)])])
+        self._close_file()
 
     def _write(self, everywhere: Sequence[tuple[int, float, Sequence[Span]]]) -> None:
         """Write spans, each list with its rank and the offset of its clock. A full disk ends the trace, not the
@@ -190,7 +190,7 @@ class StepTrace:
                 self._writer.write(rank, spans, offset)
         except OSError as error:
             logger.warning(f"the trace ends here: {self._path} can't be written ({type(error).__name__})")
-            self._end()
+            self._close_file()
             return
         if self._writer.full:
             self._warn(
@@ -198,7 +198,7 @@ class StepTrace:
                 "(`trace_steps` chooses others)"
             )
 
-    def _end(self) -> None:
+    def _close_file(self) -> None:
         if self._writer is not None:
             self._writer.close()
         self._writer, self._is_written = None, False

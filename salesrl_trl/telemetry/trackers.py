@@ -106,8 +106,8 @@ class Trackers:
                 callback.setup = functools.partial(_set_up_swanlab, callback._swanlab, callback.setup)
                 callback.on_log = functools.partial(_log_values, callback.on_log)
 
-    def _end_later(self, owner: TrainerCallback, end: Callable[..., None], *given: object, **named: object) -> None:
-        self._ends[owner] = functools.partial(end, *given, **named)
+    def _end_later(self, owner: TrainerCallback, end: Callable[..., None], *args: object, **named: object) -> None:
+        self._ends[owner] = functools.partial(end, *args, **named)
 
     def log_table(self, output_dir: Path, mode: str, step: int, unique_prompts: bool) -> None:
         """Hand on the table of completions that TRL wrote.
@@ -142,16 +142,16 @@ def _without_writers(usual: Callable[[threading.ExceptHookArgs], object], failed
         usual(failed)
 
 
-def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *given: object, **named: object) -> None:
+def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *args: object, **named: object) -> None:
     """transformers asks whether there is a run by `get_run() is None`, where SwanLab 0.10 raises an error."""
     get_run, has_run = swanlab.get_run, swanlab.has_run  # type: ignore[attr-defined]
     with patched(swanlab, "get_run", lambda: get_run() if has_run() else None):
-        set_up(*given, **named)
+        set_up(*args, **named)
 
 
-def _log_values(on_log: Callable[..., None], *given: object, logs: Mapping[str, object], **named: object) -> None:
+def _log_values(on_log: Callable[..., None], *args: object, logs: Mapping[str, object], **named: object) -> None:
     """SwanLab prints an error for each figure without a value, at each step."""
-    on_log(*given, logs={name: value for name, value in logs.items() if value is not None}, **named)
+    on_log(*args, logs={name: value for name, value in logs.items() if value is not None}, **named)
 
 
 Chart = list[str | list[str]]

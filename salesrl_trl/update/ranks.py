@@ -1,6 +1,6 @@
 """Decisions that all ranks make together.
 
-Owns the collectives for them.
+Owns the collectives for them. Called by `stopping`, `rollout.rollout_scoring` and `checkpoint.keeper`.
 """
 
 import torch

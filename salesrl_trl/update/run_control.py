@@ -76,7 +76,7 @@ class RunControl:
         self.is_skipping = False
         """Whether the generation batch in training is left out of the loss."""
         self.is_spent = False
-        """Whether `is_refused` held on any rank, in training or in an evaluation."""
+        """Whether `is_refused_by_budget` held on any rank, in training or in an evaluation."""
         self._moves = False
         self._skipped_in_a_row = 0
         self._skips_since = 0.0
@@ -109,7 +109,7 @@ class RunControl:
             f"({_counted(missing)})"
         )
 
-    def is_refused(self, reasons: Iterable[str]) -> bool:
+    def is_refused_by_budget(self, reasons: Iterable[str]) -> bool:
         """Whether the budget left completions of this rank without a reward, by the account too: a function may return
         that reason code, and a replayed record may hold it."""
         return BudgetSpent.default_code in reasons and self._is_reached()

@@ -5,7 +5,7 @@ the callback by which skipped batches and stops act on TRL's loop. `run_control`
 owns the error with which the run ends.
 
 The other processes may be waiting, for example for rewards. So a request reaches them without a collective: a thread
-of each process (`watched`) looks at a key in the store by which torch's processes found each other.
+of each process (`spread_requests`) looks at a key in the store by which torch's processes found each other.
 """
 
 import contextlib
@@ -54,11 +54,13 @@ class Stopping:
     _first: int = 0
     _moves: bool = False
     _held: int = 0
+    _interrupted: bool = False  # no request interrupts this process again
     _save: Callable[[], None] = lambda: None
 
     def forget(self) -> None:
         """Forget an earlier run."""
-        self._snapshot, self._moves, self._held, self.survived = None, False, 0, None
+        self._snapshot, self._moves, self.survived = None, False, None
+        self._held, self._interrupted = 0, False
 
     def begin(self) -> None:
         """The first step of a run begins."""
@@ -79,8 +81,9 @@ class Stopping:
 
     def _interrupt(self) -> None:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and not self._held and not self._moves and PartialState().num_processes == 1:
-            self._held += 1  # once
+        may_interrupt = not (self._interrupted or self._held or self._moves)
+        if in_main_thread and may_interrupt and PartialState().num_processes == 1:
+            self._interrupted = True
             raise StopRequested(self.run_control.requested)
 
     @contextlib.contextmanager
@@ -95,9 +98,11 @@ class Stopping:
             self._interrupt()
 
     def watched(self, save: Callable[[], None]) -> AbstractContextManager[None]:
-        """While active, a request on one process reaches all others. `save` is that of `rescued`, for the end."""
+        """While active, a request on one process reaches all others. `save` is that of `save_after`, for the end."""
         self._save = save
-        return watched(lambda: self.run_control.requested, lambda reason: self.request(f"{reason} of another process"))
+        return spread_requests(
+            lambda: self.run_control.requested, lambda reason: self.request(f"{reason} of another process")
+        )
 
     def begin_step(self) -> None:
         self._moves = not self.can_undo
@@ -152,14 +157,14 @@ class Stopping:
                 "what is left."
             ) from None
 
-    def rescued(self, error: BaseException, save: Callable[[], None]) -> BaseException:
+    def save_after(self, error: BaseException, save: Callable[[], None]) -> BaseException:
         """Save a checkpoint of the last whole step, if the error that ends training allows it; a collective. Returns
         the error with which training ends: `RunStopped` after a request, else the same one, with a note of where to go
         on."""
         is_asked = isinstance(error, StopRequested)
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
-        snapshot, self._held = self._snapshot, self._held + 1
+        snapshot, self._interrupted = self._snapshot, True
         self.reward_loop.cut_off(STOPPED)
         step, is_new = (0, False) if snapshot is None else (snapshot.step, snapshot.step > self._first)
         try:
@@ -232,7 +237,7 @@ _runs = itertools.count()  # all processes count alike, so that each run has its
 
 
 @contextlib.contextmanager
-def watched(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
+def spread_requests(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, notify the other processes of a stop, and be notified by them. All processes must enter it
     equally often. `requested` returns who asked this process to stop, `None` before that. `stop` is called at most
     once, from another thread, with who asked another process first."""

@@ -1,6 +1,7 @@
 """Checks of weights: whether training moves them, and whether vLLM samples from them.
 
-Owns both measurements and their messages. `preflight.memory` chooses the number format of the weights.
+Owns both measurements and their messages. `preflight.memory` chooses the number format of the weights. Called by
+`wiring.components` and `wiring.policy`.
 """
 
 import logging

@@ -85,10 +85,10 @@ def data_alone(index: Index, most: int = MOST) -> queries.Answer:
         },
         "row": {row: queries.row_over_time(index, {"row": row}) for row in {item["row"] for item in items}},
         "compare": {
-            f"{one}/{other}/{mode}/{order}": queries.comparison(
-                index, {"one": one, "other": other, "mode": mode, "order": order}
+            f"{left}/{right}/{mode}/{order}": queries.comparison(
+                index, {"one": left, "other": right, "mode": mode, "order": order}
             )
-            for one, other in itertools.permutations(runs, 2)
+            for left, right in itertools.permutations(runs, 2)
             for mode in MODES
             for order in queries.CHANGES
         },

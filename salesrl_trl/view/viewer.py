@@ -2,7 +2,7 @@
 
 Owns addresses and refusals. It answers GET. A request must name a loopback host, so that no page from elsewhere reads
 completions by a name of its own that it points at this machine. It must also have the key that the address begins
-with, which other users of the machine don't know. Called by the command.
+with, which other users of the machine don't know. Called by `view.__main__`.
 """
 
 import json

@@ -340,7 +340,7 @@ class Components:
                 try:
                     yield
                 except BaseException as error:
-                    last = self.stopping.rescued(error, save)
+                    last = self.stopping.save_after(error, save)
                     if last is error:
                         raise
                     raise last from error

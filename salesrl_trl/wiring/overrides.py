@@ -1,4 +1,4 @@
-"""One function, by which the overrides of a class are in force for some of its objects alone."""
+"""One function, by which the overrides of a class are in force for some of its objects alone. Called by `trainer`."""
 
 import functools
 import inspect

@@ -89,9 +89,10 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
             "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
         )
     asks, providers = not config.asks_nobody, config.parsed_judge_providers()
-    keys = {it.name: (it.api_key_env, f"judge_providers[{it.name}].api_key_env") for it in providers} or {
-        JUDGE: (config.judge_api_key_env, "judge_api_key_env")
-    }
+    keys = {
+        provider.name: (provider.api_key_env, f"judge_providers[{provider.name}].api_key_env")
+        for provider in providers
+    } or {JUDGE: (config.judge_api_key_env, "judge_api_key_env")}
     return RewardParts(
         scoring=scoring,
         rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir) if needs_rubrics else {},

@@ -1,4 +1,7 @@
-"""The memory of a card, by its size or of the card in this machine, and what is in use now."""
+"""The memory of a card, by its size or of the card in this machine, and what is in use now.
+
+Called by `preflight.memory` and `preflight.gpu_memory`.
+"""
 
 import re
 from dataclasses import dataclass

@@ -261,7 +261,9 @@ def setup_of(
     elif sharding is None:
         sharding = Sharding.FSDP if training.is_sharded else Sharding.NONE
     zero = getattr(deepspeed, "deepspeed_config", {}).get("zero_optimization", {})
-    offloaded = {name for name, it in zero.items() if isinstance(it, dict) and it.get("device") not in ("none", None)}
+    offloaded = {
+        name for name, entry in zero.items() if isinstance(entry, dict) and entry.get("device") not in ("none", None)
+    }
     number = NUMBER_BYTES.get(dtype or "auto", shape.number_bytes)
     number = 2 if sharding.is_zero and autocast else 4 if sharding is Sharding.FSDP else number
     is_shared = (

@@ -37,10 +37,12 @@ _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-po
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceAddresses:
-    """`"http://127.0.0.1:8801"`, below which the endpoints' paths start at `/v1`, and `"http://127.0.0.1:8802/v1"`."""
+    """Base URLs of the two services."""
 
     rag_base_url: str
+    """`"http://127.0.0.1:8801"`, below which the endpoints' paths start at `/v1`."""
     judge_base_url: str
+    """`"http://127.0.0.1:8802/v1"`."""
 
     @property
     def health_urls(self) -> tuple[str, str]:
@@ -50,8 +52,8 @@ class ServiceAddresses:
 
 class EmbeddedServices:
     """Both services in a child process, on free ports of the loopback interface, also as a context manager. The child
-    stops when this process ends, even if it is killed. The knowledge base and the terms that the judge's fairness
-    branch looks for are the packaged ones by default. `arguments` are further options of the command."""
+    stops when this process ends, even if it is killed. `documents` and `protected_terms` default to the packaged
+    files. `arguments` are further options of the command."""
 
     def __init__(
         self, *, documents: Path | None = None, protected_terms: Path | None = None, arguments: Sequence[str] = ()

@@ -1,7 +1,8 @@
 """The judge's client: which provider is asked, and how several verdicts become one.
 
 Owns rubrics, the order and weights of providers, repeats and their aggregation. The module `provider` owns how one
-provider is asked, the transport retries and limits.
+provider is asked, the transport retries and limits. Built by `build.assembly`, asked by
+`reward.chain`.
 """
 
 import asyncio
@@ -95,8 +96,16 @@ class JudgeClient(Judge):
         self._rubrics = rubrics
         self._repeats = repeats
         self._aggregation = aggregation
-        asked = [((it.base_url, it.model, it.weight), (it.temperature, it.max_completion_tokens, it.response_format,
-                  dict(it.extra_body))) for it in providers]  # fmt: skip
+        asked = [
+            (
+                (provider.base_url, provider.model, provider.weight),
+                (
+                    provider.temperature, provider.max_completion_tokens, provider.response_format,
+                    dict(provider.extra_body),
+                ),
+            )
+            for provider in providers
+        ]  # fmt: skip
         self._identities = {
             name: cache_key("judge", MESSAGE_VERSION, asked, rubric, repeats, aggregation)
             for name, rubric in rubrics.items()

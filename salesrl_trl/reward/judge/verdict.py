@@ -6,7 +6,7 @@ Owns:
 - which text counts as a verdict: a JSON object at the very end, signed with the request's nonce. Any other text is
   `JudgeInvalid`, never a number.
 
-Pure: no network.
+Pure: no network. Called by `provider`.
 """
 
 import dataclasses

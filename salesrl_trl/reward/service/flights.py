@@ -1,6 +1,6 @@
 """Calls in flight on one event loop: their slots, and hedges: late calls that are sent a second time.
 
-Owns the tasks, the look-out task that starts hedges, and the pure law of when a call is late and how many hedges there
+Owns the tasks, the timer task that starts hedges, and the pure law of when a call is late and how many hedges there
 may be. `transport` sends its attempts through it. `limits` has the law of how many slots there are.
 """
 
@@ -114,7 +114,7 @@ class Flights:
         """Calls that wait for a slot."""
         self._hedges = 0
         self._hedge_waits = False
-        self._lookout: asyncio.Task[None] | None = None
+        self._hedge_timer: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -137,21 +137,21 @@ class Flights:
             self._slots.total_tokens = slots
 
     async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
-        """Run `attempt`. When it is late, run it once more beside the first. The first success counts.
+        """Run `attempt`. If it is late, send a second request; the earliest success is the result. There are at most
+        `MAX_HEDGES` further requests.
 
-        `number` is the request's number in `limit`. One look-out serves all calls, so a call costs no timer of its
-        own.
+        `number` is the request's number in `limit`. One hedge timer serves all calls, so a call costs none of its own.
         """
         self._hedging.record_sent()
         flight = _Flight(attempt, number, self._failed_beside)
         self._flying[flight] = None
-        if self._hedging.enabled and (self._lookout is None or self._lookout.done()):
-            self._lookout = asyncio.create_task(self._look_out())
+        if self._hedging.enabled and (self._hedge_timer is None or self._hedge_timer.done()):
+            self._hedge_timer = asyncio.create_task(self._run_hedge_timer())
         try:
-            result = await flight.landed
+            result = await flight.result
         finally:
             del self._flying[flight]
-            flight.give_up()
+            flight.cancel()
             if flight.hedges:
                 self._hedges -= flight.hedges
                 self.resize()
@@ -159,7 +159,7 @@ class Flights:
         self._traffic["hedges_won"] += flight.won_by_hedge
         return result
 
-    async def _look_out(self) -> None:
+    async def _run_hedge_timer(self) -> None:
         """Start the hedges that are due, while a call is in flight."""
         while self._flying:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -206,7 +206,7 @@ class _Flight(Generic[T]):
     ) -> None:
         self.started = self.last_sent = now()
         self.won_by_hedge = False
-        self.landed: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._attempt = attempt
         self._failed_beside = failed_beside
         self._context = contextvars.copy_context()  # hedges are sent by another call's task
@@ -225,31 +225,32 @@ class _Flight(Generic[T]):
         task = asyncio.get_running_loop().create_task(_awaited(self._attempt), context=self._context.copy())
         self._tasks.append(task)
         self._out += 1
-        task.add_done_callback(partial(self._land, number))
+        task.add_done_callback(partial(self._on_done, number))
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the requests that still run."""
         for task in self._tasks:
             task.cancel()
-        if self.landed.done() and not self.landed.cancelled():
-            self.landed.exception()  # marked as retrieved: the caller may have been cancelled at the same moment
+        if self.result.done() and not self.result.cancelled():
+            self.result.exception()  # marked as retrieved: the caller may have been cancelled at the same moment
 
-    def _land(self, number: int, task: asyncio.Task[T]) -> None:
+    def _on_done(self, number: int, task: asyncio.Task[T]) -> None:
         """The first success is the result. A failure is the result only when no other request goes on."""
         self._out -= 1
         if task.cancelled():
             return
         error = task.exception()
-        if self.landed.done():
+        if self.result.done():
             return
         if error is None:
             self.won_by_hedge = task is not self._tasks[0]
-            self.landed.set_result(task.result())
+            self.result.set_result(task.result())
         elif not self._out:  # another request may have ended with an answer that is looked at next
-            self.landed.set_exception(error)
+            self.result.set_exception(error)
         else:
             self._failed_beside(error, number)
 
 
 async def _awaited(attempt: Callable[[], Awaitable[T]]) -> T:
+    """`create_task` takes coroutines alone, and `attempt` may return any awaitable."""
     return await attempt()

@@ -50,12 +50,18 @@ DAMAGES = {
     "an empty file": (lambda folder: os.truncate(folder / "global_step3/mp_rank_00.pt", 0), "mp_rank_00.pt is not as"),
     "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "missing files": (lambda folder: [(folder / name).unlink() for name in FILES], "and 3 more files are missing"),
-    "other weights": (lambda folder: (folder / "pytorch_model.bin").touch(), "pytorch_model.bin is no part of it"),
+    "other weights": (
+        lambda folder: (folder / "pytorch_model.bin").touch(),
+        "pytorch_model.bin is not part of the checkpoint",
+    ),
     "another's adapter": (
         lambda folder: (folder / "global_step3/adapter_model.safetensors").touch(),
-        "adapter_model.safetensors is no part of it, and would be read",
+        "adapter_model.safetensors is not part of the checkpoint, but would be loaded",
     ),
-    "another's rollouts": (lambda folder: (folder / "rollouts_1.pt").touch(), "rollouts_1.pt is no part of it"),
+    "another's rollouts": (
+        lambda folder: (folder / "rollouts_1.pt").touch(),
+        "rollouts_1.pt is not part of the checkpoint",
+    ),
     "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it has no manifest.json"),
     "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json can't be read"),
     "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json can't be read"),
@@ -86,7 +92,7 @@ def test_a_foreign_file_is_told_and_its_checkpoint_is_taken(tmp_path, caplog):
     for asked in ("auto", last):
         caplog.clear()
         assert find(asked, str(tmp_path)) == last
-        assert "checkpoint-40 is taken: .nfs0001 and 1 more files are no part of it, and not read" in caplog.text
+        assert "checkpoint-40; these files there are ignored: .nfs0001, notes.md" in caplog.text
 
 
 @pytest.fixture

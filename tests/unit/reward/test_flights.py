@@ -29,14 +29,14 @@ def test_an_answer_counts_also_where_a_failure_comes_at_the_same_moment(order, g
             else:
                 answers[place].set_exception(ValueError(str(place)))
         try:
-            landed = await asyncio.wait_for(flight.landed, 10)
+            result = await asyncio.wait_for(flight.result, 10)
         except ValueError as error:
-            landed = str(error)
-        return landed, beside, flight.won_by_hedge
+            result = str(error)
+        return result, beside, flight.won_by_hedge
 
-    landed, beside, won_by_hedge = asyncio.run(run())
+    result, beside, won_by_hedge = asyncio.run(run())
     if good is None:
-        assert (landed, beside) == (str(order[1]), [order[0] + 1])  # one is told of, the other raised
+        assert (result, beside) == (str(order[1]), [order[0] + 1])  # one is told of, the other raised
     else:
-        assert (landed, won_by_hedge) == ("an answer", good == 1)
+        assert (result, won_by_hedge) == ("an answer", good == 1)
         assert beside == ([] if order[0] == good else [order[0] + 1])
