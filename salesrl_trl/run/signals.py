@@ -9,7 +9,7 @@ A SIGTERM during training, in order:
     _on                                 the handler: notes the reason, calls what `handed_to` was given
     Stopping.request                    update.stopping: cuts the rewards off. One process raises `StopRequested`;
                                         of several processes all learn of it first, and stop after the step
-    Stopping.save_after                   restores the last whole step, saves it, makes a `RunStopped`
+    Stopping.save_after                 restores the last whole step, saves it, makes a `RunStopped`
     console.exit_with                   the last words; exit code 75, "go on by the same command"
     _exit_in_time                       the same code, if a thread of somebody's holds the interpreter up
 """
