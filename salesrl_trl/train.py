@@ -28,10 +28,9 @@ from accelerate import PartialState
 
 from salesrl_trl.build.assembly import check_budget_left, launched_services, open_reward
 from salesrl_trl.build.banner import closing_lines
-from salesrl_trl.build.building import build_instruments, build_trainer, take_policy
+from salesrl_trl.build.building import begin_read_ahead, build_instruments, build_trainer, take_policy
 from salesrl_trl.build.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.read_ahead import begin_read_ahead
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.checkpoint.whole import step_of
@@ -52,8 +51,7 @@ from salesrl_trl.run.console import (
     set_up_logging,
 )
 from salesrl_trl.run.run_record import has_finished, write_finished, write_record
-from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.telemetry.start_up import imports_so_far
+from salesrl_trl.telemetry.instruments import Instruments, imports_so_far
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import TimingContext
 

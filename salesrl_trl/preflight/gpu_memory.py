@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from salesrl_trl.build.memory.cards import Card, card_here, named_card, used_gib, users
-from salesrl_trl.build.memory.estimate import Estimate, advice
+from salesrl_trl.build.memory.estimate import Card, Estimate, advice, card_here, named_card, used_gib, users
 from salesrl_trl.build.memory.shape import Setup, Sharding
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.recipes import FULL

@@ -23,8 +23,16 @@ from transformers.utils import is_torchao_available
 from salesrl_trl.build.checks.folders import free_gib
 from salesrl_trl.build.checks.model import empty_model
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.memory.cards import card_here, used_gib, users
-from salesrl_trl.build.memory.estimate import Estimate, Weigh, advice, estimate, moment_bytes
+from salesrl_trl.build.memory.estimate import (
+    Estimate,
+    Weigh,
+    advice,
+    card_here,
+    estimate,
+    moment_bytes,
+    used_gib,
+    users,
+)
 from salesrl_trl.build.memory.shape import (
     NUMBER_BYTES,
     ModelShape,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from salesrl_trl.build.read_ahead import read_ahead, weight_files
+from salesrl_trl.build.building import read_ahead, weight_files
 from salesrl_trl.build.settings import parse
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled

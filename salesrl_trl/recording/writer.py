@@ -2,7 +2,7 @@
 
 Owns the thread that writes, what is kept of a step, the size of the file, and the filter of texts. A batch is handed
 over as plain values and costs its caller a moment. What the disk does not take in time, and what can't be written, is
-left out and counted, never waited for. `telemetry.instruments` holds it, `rollout.record` makes the batches.
+left out and counted, never waited for. `telemetry.instruments` holds it, `rollout.rollout_scoring` makes the batches.
 """
 
 import logging

@@ -7,9 +7,9 @@ The trainer's overrides call this module in the order of a batch:
         rewards               inside it, in place of TRL's `_calculate_rewards`
     next_micro_batches        while the batch is trained on: groups that are scored come first
 
-Owns which rollout TRL is at work on, and the additions to its output. Refuses to generate (`pipeline`), to score a
-completion (the reward) and to compute advantages: TRL does, and `_hybrid_advantages` puts those of
-`update.advantages` in their place where a reference counts.
+Owns which rollout TRL is at work on, the additions to its output, and the plain values that the record gets of it.
+Refuses to generate (`pipeline`), to score a completion (the reward) and to compute advantages: TRL does, and
+`_hybrid_advantages` puts those of `update.advantages` in their place where a reference counts.
 """
 
 import copy
@@ -28,14 +28,15 @@ from salesrl_trl.data.branches import Branches
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import BASELINE_FALLBACK, SINGLE_SCORED, SKIPPED_UPDATE, STALENESS, STALENESS_MAX, Phase
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion
+from salesrl_trl.recording.writer import Batch, Entry
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
+from salesrl_trl.reward.replay import recorded_name
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import ScoredGroups
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
-from salesrl_trl.rollout.record import batch_of
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
@@ -340,3 +341,51 @@ def copied(logs: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(table, dict):
             copies[name].update({column: copy.copy(values) for column, values in table.items()})
     return copies
+
+
+def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, branches: Branches) -> Batch:
+    """The values of this rank's completions, after `update` optimizer steps. `advantages`: shape (B,), of a batch that
+    is trained on; read later, on another thread."""
+    assert rollout.result is not None
+    first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
+    rewards, scores = rollout.result.rewards, rollout.rewards
+    ids = None if rollout.sampled is None else rollout.sampled.completion_ids
+    entries = [
+        Entry(
+            row=recorded_name(example),
+            branch=branches.of(example),
+            prompt=example.get("prompt"),
+            text=completion_text(completion),
+            tokens=None if ids is None else len(ids[place]),
+            place=place,
+            prompt_group=(first + place) // rollout.group,
+            outcome=scored.outcome.value,
+            reason=scored.reason,
+            reward=scored.value,
+            reference_reward=scored.reference_value,
+            parts=dict(scored.components),
+            functions=dict(scored.by_function),
+            seconds=dict(scored.seconds),
+            record=stages.completion_record,
+        )
+        for place, (example, completion, scored, stages) in enumerate(
+            zip(rollout.inputs, rollout.completions, rewards, scores.stages, strict=True)
+        )
+    ]
+    return Batch(
+        step=update + rollout.is_trained_on,
+        mode=rollout.mode,
+        number=scores.number,
+        staleness=update - rollout.step,
+        entries=entries,
+        advantages=lambda: _numbers(advantages, rewards),
+        calls=rollout.result.report.calls,
+    )
+
+
+def _numbers(advantages: torch.Tensor | None, rewards: Sequence[Reward]) -> list[float | None]:
+    if advantages is None:
+        return [None] * len(rewards)
+    return [
+        None if reward.value is None else number for number, reward in zip(advantages.tolist(), rewards, strict=True)
+    ]

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import yaml
 
+from salesrl_trl.build.settings import read_yaml
 from salesrl_trl.build.software import code, packages
-from salesrl_trl.build.yaml_file import read_yaml
 from salesrl_trl.config.keys import from_json, is_secret, without_keys
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import put_aside, write_whole

@@ -11,8 +11,7 @@ from transformers import TrainerState
 
 from salesrl_trl.build.building import build_instruments
 from salesrl_trl.build.checks.folders import claim_output_dir
-from salesrl_trl.build.memory.cards import Card
-from salesrl_trl.build.memory.estimate import Estimate, Moment
+from salesrl_trl.build.memory.estimate import Card, Estimate, Moment
 from salesrl_trl.build.settings import parse
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal

@@ -9,7 +9,7 @@ import yaml
 from support.unsafe import findings
 from trl import ModelConfig
 
-from salesrl_trl.build.yaml_file import read_yaml
+from salesrl_trl.build.settings import read_yaml
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.demo_server import _parser
 

@@ -22,7 +22,7 @@ from trl import ModelConfig, get_peft_config
 from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.build import software
 from salesrl_trl.build.checks.outcome import Findings, StageVerdict
-from salesrl_trl.build.memory import cards
+from salesrl_trl.build.memory import estimate as cards
 from salesrl_trl.build.memory.estimate import (
     SCORING,
     Estimate,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from salesrl_trl.build.memory.cards import named_card
+from salesrl_trl.build.memory.estimate import named_card
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings import parse
 from salesrl_trl.errors import ConfigError, ModelNotFoundError

@@ -28,7 +28,7 @@ from salesrl_trl.build import software
 from salesrl_trl.build.checks import environment
 from salesrl_trl.build.checks.addresses import PROBE_TIMEOUT_S
 from salesrl_trl.build.checks.outcome import StageVerdict
-from salesrl_trl.build.memory.cards import Card
+from salesrl_trl.build.memory.estimate import Card
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data import sources

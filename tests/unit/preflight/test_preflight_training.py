@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from salesrl_trl.build.checks.outcome import Findings, StageVerdict
-from salesrl_trl.build.memory.cards import Card
-from salesrl_trl.build.memory.estimate import SCORING, Estimate, Moment
+from salesrl_trl.build.memory.estimate import SCORING, Card, Estimate, Moment
 from salesrl_trl.build.memory.shape import UnknownShape
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse

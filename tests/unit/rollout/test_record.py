@@ -6,7 +6,7 @@ import pytest
 from accelerate import PartialState
 
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.rollout.record import batch_of
+from salesrl_trl.rollout.rollout_scoring import batch_of
 from salesrl_trl.types import Reward
 
 GROUP, EACH = 4, 6

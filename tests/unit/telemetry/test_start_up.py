@@ -8,7 +8,7 @@ import time
 from support.forked import COLD_PYTHON
 
 from salesrl_trl.names import START_UP_FILE, Phase, StartUp
-from salesrl_trl.telemetry.start_up import imports_so_far, write_start
+from salesrl_trl.telemetry.instruments import imports_so_far, write_start
 from salesrl_trl.telemetry.timeline import StepTimes
 from salesrl_trl.timing import Span
 
@@ -39,7 +39,7 @@ def test_a_start_is_told_by_phase_and_what_goes_on_beside_them_does_not_count(tm
 def test_imports_count_from_the_beginning_of_the_process():
     code = (
         "import time; time.sleep(0.3)\n"
-        "from salesrl_trl.telemetry.start_up import imports_so_far\n"
+        "from salesrl_trl.telemetry.instruments import imports_so_far\n"
         "print(imports_so_far().seconds)"
     )
     began = time.monotonic()
