@@ -46,15 +46,8 @@ def main() -> NoReturn:
 
 def _usage(offered: dict[str, tuple[str, str]]) -> str:
     lines = [f"  {name:<10} {description} (python -m {module})" for name, (module, description) in offered.items()]
-    return "\n".join(
-        [
-            "usage: salesrl COMMAND [ARGUMENT ...]",
-            "",
-            *lines,
-            "",
-            "`salesrl COMMAND --help` lists a command's arguments. `salesrl --version` prints the version.",
-        ]
-    )
+    end = "`salesrl COMMAND --help` lists a command's arguments. `salesrl --version` prints the version."
+    return "\n".join(["usage: salesrl COMMAND [ARGUMENT ...]", "", *lines, "", end])
 
 
 if __name__ == "__main__":

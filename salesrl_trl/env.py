@@ -1,11 +1,9 @@
 """`python -m salesrl_trl.env [--config RECIPE.yaml] [--SETTING VALUE ...] [--json]`, or one of `--diff RUN_A RUN_B`,
 `--has COMMIT` and `--process PID`.
 
-Says which code and which versions a run would have here, what two runs differ in, whether the code has a change, and
-whether it is newer than a process. Owns the command line and its text. torch is imported only for the settings of a
-recipe.
-
-Exit code: 0; 1 if the runs differ, the change is not there or the process is older; 2 for bad input.
+Says which code and versions a run would have here, what two runs differ in, whether the code has a change or is newer
+than a process. Owns the command line and its text. torch is imported only for the settings of a recipe. Exit code: 0;
+1 if the runs differ, the change is not there or the process is older; 2 for bad input.
 """
 
 import dataclasses
@@ -30,8 +28,7 @@ from salesrl_trl.run.tools import ToolParser, print_failure
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
-_ALONE = ("diff", "has", "process")
-"""Options beside which no settings stand."""
+_ALONE = ("diff", "has", "process")  # options beside which no settings stand
 _VARIABLES = re.compile(
     r"ACCELERATE|CUDA|DS_|FLASH|HF_|HIP_|HUGGING|JAX_|LD_LIBRARY_PATH|MASTER_|MKL_|NCCL_|NVIDIA_|OMP_|PYTHON"
     r"|PYTORCH_|RANK|ROCR_|SALESRL_|TOKENIZERS_|TORCH|TRANSFORMERS_|TRITON_|VLLM_|WANDB_|WORLD_SIZE|XDG_CACHE_HOME"
@@ -45,8 +42,7 @@ class Facts:
     """All that can be said without torch."""
 
     code: software.Code = field(default_factory=software.code)
-    folder: str = str(software.PACKAGE)
-    """Folder of the package that this command runs."""
+    folder: str = str(software.PACKAGE)  # folder of the package that this command runs
     recipes_import: str | None = field(default_factory=software.recipe_imports)
     """Folder of the package that a recipe's script would import."""
     python: str = platform.python_version()
@@ -113,9 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, settings = _parser().parse_known_args(argv)
         if settings and (alone := [option for option in _ALONE if getattr(options, option) is not None]):
-            names = ", ".join(
-                argument.split("=")[0] for argument in settings if argument.startswith("-")
-            )  # a value may be a key
+            # a value may be a key
+            names = ", ".join(argument.split("=")[0] for argument in settings if argument.startswith("-"))
             raise ConfigError(f"unknown arguments beside --{alone[0]}: {names or 'values'}. Leave them out.")
         if options.has is not None or options.process is not None:
             answers = _answers(options.has, options.process)
@@ -174,22 +169,12 @@ def _parser() -> ToolParser:
         description="Code, versions, GPUs and environment here, and the settings of a recipe if one is given.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--diff",
-        nargs=2,
-        type=Path,
-        metavar="RUN",
-        help="what two runs differ in, by their folders; exit code 1 if anything",
-    )
-    parser.add_argument(
-        "--has", metavar="COMMIT", help="whether the checkout's code has this commit; exit code 1 if not"
-    )
-    parser.add_argument(
-        "--process",
-        type=int,
-        metavar="PID",
-        help="whether the code is newer than this process, which then runs older files; exit code 1 if so",
-    )
+    differ = "what two runs differ in, by their folders; exit code 1 if anything"
+    has = "whether the checkout's code has this commit; exit code 1 if not"
+    newer = "whether the code is newer than this process, which then runs older files; exit code 1 if so"
+    parser.add_argument("--diff", nargs=2, type=Path, metavar="RUN", help=differ)
+    parser.add_argument("--has", metavar="COMMIT", help=has)
+    parser.add_argument("--process", type=int, metavar="PID", help=newer)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -1,8 +1,8 @@
 """Every name that a run leaves behind: phases, stages of a reward, tags of figures, files.
 
-Owns the names, and `FIGURES`: the one list of what is logged. The console's lines, the report, TensorBoard's layout,
-the ledger and the table in docs/ARCHITECTURE.md are made from that list. The standard library only, because the report
-starts without torch. Computes nothing; each part of the package computes the figures that it knows.
+Owns the names, and `FIGURES`: the list of what is logged, from which the console's lines, the report, TensorBoard's
+layout, the ledger and a table in docs/ARCHITECTURE.md are made. Standard library only: the report starts without
+torch.
 """
 
 import itertools
@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 from salesrl_trl.types import Outcome
 
-TRAIN = "train/"
-"""transformers puts this before the tag of every training figure."""
-REWARD = "reward"
-"""TRL's own tag: mean reward over all completions that were scored."""
+TRAIN = "train/"  # transformers puts this before the tag of every training figure
+REWARD = "reward"  # TRL's own tag: mean reward over all completions that were scored
 
 # Phases of a run and of a step
 
@@ -27,10 +25,8 @@ class StartUp(StrEnum):
 
     IMPORTS = "imports"
     CHECKS = "checks"
-    SERVICES = "services"
-    """The embedded services start."""
-    READ_AHEAD = "read_ahead"
-    """The policy's files are read into memory, before they are asked for."""
+    SERVICES = "services"  # the embedded services start
+    READ_AHEAD = "read_ahead"  # the policy's files are read into memory, before they are asked for
     POLICY = "policy"
     ENGINE = "engine"
     WARM_UP = "warm_up"
@@ -47,16 +43,14 @@ class Phase(StrEnum):
     REFERENCE_LOGPROBS = "reference_logprobs"
     REWARD_WAIT = "reward_wait"
     ADVANTAGES = "advantages"
-    BATCHING = "batching"
-    """Tokens to tensors, shuffling, splitting, and the rest of a training step around its passes."""
+    BATCHING = "batching"  # tokens to tensors, shuffling, splitting, and the rest of a training step around its passes
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     LOGGING = "logging"
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
-    UNACCOUNTED = "unaccounted"
-    """Time that belongs to no other phase."""
+    UNACCOUNTED = "unaccounted"  # time that belongs to no other phase
 
 
 def time_of(phase: str) -> str:
@@ -121,8 +115,7 @@ SKIPPED_UPDATE = "failures/skipped_update"
 REFERENCE_MISSING = "failures/reference_missing"
 BASELINE_FALLBACK = "failures/baseline_fallback"
 SINGLE_SCORED = "failures/single_scored"
-FAILURE_REASONS = "failures/reason/"
-"""Before each reason code that has been seen."""
+FAILURE_REASONS = "failures/reason/"  # before each reason code that has been seen
 
 LENGTH_CORRELATION = "judge/length_correlation"
 POSITION_GAP = "judge/position_gap"
@@ -203,8 +196,7 @@ MEMORY = ("memory/gpu_allocated_gib", GPU_RESERVED, GPU_PEAK, HOST_MEMORY)
 
 # Quick evaluations
 
-QUICK_EVAL = "quick_eval/"
-"""Before the tag of every figure of a quick evaluation."""
+QUICK_EVAL = "quick_eval/"  # before the tag of every figure of a quick evaluation
 QUICK_SECONDS = f"{QUICK_EVAL}seconds"
 
 
@@ -220,15 +212,12 @@ BRANCH = "{branch}"
 class Metric(NamedTuple):
     """What is logged under one tag, or under a tag for each branch, stage, service and so on."""
 
-    tag: str
-    """Its name. `{branch}`, `{stage}` and other words in braces stand for each branch, each stage."""
-    meaning: str
-    """For the table in docs/ARCHITECTURE.md."""
+    tag: str  # its name. `{branch}`, `{stage}` and other words in braces stand for each branch, each stage.
+    meaning: str  # for the table in docs/ARCHITECTURE.md
     chart: tuple[str, str] | None = None
     """Category and title of the chart that has it in TensorBoard's layout. A word in braces in the title: a chart for
     each."""
-    console: str = ""
-    """Words before it in the line of a step. Empty: it is not there."""
+    console: str = ""  # words before it in the line of a step. Empty: it is not there.
     report: str = ""
     """Name of its row in the report. Empty: it has none, or a section of the report shows it in its own way."""
     line: str = ""
@@ -358,11 +347,8 @@ def of_branches(tag: str, branches: Iterable[str]) -> dict[str, str]:
 
 
 def branches_in(tags: Collection[str]) -> tuple[str, ...]:
-    """The branches of a run by the tags that it logged.
-
-    Each branch has a coefficient. A run without a KL has none, and then each branch has a reward. What is another
-    figure of `FIGURES`, and begins alike, is no branch.
-    """
+    """The branches of a run by the tags that it logged: each has a coefficient or, in a run without a KL, a reward.
+    Another figure of `FIGURES` that begins alike is no branch."""
     for family in (beta_of(BRANCH), reward_of(BRANCH)):
         start = family.removesuffix(BRANCH)
         others = [pattern_of(tag) for tag, *_ in FIGURES if tag.startswith(start) and tag != family]
@@ -379,45 +365,30 @@ def pattern_of(tag: str) -> re.Pattern[str]:
 
 # Files in a run's folder
 
-QUICK_EVAL_FILE = "quick_eval.jsonl"
-"""One quick evaluation a line."""
-HELD_OUT_FILE = "held_out.json"
-"""Every evaluation of the held-out rows."""
+QUICK_EVAL_FILE = "quick_eval.jsonl"  # one quick evaluation a line
+HELD_OUT_FILE = "held_out.json"  # every evaluation of the held-out rows
 TRACE_FILE = "trace.json"
-START_UP_FILE = "start_up.json"
-"""Seconds of the start by phase, to the end of the first step."""
-LOG_FILE = "run.log"
-"""The lines that the console showed."""
-SETTINGS_FILE = "config.yaml"
-"""Every setting of the run, as a recipe."""
-RUN_FILE = "run.json"
-"""The command, the package's code and the versions of the others."""
-SPENT_FILE = "budget.json"
-"""What the run and its resumes have spent. All ranks write there."""
+START_UP_FILE = "start_up.json"  # seconds of the start by phase, to the end of the first step
+LOG_FILE = "run.log"  # the lines that the console showed
+SETTINGS_FILE = "config.yaml"  # every setting of the run, as a recipe
+RUN_FILE = "run.json"  # the command, the package's code and the versions of the others
+SPENT_FILE = "budget.json"  # what the run and its resumes have spent. All ranks write there.
 REPORT_PAGE_FILE = "report.html"
 REPORT_TEXT_FILE = "report.txt"
-CHECKPOINT_FOLDERS = "checkpoint-"
-"""transformers' prefix; the optimizer steps done follow it."""
-BEST_FOLDER = "best"
-"""The best policy so far."""
-BEST_NOTE_FILE = "quick_eval.json"
-"""In `BEST_FOLDER`: the evaluation that selected this policy."""
+CHECKPOINT_FOLDERS = "checkpoint-"  # transformers' prefix; the optimizer steps done follow it
+BEST_FOLDER = "best"  # the best policy so far
+BEST_NOTE_FILE = "quick_eval.json"  # in `BEST_FOLDER`: the evaluation that selected this policy
 
-SAVING_FOLDER = ".saving"
-"""In the output folder: a checkpoint that is being written, and one that is being deleted."""
-LOCK_FILE = ".lock"
-"""In the output folder: locked by the run that writes there, whose name it holds."""
-FINISHED_FILE = "finished.json"
-"""Written when a run has done everything."""
+SAVING_FOLDER = ".saving"  # in the output folder: a checkpoint that is being written, and one that is being deleted
+LOCK_FILE = ".lock"  # in the output folder: locked by the run that writes there, whose name it holds
+FINISHED_FILE = "finished.json"  # written when a run has done everything
 
 # Files in a checkpoint
 
 MANIFEST_FILE = "manifest.json"
 """Size and digest of each file of the checkpoint. Written last: a folder without it is no checkpoint."""
-KL_STATE_FILE = "kl_control.json"
-"""KL coefficients, windows under way, and shares of steps in band."""
-IDENTITY_FILE = "made_of.json"
-"""Rows, branches, weights and settings of the run."""
+KL_STATE_FILE = "kl_control.json"  # KL coefficients, windows under way, and shares of steps in band
+IDENTITY_FILE = "made_of.json"  # rows, branches, weights and settings of the run
 UNDER_WAY_FILE = "generation_batch_{rank}.pt"
 """Of each process, where the checkpoint lies inside a generation batch: token ids, advantages and log-probs."""
 ROLLOUTS_FILE = "rollouts_{rank}.pt"

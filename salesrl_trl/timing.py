@@ -70,12 +70,6 @@ class Timing:
 _open: ContextVar[tuple[tuple["TimingContext", Timing], ...]] = ContextVar("timings_under_way", default=())
 
 
-def _calling_line() -> str:
-    """The line that makes a context: `"prepare.py:42"`."""
-    frame = sys._getframe(2)
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
 class Spans(Protocol):
     """Something that keeps spans."""
 
@@ -114,7 +108,8 @@ class TimingContext:
         self, name: str | None = None, timeline: Spans | None = None, log: Callable[[str], object] | None = None
     ) -> None:
         self._is_named = name is not None
-        self.name = _calling_line() if name is None else name
+        caller = sys._getframe(1)
+        self.name = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}" if name is None else name
         self._timeline = timeline
         self._log = log
         self._latest: Timing | None = None

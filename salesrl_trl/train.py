@@ -1,10 +1,7 @@
 """A whole run: settings, checks, reward services, trainer, training, last evaluation. Recipes call `main`.
 
 `python -m salesrl_trl.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe without a script: `build.recipes.FULL`
-if none is named.
-
-Owns this order and nothing else. Wrong settings, data, addresses or model paths stop a run before a model is loaded,
-with one message and exit code 2.
+if none is named. Owns this order. What can't work stops a run before a model is loaded, with exit code 2.
 """
 
 import contextlib
@@ -44,12 +41,7 @@ from salesrl_trl.preflight.simulation import SimulationConfig
 from salesrl_trl.preflight.simulation import main as simulate
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.run import signals
-from salesrl_trl.run.console import (
-    exit_with,
-    keep_console,
-    set_log_level,
-    set_up_logging,
-)
+from salesrl_trl.run.console import exit_with, keep_console, set_log_level, set_up_logging
 from salesrl_trl.run.run_record import has_finished, write_finished, write_record
 from salesrl_trl.telemetry.instruments import Instruments, imports_so_far
 from salesrl_trl.telemetry.timeline import Timeline
@@ -103,8 +95,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
 
 def _extent(training: SalesGRPOConfig) -> dict[str, object]:
     """How much a run does."""
-    names = ("max_steps", "num_train_epochs", "held_out_eval", "mode")
-    return {name: getattr(training, name) for name in names}
+    return {name: getattr(training, name) for name in ("max_steps", "num_train_epochs", "held_out_eval", "mode")}
 
 
 def _has_finished(training: SalesGRPOConfig) -> bool:
@@ -125,11 +116,8 @@ def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> i
 
 
 def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
-    """Load, train, evaluate before and after, save.
-
-    The embedded services start while the policy is loaded. All services are asked once while vLLM starts. `services`
-    come from `launched_services`, and `start` has the phases until now.
-    """
+    """Load, train, evaluate, save. The embedded `services` start while the policy is loaded, and all services are
+    asked once while vLLM starts. `start` has the phases until now."""
     config = plan.config
     # A run that goes on asked them at its start. It pays for no call twice, and an outage is met in training.
     asks_first = config.reward.warm_up_services and config.training.resume_from_checkpoint is None

@@ -5,7 +5,7 @@ thread and the thread of the reward's event loop may share them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -54,12 +54,7 @@ class RequestIds:
 
     def as_dict(self) -> dict[str, str]:
         """The values by field name."""
-        return {
-            "tenant_id": self.tenant_id,
-            "contact_id": self.contact_id,
-            "account_id": self.account_id,
-            "message_id": self.message_id,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

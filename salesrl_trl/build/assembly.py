@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOWHERE = "http://nobody.invalid/v1"
-"""Stands for the address of a service that is not asked."""
+NOWHERE = "http://nobody.invalid/v1"  # stands for the address of a service that is not asked
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -210,22 +211,12 @@ class RunSettings(TrainerCallback):
             for first in range(0, len(names), most):
                 part = {name: self._settings[name] for name in names[first : first + most]}
                 mlflow.log_params(part, synchronous=False)
-        elif tracker == "swanlab":
-            import swanlab
-
-            swanlab.config.update(self._settings)
-        elif tracker == "trackio":
-            import trackio
-
-            trackio.config.update(self._settings, allow_val_change=True)
-        elif tracker == "wandb":
-            import wandb
-
-            wandb.config.update(self._settings, allow_val_change=True)
+        elif tracker in ("swanlab", "trackio", "wandb"):
+            options = {} if tracker == "swanlab" else {"allow_val_change": True}
+            import_module(tracker).config.update(self._settings, **options)
 
 
-_READERS = 4
-"""Files that are read at once: one stream does not use up a fast disk."""
+_READERS = 4  # files that are read at once: one stream does not use up a fast disk
 
 
 def weight_files(name_or_path: str, revision: str | None = None) -> list[Path]:

@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
 SMALL_POLICY = "small_policy"
 """A recipe's key. Its settings replace those of the recipe when no model is named, for the packaged small policy."""
-ENVIRONMENT = "env"
-"""A recipe's key. TRL's parser writes its entries to the environment."""
-PRESET = "preset"
-"""An argument of the command line, and no setting: names of overlays of the recipe."""
+ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
+PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
 PATHS = (
     "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
     "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file",
@@ -98,11 +96,7 @@ REPLACED = {
     "image_folder": "gone: paths of pictures are relative to the data file, or absolute",
 }  # fmt: skip
 """Settings of earlier versions, and what to do instead."""
-_SOURCES = {
-    "salesrl_trl": "config/*.py",
-    "trl": "trainer/*_config.py",
-    "transformers": "training_args.py",
-}
+_SOURCES = {"salesrl_trl": "config/*.py", "trl": "trainer/*_config.py", "transformers": "training_args.py"}
 """The files that define the settings of a run, by package."""
 
 
@@ -137,10 +131,8 @@ class RunConfig:
 def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
     """Read the settings of a run from `--config FILE.yaml`, or from `default_recipe`.
 
-    The presets of `--preset` win over the recipe, later ones over earlier ones, and the command line over all.
-
-    Raises:
-        `ConfigError`: an unknown key, a missing file, a value outside its range.
+    The presets of `--preset` win over the recipe, later ones over earlier ones, and the command line over all. Raises
+    `ConfigError` for an unknown key, a missing file, a value outside its range.
     """
     parser = SettingsParser(all_kinds())
     config = RunConfig(*parser.read(argv, default_recipe))
@@ -172,11 +164,8 @@ def names_of_settings() -> set[str]:
 
 
 class SettingsParser(TrlParser):
-    """TRL's parser, with three changes.
-
-    - Unreadable arguments raise `ConfigError`. `argparse` would print its usage and exit.
-    - Unknown arguments and keys of the recipe are refused, with a guess at the intended name.
-    - Presets, and the settings under `small_policy` when no model is named, replace those of the recipe.
+    """TRL's parser. It raises `ConfigError` where `argparse` would exit, refuses unknown names with a guess, and has
+    presets, and `small_policy` when no model is named, replace settings of the recipe.
 
     `unread`: names of settings that are accepted and not read. `--help` leaves them out. `options`: further arguments
     of `argparse.ArgumentParser`, such as `description`.
@@ -191,17 +180,11 @@ class SettingsParser(TrlParser):
             off = f"--no_{name}"  # transformers makes it of a switch that is on by default
             if hint == bool | None and off not in self._option_string_actions:
                 self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
-        self.add_argument(
-            f"--{PRESET}",
-            nargs="+",
-            default=SUPPRESS,
-            metavar="NAME",
-            help=f"Overlays of the recipe: {', '.join(PRESETS)}.",
-        )
+        shown = f"Overlays of the recipe: {', '.join(PRESETS)}."
+        self.add_argument(f"--{PRESET}", nargs="+", default=SUPPRESS, metavar="NAME", help=shown)
+        # After `read`: lines for the banner; the recipe's `env` and every setting, before a class changes it.
         self.notes: list[str] = []
-        """After `read`: lines for the banner about presets, and the settings of `small_policy` if they are used."""
         self.values: dict[str, object] = {}
-        """After `read`: the recipe's `env` and every setting, before a class checks or changes it."""
         self._given: set[str] = set()
         self._presets: dict[str, dict[str, object]] = {}
 
@@ -211,11 +194,9 @@ class SettingsParser(TrlParser):
         return {action.dest for action in self._actions} - {PRESET} | {ENVIRONMENT, SMALL_POLICY, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
-        """Read the settings, once: the values of a recipe become defaults of this parser.
+        """An object of each of the `kinds`. Works once: the values of a recipe become defaults of this parser.
 
-        `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe. Returns an
-        object of each of the `kinds`, in their order. Raises `ConfigError` for an unknown key, a missing file, a value
-        outside its range.
+        `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe.
         """
         argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         if "--config" not in argv and default_recipe is not None:
@@ -238,8 +219,8 @@ class SettingsParser(TrlParser):
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:
             self.set_defaults_with_config()
+        others = bool(self._unread)
         try:
-            others = bool(self._unread)
             read = self.parse_args_and_config(argv, return_remaining_strings=others, fail_with_unknown_args=False)
             return tuple(read[:-1]) if others else read
         except ConfigError:
@@ -393,25 +374,15 @@ MOST_CHARACTERS = 4_000_000
 """Of a file's keys and values, with every alias written out. The longest recipe of this package has a thousandth."""
 
 
-class TooLarge(yaml.YAMLError):
-    """Aliases stand for too much."""
-
-
 def read_yaml(path: Path) -> object:
-    """The content of a YAML file, built by the safe constructor.
-
-    Raises:
-        `OSError`, `UnicodeDecodeError`: as `read_small`.
-        `yaml.YAMLError`: it is no YAML, or its aliases stand for too much.
-        `RecursionError`: it is nested too deeply, or holds itself.
-    """
+    """The content of a YAML file, built by the safe constructor. Aliases that stand for too much are a `YAMLError`."""
     loader = yaml.SafeLoader(read_small(path))
     try:
         node = loader.get_single_node()
         if node is None:
             return None
         if _characters(node, {}) > MOST_CHARACTERS:
-            raise TooLarge(f"with its aliases written out it has more than {MOST_CHARACTERS} characters")
+            raise yaml.YAMLError(f"with its aliases written out it has more than {MOST_CHARACTERS} characters")
         return loader.construct_document(node)
     finally:
         loader.dispose()

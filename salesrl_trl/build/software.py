@@ -21,13 +21,10 @@ from salesrl_trl import __version__
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import installed, stat_of
 
-PACKAGE = Path(__file__).parents[1]
-"""Folder of the package that this process runs."""
-_TOOLS = ("test", "plots")
-"""Extras that no run needs."""
+PACKAGE = Path(__file__).parents[1]  # folder of the package that this process runs
+_TOOLS = ("test", "plots")  # extras that no run needs
 _GIT_S = 10.0
-_DRIVER_S = 20.0
-"""Most seconds that the driver may take to answer. It may hang after a fault of a card."""
+_DRIVER_S = 20.0  # most seconds that the driver may take to answer. It may hang after a fault of a card.
 _GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
 
 

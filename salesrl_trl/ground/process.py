@@ -1,7 +1,7 @@
 """Settings of one process, and the files that it writes.
 
-Owns memory, open files, the environment of child processes, the folder of cached files, writing that leaves whole
-files only, and versions of installed packages. Does not start children. Standard library only.
+Owns memory, open files, the environment of children, the cache's folder, and writing that leaves whole files only.
+Standard library only.
 """
 
 import atexit
@@ -28,8 +28,7 @@ string as all GPUs. bm25s imports JAX if it is installed, and JAX takes 75 % of 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _NEVER = 2**31 - 1
-_HERE = -100
-"""AT_FDCWD: a relative path begins in the working folder."""
+_HERE = -100  # AT_FDCWD: a relative path begins in the working folder
 _RENAME_EXCHANGE = 2
 
 _GC_THRESHOLDS = (50_000, 20, 100)
@@ -38,15 +37,10 @@ _GC_USUAL = gc.get_threshold()
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks instead of returning each large one to the kernel.
-
-    Training on a CPU frees and takes tens of megabytes hundreds of times a step. By default the kernel maps and clears
-    every page anew. On two cores, this was half of the time of a step of fine-tuning (1.86 against 3.36 steps a
-    second). In exchange, the process keeps its peak memory. Without glibc this does nothing.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    """Let glibc reuse freed blocks instead of returning each large one to the kernel, which maps and clears every page
+    anew: on a CPU half of the time of a step of fine-tuning (1.86 against 3.36 steps a second on two cores). In
+    exchange, the process keeps its peak memory. Without glibc this does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
@@ -54,11 +48,8 @@ def keep_freed_memory() -> None:
 
 def collect_seldom() -> None:
     """Exclude all present objects from garbage collection, and collect the others seldom, until the process ends.
-
-    The objects of a run live as long as the run. With a thousand calls in flight, the collector's walks over them took
-    a third of the CPU time of a reward batch (0.86 against 0.55 ms a call). At the end all are collected: Triton would
-    print a page about those that are left.
-    """
+    Walks over a run's objects took a third of the CPU time of a reward batch with a thousand calls in flight (0.86
+    against 0.55 ms a call). At the end all are collected: Triton would print a page about those that are left."""
     atexit.unregister(collect_as_usual)
     atexit.register(collect_as_usual)
     gc.collect()
@@ -73,9 +64,7 @@ def collect_as_usual() -> None:
 
 
 def remember_packages() -> None:
-    """Make the map from modules to packages once. Each time that transformers and TRL ask for it, it takes 0.3 to 0.7
-    s.
-    """
+    """Make the map from modules to packages once. transformers and TRL ask for it often, at 0.3 to 0.7 s a time."""
     importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
@@ -103,11 +92,8 @@ def cache_dir() -> Path:
 
 
 def stat_of(pid: int) -> tuple[str, int, str] | None:
-    """State, parent and time of start of a process, as the kernel has them; `None` if there is none, or no Linux.
-
-    The state is a letter, Z for a process that has ended and whose parent has not asked why. The time, in ticks, tells
-    processes apart that had the same id.
-    """
+    """State, parent and time of start of a process, as the kernel has them; `None` if there is none, or no Linux. The
+    state is Z if it has ended and its parent has not asked why. The time, in ticks, tells apart those of one id."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
     except OSError:
@@ -116,10 +102,7 @@ def stat_of(pid: int) -> tuple[str, int, str] | None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a child process: a copy of this one, without its accelerators.
-
-    The child can import the package, also from a source tree.
-    """
+    """A copy of the environment without accelerators, for a child that can import the package, also from source."""
     environment = dict(os.environ)
     root = Path(__file__).resolve().parents[2]
     if root.name not in ("site-packages", "dist-packages"):
@@ -129,10 +112,8 @@ def child_environment() -> dict[str, str]:
 
 
 def put_aside(*paths: Path) -> tuple[Path, ...]:
-    """Rename existing files to ones with a number, so that the files of an earlier start are kept.
-
-    All get the same number, even if some are absent. Returns the new paths.
-    """
+    """Rename files of an earlier start to ones with a number, the same for all. Some may be absent. Returns the
+    paths."""
 
     def numbered(number: int) -> tuple[Path, ...]:
         return tuple(path.with_stem(f"{path.stem}-{number}") for path in paths)
@@ -156,9 +137,7 @@ def is_locked(error: Exception) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, and make its folder if need be. If the process is cut off, the old file or the new one is there,
-    whole.
-    """
+    """Write a file, and its folder if need be. If the process is cut off, the old or the new one is there, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
@@ -168,10 +147,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def put_in_place(fresh: Path, folder: Path) -> None:
-    """Let a folder take the place of another one, or of none. If the process is cut off, one of them is there, whole.
-
-    Both lie on one disk. All files of `fresh` are written to the disk first, so that a power cut does no harm either.
-    """
+    """Let a folder take the place of another one on its disk, or of none. If the process is cut off, one of them is
+    there, whole; after a power cut too, as all files of `fresh` are written to the disk first."""
     for path in (*fresh.rglob("*"), fresh):
         sync(path)
     if not folder.exists():

@@ -1,7 +1,6 @@
 """The key of a service, from the environment or from a file that its owner alone can read.
 
-Owns where a key comes from. `config.keys` owns which settings are left out of records. Standard library only. Called
-by `build.checks.reward` and the demo's RAG service.
+Owns where a key comes from. `build.checks.reward` and the demo's RAG service call it. Standard library only.
 """
 
 import os
@@ -9,16 +8,14 @@ import stat
 
 from salesrl_trl.errors import ConfigError
 
-MOST_BYTES = 4096
-"""Longest file of a key. Tokens with claims in them have a thousand characters."""
+MOST_BYTES = 4096  # longest file of a key. Tokens with claims in them have a thousand characters.
 
 
 def find_key(variable: str) -> str | None:
-    """The key in the environment variable, or in the file that `<variable>_FILE` names, as container secrets have it.
+    """The key in the environment variable, or in the file that `<variable>_FILE` names; `None` if neither is set.
 
-    `None` if neither variable is set. White space around the key in a file is dropped. Raises `ConfigError` if both
-    are set, or the file can't be read, can be read by others, is empty or too large. The message shows neither the key
-    nor the path: whoever mistakes one variable for the other has the key there.
+    Raises `ConfigError` if both are set, or the file can't be read, can be read by others, is empty or too large. The
+    message shows neither key nor path: whoever mistakes one variable for the other has the key there.
     """
     key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
     if not path:

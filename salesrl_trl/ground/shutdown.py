@@ -14,24 +14,17 @@ from types import TracebackType
 
 from salesrl_trl.errors import StopRequested
 
-EXIT_BAD_INPUT = 2
-"""The checks before a run refused its settings, data, addresses or model."""
-EXIT_FAILED = 3
-"""A run started and ended with an error for good, for example because it diverged. A run that can go on exits with
-`EXIT_RESUMABLE`."""
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as shells have it."""
-EXIT_UNREAD = 128 + signal.SIGPIPE
-"""The reader of the output has ended, as with `| head`."""
+EXIT_BAD_INPUT = 2  # the checks before a run refused its settings, data, addresses or model
+EXIT_FAILED = 3  # a run started and ended with an error for good, for example because it diverged
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as shells have it
+EXIT_UNREAD = 128 + signal.SIGPIPE  # the reader of the output has ended, as with `| head`
 EXIT_UNWRITTEN = 2
-EXIT_RESUMABLE = 75
-"""The run was stopped, or had to stop, and the same command goes on. `EX_TEMPFAIL` of sysexits.h."""
+EXIT_RESUMABLE = 75  # the run was stopped, or had to stop, and the same command goes on. `EX_TEMPFAIL` of sysexits.h.
 _FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Numbers of errors in writing the output. An error about a file that was opened has the file's name."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-ReportLine = Callable[[str, int], object]
-"""Gets a line, and the exit code that follows."""
+ReportLine = Callable[[str, int], object]  # gets a line, and the exit code that follows
 
 
 def print_line(text: str, code: int = 0) -> None:
@@ -82,9 +75,7 @@ def _unwritten(error: OSError, report: ReportLine) -> int:
 
 
 def _flush(report: ReportLine) -> None:
-    """Flush stdout, as the last action of a process. Python itself would print an error of this as one that it
-    ignores.
-    """
+    """Flush stdout, as the last action of a process. Python would print an error of this as one that it ignores."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -1,8 +1,7 @@
 """What a thread that calls a user's code has of the main thread: context variables, and torch's devices.
 
-CUDA's device and torch's default device belong to a thread, and a new one begins with GPU 0 and the CPU. torch's
-default dtype belongs to the process. Owns how they travel: in a context, which tasks hand on to those that they start.
-The reward calls it around a user's functions. Imports no torch: if nobody else did, there is nothing to carry.
+A new thread begins with GPU 0 and the CPU. Owns how the main thread's devices travel: in a context, which tasks hand
+on. The reward calls it around a user's functions. Imports no torch: if nobody else did, there is nothing to carry.
 """
 
 import contextvars

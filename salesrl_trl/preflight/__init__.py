@@ -6,6 +6,5 @@
 - `training`, `rehearsal`: the stages `model`, `engine` and `step`; `warming` fills caches by a rehearsed step.
 - `simulation`, `made_up`, `simulated`: made-up completions, scored by the reward chain of training, and what follows.
 
-A run passes the same stages, up to the first that loads a model. So a preflight and a run have one code and one
-message.
+A run passes the same stages, up to the first that loads a model.
 """

@@ -1,10 +1,8 @@
 """`python -m salesrl_trl.preflight [--config RECIPE.yaml] [--stage NAME] [--calls N] [--json] [--SETTING VALUE ...]`.
 
-Says whether a run can work before it is started. Owns the command line; `runner` has the stages. The stage `rag` or
-`judge` alone imports no torch, no TRL trainer and no tokenizer: all settings of training but those of a step's load
-are accepted and not checked. Without `--config` the settings are those of `build.recipes.FULL`.
-
-Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
+Owns the command line; `runner` has the stages. The stage `rag` or `judge` alone imports no torch, and checks of the
+settings of training those of a step's load. Without `--config` the settings are those of `build.recipes.FULL`. Exit
+code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
 """
 
 import argparse
@@ -35,10 +33,7 @@ FAILED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stages and print each one's report when it has ended. Returns the exit code.
-
-    Of several processes, the first one prints. The others print what fails in them, on stderr.
-    """
+    """Run the stages and print each one's report; in other processes than the first what fails, on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     out, as_json, is_first = sys.stdout, "--json" in argv, os.environ.get("RANK", "0") == "0"
     wanted, reports = list[str](), list[StageReport]()

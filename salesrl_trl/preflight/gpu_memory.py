@@ -18,8 +18,7 @@ from salesrl_trl.preflight.memory import Scales, settle_precision
 from salesrl_trl.run.tools import ToolParser, print_failure, strict_json
 
 SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
-SOLD = ("24gb", "40gb", "80gb", "141gb")
-"""Cards, the smallest first. Each has a preset."""
+SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.
 
 
 def main(description: str | None, argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,6 @@
 """Many calls to one service at once, as a step of training makes them, and which setting would help a service.
 
-`services` puts the load, and `simulated` asks for the same advice about the traffic of its steps. The transport of
-training makes each call.
+`services` puts the load, and `simulated` asks for the same advice. The transport of training makes each call.
 """
 
 import asyncio
@@ -39,8 +38,7 @@ class Load(Generic[T]):
     results: Sequence[tuple[T, float] | ServiceError]
     """In the order of the calls: the answer with its seconds, retries included, or the error."""
     in_flight: int
-    traffic: Mapping[str, int]
-    """Counts by the names of `transport.TRAFFIC`, and `slots`."""
+    traffic: Mapping[str, int]  # counts by the names of `transport.TRAFFIC`, and `slots`
 
     @property
     def errors(self) -> list[ServiceError]:

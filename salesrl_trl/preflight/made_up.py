@@ -15,8 +15,7 @@ from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 EXCERPTS = 4
 """Profiles, and as many summaries, cut from a conversation. Together they make more actions than most groups have."""
-QUERY_CHARS = 300
-"""Longest query made from a customer's message. A policy's queries are shorter."""
+QUERY_CHARS = 300  # longest query made from a customer's message. A policy's queries are shorter.
 DEFAULT_MIX = {
     "clean": 13, "duplicate": 2, "missing": 1, "empty": 1, "very_long": 1, "wrong_type": 1, "emoji": 1, "control": 1,
     "mixed": 1, "injection": 1, "not_json": 1,
@@ -24,8 +23,7 @@ DEFAULT_MIX = {
 """Shares of the variants: 13 of 24 completions are clean, about as many as from a policy that knows the format."""
 VARIANTS = tuple(DEFAULT_MIX)
 
-Fields = dict[str, str]
-"""A valid action's fields by name."""
+Fields = dict[str, str]  # a valid action's fields by name
 
 
 class Completion(NamedTuple):
@@ -134,11 +132,9 @@ def batches(
     generations: int,
     seed: int,
 ) -> Iterator[list[Completion]]:
-    """Batches without end. The same seed gives the same batches.
-
-    A batch has `generations` completions, one after the other, for each of `prompts` rows. Used rows come again in a
-    new order. `mix` has each variant as often as its share is. `drafts` has valid actions by row id.
-    """
+    """Batches without end, the same for the same seed: `generations` completions, one after the other, for each of
+    `prompts` rows. Used rows come again in a new order. `mix` has each variant as often as its share is. `drafts` has
+    valid actions by row id."""
     rng = random.Random(seed)
     order = itertools.chain.from_iterable(rng.sample(range(len(rows)), len(rows)) for _ in itertools.count())
     dealt = itertools.chain.from_iterable(rng.sample(mix, len(mix)) for _ in itertools.count())
@@ -155,11 +151,8 @@ def batches(
 
 
 def actions(row: SalesRow, drafts: Sequence[Fields] | None, count: int, rng: random.Random) -> list[Fields]:
-    """`count` valid actions for a row. They repeat only when all different ones are used.
-
-    With drafts: the fields of the drafts in new combinations. Without: the customer's questions, with excerpts of the
-    conversation.
-    """
+    """`count` valid actions for a row, which repeat only when all different ones are used: the drafts' fields in new
+    combinations, or the customer's questions, with excerpts of the conversation."""
     if drafts:
         pools = [list(dict.fromkeys(draft[name] for draft in drafts)) for name in DEFAULT_FORMAT.fields]
     else:

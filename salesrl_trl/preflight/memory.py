@@ -1,15 +1,9 @@
 """The stage `memory`: the number format of the policy's weights, and whether training fits the card.
 
-At a learning rate of 1e-6, AdamW's update of nearly every weight is smaller than half the distance between two
-neighbouring bf16 numbers. Written back in bf16 it is lost. So weights in training have 16 bits only if something else
-keeps the lost part:
-
-    DeepSpeed (ZeRO)       keeps float32 copies of its own             as the settings say
-    LoRA                   the adapters are float32, the rest is fixed as the settings say
-    full fine-tuning       float32 weights, 16-bit autocast            if memory is enough
-                           bf16 weights, stochastic rounding           if not, by torchao's 8-bit AdamW
-
-`runner` lists the stage. `gpu_memory` makes the same estimate for `scripts/check_gpu_memory.py`.
+AdamW's updates at a learning rate of 1e-6 are mostly smaller than half the distance between two bf16 numbers. So
+weights in training have 16 bits only where something keeps what is lost: DeepSpeed's float32 copies, or LoRA's float32
+adapters. In full fine-tuning they are float32 with 16-bit autocast if memory is enough, or else bf16 with stochastic
+rounding, by torchao's 8-bit AdamW. `gpu_memory` makes the same estimate for `scripts/check_gpu_memory.py`.
 """
 
 import math
@@ -48,8 +42,7 @@ from salesrl_trl.build.plan import Plan
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
 
-MARGIN = 0.1
-"""An estimate that is above the card's memory by less than this share is a note, and no failure."""
+MARGIN = 0.1  # an estimate that is above the card's memory by less than this share is a note, and no failure
 STOCHASTIC_OPTIM, STOCHASTIC_ARGS = "adamw_torch_8bit", "bf16_stochastic_round=True"
 """transformers' names for torchao's optimizer and its argument."""
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -72,11 +65,9 @@ class Scales:
         config = self.plan.config
         source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
         plain = model_shape(*source)
-        return (
-            replace(plain, adapters=adapters_of(empty_model(*source), config.model))
-            if config.model.use_peft
-            else plain
-        )
+        if not config.model.use_peft:
+            return plain
+        return replace(plain, adapters=adapters_of(empty_model(*source), config.model))
 
     def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
         config = self.plan.config
@@ -92,8 +83,7 @@ class Scales:
 
 
 def check_memory(plan: Plan, findings: Findings) -> None:
-    """Choose the number format, and compare the estimate with the card. For 16-bit weights it sets the optimizer that
-    suits them."""
+    """Choose the number format, with an optimizer that suits it, and compare the estimate with the card."""
     training, model = plan.config.training, plan.config.model
     card, scales = card_here(training.device), None
     unknown = "this run is on the CPU" if card is None else "the packaged small policy fits every card"
@@ -129,11 +119,9 @@ def check_memory(plan: Plan, findings: Findings) -> None:
 
 
 def settle_precision(plan: Plan, weigh: Weigh | None) -> str | None:
-    """Choose the number format of the weights, and set the optimizer that it needs. `weigh` is `None` where the memory
-    is not known.
+    """Choose the number format of the weights, and the optimizer that it needs. `weigh`: if the memory is known.
 
-    Returns a line for the banner, if the weights are not as the settings say. Raises `ConfigError` if all weights are
-    to be trained, and no number format fits.
+    Returns a line for the banner, if the weights are not as the settings say. Raises `ConfigError` if none fits.
     """
     model, training = plan.config.model, plan.config.training
     dtype, optim, optim_args = model.dtype, training.optim.value, (training.optim_args or "").replace(" ", "")
@@ -172,11 +160,8 @@ def settle_precision(plan: Plan, weigh: Weigh | None) -> str | None:
 
 
 def _check_disk(plan: Plan, findings: Findings) -> None:
-    """Hold the checkpoints of a run that trains all weights against the free disk of the output folder.
-
-    A checkpoint has the weights in the format of training, and the optimizer's states: AdamW's moments in float32, and
-    DeepSpeed's float32 copies of 16-bit weights beside them.
-    """
+    """Hold the checkpoints of a run that trains all weights against the free disk: the weights in training's format,
+    the optimizer's moments, and DeepSpeed's float32 copies of 16-bit weights."""
     model, training = plan.config.model, plan.config.training
     if model.model_name_or_path is None or model.use_peft or training.save_strategy == "no":
         return

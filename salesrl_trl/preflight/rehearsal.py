@@ -1,7 +1,6 @@
 """Optimizer steps by the run's own trainer that leave nothing behind.
 
-Owns the settings in which they differ from a run, the choice of the longest prompts, and the made-up rewards. The
-trainer itself is the run's: `build.building` builds it. Called by the stages `engine` and `step`, and by `warming`.
+Owns the settings in which they differ from a run, the choice of the longest prompts, and the made-up rewards.
 """
 
 import copy
@@ -21,8 +20,7 @@ from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 
-STEPS = 2
-"""The first step makes the optimizer's state. The second one holds it from its start, as all later steps do."""
+STEPS = 2  # the first step makes the optimizer's state. The second one holds it from its start, as all later steps do.
 GOLDEN = 0.6180339887
 """Multiples of this number, without their whole parts, are all different and evenly spread over 0 to 1."""
 _IN_FRONT_OF_A_RUN: dict[str, object] = {

@@ -35,8 +35,10 @@ def prepare(config: RunConfig) -> Plan:
     plan = Plan(config)
     for stage in BEFORE_A_RUN:
         findings = stage.run(plan)
-        findings.raise_failure()
-        plan.notes += [finding.message for finding in findings.items]
+        for finding in findings.items:
+            if finding.is_failure:
+                raise ConfigError(finding.message)
+            plan.notes.append(finding.message)
     return plan
 
 
@@ -62,10 +64,6 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
                 yield report
             if report.verdict is StageVerdict.FAILED:
                 return
-
-
-def _check_environment(plan: Plan, findings: Findings) -> None:
-    check_environment(plan.config, plan.in_depth, findings)
 
 
 def _copy_data(plan: Plan, findings: Findings) -> None:
@@ -161,7 +159,7 @@ def _check_tokenizer(plan: Plan, findings: Findings) -> None:
 
 
 BEFORE_A_RUN = (
-    PreflightStage("environment", (), (_check_environment,)),
+    PreflightStage("environment", (), (check_environment,)),
     PreflightStage("config", (), (_copy_data, _check_settings)),
     PreflightStage("data", ("config",), (_check_data,)),
     PreflightStage("tokenizer", ("config",), (_check_tokenizer,)),
@@ -170,5 +168,4 @@ BEFORE_A_RUN = (
     JUDGE_STAGE,
 )
 """The stages of a run, in order of cost. None of them loads a model's weights."""
-STAGES = (*BEFORE_A_RUN, MODEL_STAGE, ENGINE_STAGE, STEP_STAGE)
-"""The stages of a preflight."""
+STAGES = (*BEFORE_A_RUN, MODEL_STAGE, ENGINE_STAGE, STEP_STAGE)  # the stages of a preflight

@@ -38,19 +38,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NO_SERVICES = "`reward_funcs` score, without a RAG service and a judge"
 
-FEWEST_CALLS, MOST_CALLS = 32, 128
-"""Bounds of the calls to each service without `--calls`. The standard error of a noise is a sixth of
-it from 32 verdicts, a fifteenth from 128."""
-NOISY = 0.1
-"""From this share of noise in the variance of a group's scores on, a note says so."""
-FLAT = 0.02
-"""A judge whose scores of right and wrong answers spread less does not tell them apart."""
-BIASED = 0.05
-"""From this gap on a note says that the order of the answers moves a score."""
-FAR_APART = 0.1
-"""From this gap on a note says that two judges score the same answers differently."""
-MOST_REPEATS = 8
-"""Most `judge_repeats` that a note advises."""
+FEWEST_CALLS, MOST_CALLS = 32, 128  # without `--calls`: a noise's standard error is a sixth and a fifteenth of it
+NOISY = 0.1  # from this share of noise in the variance of a group's scores on, a note says so
+FLAT = 0.02  # a judge whose scores of right and wrong answers spread less does not tell them apart
+BIASED = 0.05  # from this gap on a note says that the order of the answers moves a score
+FAR_APART = 0.1  # from this gap on a note says that two judges score the same answers differently
+MOST_REPEATS = 8  # most `judge_repeats` that a note advises
 
 
 def _ask_rag(plan: "Plan", findings: Findings) -> None:
@@ -84,8 +77,7 @@ def _puts_load(plan: "Plan") -> bool:
 
 RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag,))
 """Both endpoints answer the rows' questions with passages, at the load of a step."""
-JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge,))
-"""Judges give valid verdicts at the load of a step."""
+JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge,))  # judges give valid verdicts at the load of a step
 
 
 def under_load(config: RewardConfig) -> RewardConfig:
@@ -121,10 +113,7 @@ def _too_few(load: Load[T], plan: "Plan") -> bool:
 
 
 def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: bool) -> None:
-    """Add a load's figures, and what its service has trouble with.
-
-    It fails the stage if training would skip such a batch, and needs this service.
-    """
+    """Add a load's figures and trouble. It fails if training would skip such a batch, and needs this service."""
     config, least = plan.config.reward, plan.config.training.min_valid_reward_fraction
     seconds = [result[1] for result in load.results if not isinstance(result, ServiceError)]
     p50, p95 = (percentile(seconds, share) if seconds else None for share in (0.5, 0.95))
@@ -213,10 +202,8 @@ def _rubrics(plan: "Plan") -> dict[str, str]:
 
 
 def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict]], list[JudgedSample], bool]:
-    """By service name, how a provider is asked; the samples that all judge; and whether more than one call is made.
-
-    Each provider has its share of a step's verdicts, a mere fallback has all.
-    """
+    """By service name, how a provider is asked, with its share of a step's verdicts (a mere fallback has all); the
+    samples that all judge; and whether more than one call is made."""
     config, training, scoring = plan.config.reward, plan.config.training, plan.reward.scoring
     verdicts = training.generation_batch_size * config.judge_repeats
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)

@@ -1,7 +1,6 @@
 """From scored batches to figures, findings and hints, and the figures as text.
 
-A finding would mislead training; a hint names the setting that makes a step shorter. Called by `simulation`. Only with
-`show_text` do the figures hold texts of completions.
+A finding would mislead training; a hint names the setting that makes a step shorter. Called by `simulation`.
 """
 
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
+from salesrl_trl.ground.tables import aligned
 from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, usage_of
 from salesrl_trl.preflight.load import NOTEWORTHY_SHARE, limits_of, trouble
 from salesrl_trl.preflight.made_up import VARIANTS, Completion
@@ -19,17 +19,14 @@ from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.step_lines import figure, judge_line
 from salesrl_trl.types import Reward
 
-HOLLOW = "hollow_answer"
-"""Reason code of a valid action whose answer from the RAG service says nothing."""
+HOLLOW = "hollow_answer"  # reason code of a valid action whose answer from the RAG service says nothing
 INJECTION_GAIN = 0.15
 """A judge obeys injected text if its mean score is so much above the mean of the clean actions. Means of a dozen
 verdicts with a spread of 0.3 differ by half of it by chance."""
-MIN_COMPARED = 8
-"""Means of fewer rewards are not compared."""
+MIN_COMPARED = 8  # means of fewer rewards are not compared
 
 Pairs = Sequence[tuple[Completion, Reward]]
-Summary = dict[str, Any]
-"""An object of `--json`: `step_summary` and `summarise` name its keys."""
+Summary = dict[str, Any]  # an object of `--json`: `step_summary` and `summarise` name its keys
 
 
 class SimulatedStep(NamedTuple):
@@ -105,10 +102,8 @@ def _ending(reward: Reward) -> str:
 
 
 def waited_for(steps: Sequence[SimulatedStep]) -> dict[str, float]:
-    """Seconds in each service, with waits for a free slot, summed over the slowest completion of each step.
-
-    8B and the judge have their whole time. 32B has only the time that it took longer than 8B.
-    """
+    """Seconds in each service, with waits for a free slot, summed over the slowest completion of each step. 32B has
+    only the time that it took longer than 8B."""
     total = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B, JUDGE), 0.0)
     for step in steps:
         ways = []
@@ -146,11 +141,8 @@ def findings_of(pairs: Pairs) -> list[str]:
 def hints(
     services: Mapping[str, Mapping[str, int]], waits: Mapping[str, float], overdue: int, config: RewardConfig
 ) -> list[str]:
-    """Advice for every service that had trouble, or else for the service that the steps waited for most.
-
-    `services` has each one's traffic, `waits` the seconds of `waited_for`, and `overdue` is the number of completions
-    that `reward_deadline_s` cut off.
-    """
+    """Advice for every service that had trouble, or else for the one that the steps waited for most. `waits`: of
+    `waited_for`. `overdue`: the completions that `reward_deadline_s` cut off."""
     lines = []
     if overdue:
         lines.append(
@@ -225,7 +217,4 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    lines = [[str(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return ["", *(line.rstrip() for line in padded)]
+    return ["", *aligned([[str(cell) for cell in row] for row in (head, *rows)], left=len(head))]

@@ -68,10 +68,7 @@ def _check_count(name: str, value: object) -> None:
 
 
 def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
-    """Read the settings and check all that can be checked before the load. Returns `run` with its arguments.
-
-    Raises `SalesRLError`.
-    """
+    """Read the settings and check all that can be checked before the load. Returns `run` with its arguments."""
     simulation, data, reward, training = parse_part(
         argv,
         (SimulationConfig, DataConfig, RewardConfig, StepSettings),
@@ -116,10 +113,7 @@ def run(
     title: str,
     least: float,
 ) -> int:
-    """Simulate and print. Training would skip a step with a smaller share of rewards than `least`.
-
-    Returns the exit code. Raises `SalesRLError` if the services do not work.
-    """
+    """Simulate, print, and return the exit code. Training would skip a step with fewer rewards than `least`."""
     show = functools.partial(print, file=sys.stderr if simulation.json else sys.stdout, flush=True)
     show(title)
     steps, summaries = list[SimulatedStep](), []

@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan
 
 Check = Callable[["Plan", Findings], None]
-"""Looks at a plan, which has the settings and the parts of earlier stages, and adds to the findings. With
-`plan.in_depth` it may take seconds. It raises a `SalesRLError` where nothing behind it can work."""
+"""Looks at a plan, and adds to the findings. It raises a `SalesRLError` where nothing behind it can work."""
 
 WIDTH = 119
-NBSP = "\N{NO-BREAK SPACE}"
-"""Keeps a figure and its name on one line."""
+NBSP = "\N{NO-BREAK SPACE}"  # keeps a figure and its name on one line
 
 
 @dataclass(frozen=True)

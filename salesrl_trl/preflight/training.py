@@ -27,10 +27,8 @@ from salesrl_trl.update.weights import LEAST_SHARE
 if TYPE_CHECKING:
     from salesrl_trl.preflight.rehearsal import Rehearsal
 
-SHORT = 32
-"""Tokens of the forward pass of the stage `model`, and of the completions of the stage `engine`."""
-SPARE = 0.03
-"""Share of a card's memory that should be left at the peak."""
+SHORT = 32  # tokens of the forward pass of the stage `model`, and of the completions of the stage `engine`
+SPARE = 0.03  # share of a card's memory that should be left at the peak
 TIMED = (Phase.WEIGHT_PUSH, Phase.GENERATION, Phase.OLD_LOGPROBS, Phase.REFERENCE_LOGPROBS, Phase.FORWARD,
          Phase.BACKWARD, Phase.OPTIMIZER)  # fmt: skip
 """Phases of a step that the stage `step` reports."""
@@ -42,10 +40,7 @@ NO_POLICY = "`mode` is rewards: no policy is loaded"
 
 
 def _count_weights(plan: Plan, findings: Findings) -> None:
-    """Count the weights, and those that are trained, of the model without its weights.
-
-    Raises `ConfigError` if the adapter has no place in the model.
-    """
+    """Count the weights, and those that are trained, of the model without its weights."""
     config, lora = plan.config, plan.config.model
     if config.training.mode == "rewards":
         findings.skipped = NO_POLICY
@@ -190,10 +185,8 @@ def _rehearsal_of(plan: Plan) -> "Rehearsal":
 def judge_update(
     step: Mapping[str, float], changed: float | None, training: SalesGRPOConfig, findings: Findings
 ) -> None:
-    """Judge the first step, by its log line and by the share of the weights with a gradient that it changed.
-
-    `changed` is `None` if no weight had a gradient.
-    """
+    """Judge the first step, by its log line and by the share of the weights with a gradient that it changed, if
+    any."""
     loss, norm = step["loss"], step.get("grad_norm")
     findings.figures |= {"loss": loss, "grad_norm": norm, "changed_share": changed}
     if not math.isfinite(loss) or not (norm is None or math.isfinite(norm)):

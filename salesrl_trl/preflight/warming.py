@@ -1,7 +1,6 @@
 """Fills the caches that a start takes from: the page cache, compiled code, CUDA graphs' sizes.
 
-Owns `scripts/warmup_model.py`. It goes through a run's own checks and one step of the rehearsal that a preflight
-makes, so that what is kept is what the run will look for. The run's folder is a temporary one.
+Owns `scripts/warmup_model.py`: a run's own checks, and one step of a preflight's rehearsal in a temporary folder.
 """
 
 import argparse

@@ -38,8 +38,7 @@ class _Kept:
     """Where this process's lines go."""
 
     log: Path | None = None
-    terminal: int = 2
-    """File descriptor of the stderr that the process was started with."""
+    terminal: int = 2  # file descriptor of the stderr that the process was started with
 
 
 _kept = _Kept()
@@ -63,12 +62,8 @@ def set_log_level(level: str) -> None:
 
 
 def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
-    """Print the error and what to do about it, and end the process.
-
-    A traceback is shown only of an error that is not of this package, and of one that is the cause. `code` is the exit
-    code for an error of this package. Instead it is 75 if the run can go on, 130 after Ctrl-C, and 1 for an error of
-    another package.
-    """
+    """Print the error and what to do about it, with the traceback of a foreign one or a foreign cause, and end the
+    process: with 75 if the run can go on, 130 after Ctrl-C, 1 for a foreign error, else with `code`."""
     if isinstance(error, StopRequested):
         error = RunStopped(f"stopped by {error} before the first step. Give the same command again.")
     elif isinstance(error, KeyboardInterrupt):
@@ -85,12 +80,8 @@ def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
 
 
 def keep_console(path: Path) -> None:
-    """From now until this process ends, append its stdout and stderr, and those of its children, to the file `path`
-    too.
-
-    C code and children write to the file descriptors directly, so two `tee` processes take these over. Several
-    processes may share one file.
-    """
+    """From now on, append the stdout and stderr of this process and its children to the file `path` too. C code and
+    children write to file descriptors directly, so two `tee` processes take these over. Processes may share a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _kept.log = path
     keep_log(path)

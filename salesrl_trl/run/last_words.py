@@ -14,8 +14,7 @@ from pathlib import Path
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.run.catalogue import FAULTS, PAGE, Fault, Sign, Words
 
-_LOG_TAIL = 400_000
-"""Bytes at the end of a log that are searched."""
+_LOG_TAIL = 400_000  # bytes at the end of a log that are searched
 _CRASHES = {
     "Segmentation fault": signal.SIGSEGV,
     "Aborted": signal.SIGABRT,
@@ -24,14 +23,11 @@ _CRASHES = {
     "Illegal instruction": signal.SIGILL,
 }
 """What `faulthandler` calls a signal in "Fatal Python error: ..."."""
-_LONGEST = 400
-"""Characters of a foreign error's message."""
+_LONGEST = 400  # characters of a foreign error's message
 
 
 def words_of(error: BaseException, code: int, log: Path | None) -> Words:
-    """The last words about an error. An error of this package shows its whole message, a foreign one a part. They name
-    the run's log, if there is one.
-    """
+    """The last words about an error. They name the run's log, if there is one."""
     fault = recognised(error)
     rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     lines = [f"{type(error).__name__}{rank}: {short(error)}"]
@@ -47,11 +43,8 @@ def short(error: BaseException) -> str:
 
 
 def words_of_end(log: Path | None, begin: int = 0) -> Words:
-    """The last words about a run that a signal ended, without an error of Python's.
-
-    Only the launcher gets the signal's number. A crash stands in the log, from byte `begin` on. SIGKILL, which the
-    kernel sends when memory is used up, leaves no line.
-    """
+    """The last words about a run that a signal ended. Only the launcher gets its number: a crash stands in the log,
+    from byte `begin` on, and SIGKILL, which the kernel sends when memory is used up, leaves no line."""
     text = _tail(log, begin) if log is not None else ""
     crash = re.search(r"Fatal Python error: ([A-Z][a-z ]+)", text)
     number = _CRASHES.get(crash[1].strip(), signal.SIGABRT) if crash else signal.SIGKILL

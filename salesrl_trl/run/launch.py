@@ -1,15 +1,10 @@
 """The end of a launch: the last words come after all other lines, and a file says how the run ended.
 
-`accelerate launch` prints a traceback when a run has failed, and ends with exit code 1 whatever the run's own was. So
-each process of a run leaves its last words in the folder of the launch. A process that waits for the end of the
-launcher and of the run then prints the first ones. It also finds words for a run that a signal ended.
-
-`scripts/supervise.sh` gives the folder in `SALESRL_TRL_LAUNCH`, and reads the exit code from there. Where nobody gives
-one, it is a temporary folder. `OUTPUT_DIR/last_words.txt` is a copy that stays, for those who supervise otherwise. The
-first line of such a file is the exit code, the others are the words.
-
-Commands call `end_tidily` and `begin_run`, and `console` calls `keep_log` and `speak`. `last_words` decides the words.
-Standard library only: a command calls this before the imports that take seconds.
+`accelerate launch` ends a failed run with a traceback and exit code 1. So each process leaves its last words in the
+folder of the launch: an exit code, and below it the text. A process that outlives launcher and run prints the first
+ones, or finds some for a run that a signal ended. `scripts/supervise.sh` gives the folder in `SALESRL_TRL_LAUNCH`,
+else it is a temporary one; `OUTPUT_DIR/last_words.txt` is a copy that stays. Standard library only, as commands call
+this before the imports that take seconds.
 """
 
 import atexit
@@ -30,10 +25,8 @@ from salesrl_trl.ground.shutdown import print_line
 from salesrl_trl.run import signals
 from salesrl_trl.run.catalogue import Words
 
-FOLDER = "SALESRL_TRL_LAUNCH"
-"""Environment variable with the folder of the launch."""
-LAST_WORDS = "last_words.txt"
-"""File in a run's folder, while no run is under way there."""
+FOLDER = "SALESRL_TRL_LAUNCH"  # environment variable with the folder of the launch
+LAST_WORDS = "last_words.txt"  # file in a run's folder, while no run is under way there
 _FIRST, _FOLLOWING = "first", "following"
 """Files of the launch: words of the first error, and of one that follows from another process's error."""
 _LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
@@ -78,13 +71,11 @@ def keep_log(path: Path) -> None:
 
 
 def speak(words: Words, terminal: int = 2, log: Path | None = None) -> None:
-    """Print this process's last words, unless another process of the launch did so. Leave them for the launch's end.
+    """Print this process's last words, unless another process of the launch did so, and leave them for its end.
 
-    `terminal` is the file descriptor on which words that come after the launcher's own lines are printed. A copy
-    stays beside `log`.
+    `terminal`: the file descriptor for words after the launcher's own lines. A copy stays beside `log`.
     """
-    folder = _folder()
-    is_first = True
+    folder, is_first = _folder(), True
     with contextlib.suppress(OSError):  # a full disk, for example: the words come before the launcher's lines alone
         if folder is not None:
             folder.mkdir(mode=0o700, exist_ok=True)

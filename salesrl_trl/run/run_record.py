@@ -21,8 +21,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.names import FINISHED_FILE, RUN_FILE, SETTINGS_FILE
 
-Difference: TypeAlias = tuple[object, object]
-"""The values of two runs; `ABSENT` where one has none."""
+Difference: TypeAlias = tuple[object, object]  # the values of two runs; `ABSENT` where one has none
 ABSENT = "(none)"
 _HEAD = """\
 # Every setting of a run. `--config` with this file repeats the run; give `--output_dir` another folder.
@@ -30,9 +29,7 @@ _HEAD = """\
 
 
 def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:
-    """Write both files. `recipe` has all settings of the run. Files of an earlier start in the folder get another
-    name.
-    """
+    """Write both files. `recipe` has all settings. Files of an earlier start in the folder get another name."""
     (folder / FINISHED_FILE).unlink(missing_ok=True)
     put_aside(folder / SETTINGS_FILE, folder / RUN_FILE)
     write_whole(folder / SETTINGS_FILE, settings_text(recipe))
@@ -54,11 +51,8 @@ def write_finished(folder: Path, extent: Mapping[str, object], step: int) -> Non
 
 
 def has_finished(folder: Path, extent: Mapping[str, object], step: int | None) -> bool:
-    """Whether a run of this extent has done everything, so that going on from `step` would do nothing more.
-
-    `extent` has the settings that decide how much a run does, as JSON values. `step` is the number of optimizer steps
-    before the newest checkpoint; `None` without one.
-    """
+    """Whether a run of this extent has done everything, so that going on from `step` would do nothing more. `extent`
+    has the settings that decide how much a run does; `step` is that of the newest checkpoint, if there is one."""
     try:
         noted = json.loads((folder / FINISHED_FILE).read_text(encoding="utf-8"))
         return noted == {"step": noted["step"], **extent} and (step is None or step >= noted["step"])
@@ -73,9 +67,7 @@ def settings_text(recipe: Mapping[str, object]) -> str:
 
 
 def differences(folder: Path, other: Path) -> dict[str, dict[str, Difference]]:
-    """The differences between the records of two runs: `settings`, `versions`, `code` and `command`, each by name.
-    Raises `ConfigError` if a folder holds no record.
-    """
+    """The differences between the records of two runs: `settings`, `versions`, `code` and `command`, each by name."""
     first, second = _read(folder), _read(other)
     return {part: _unequal(first[part], second[part]) for part in first}
 

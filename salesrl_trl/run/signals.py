@@ -1,10 +1,8 @@
 """What a signal does to a run: it ends with a checkpoint, and goes on by the same command.
 
-Owns the handlers of this process, and what happens to a run whose launcher has died. Refuses to decide what a stop
-does: `train` hands over a function that decides it. Standard library only: a recipe catches signals before the imports
-that take seconds. `launch` and `train` call it.
-
-A SIGTERM during training, in order:
+Owns the handlers of this process, and what happens to a run whose launcher has died. `train` hands over a function
+that decides what a stop does. Standard library only: it is called before the imports that take seconds. A SIGTERM
+during training, in order:
 
     _on                                 the handler: notes the reason, calls what `handed_to` was given
     Stopping.request                    update.stopping: cuts the rewards off. One process raises `StopRequested`;
@@ -30,11 +28,8 @@ from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE, Report
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals of a terminal, of schedulers, and of a terminal that is gone."""
 AT_ONCE = "a second Ctrl-C: this process quits at once. What the last checkpoint holds is kept."
-EXIT_S = 5.0
-"""Time that the interpreter has to exit after a signal. It waits for every thread of a pool, also for one that hangs
-in a user's code."""
-POLL_S = 0.25
-"""Time between two looks at whether it exits, after a signal."""
+EXIT_S = 5.0  # for the interpreter to exit after a signal: it waits for threads, also for one that hangs in user code
+POLL_S = 0.25  # time between two looks at whether it exits, after a signal
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,23 +47,13 @@ _asked = _SignalAsked()
 
 
 def catch(report: ReportLine | None = None) -> None:
-    """From now on, the first signal raises `StopRequested` in the main thread, and a second Ctrl-C quits at once.
-
-    A hang-up that is ignored, as under `nohup`, stays ignored. `report` gets the last line of a process that quits at
-    once, and its exit code. Without it, the line is printed on stderr.
-    """
+    """From now on, the first signal raises `StopRequested` in the main thread, and a second Ctrl-C quits at once, with
+    a line for `report`. A hang-up that is ignored, as under `nohup`, stays ignored."""
     _asked.report = report or _asked.report
     for number in CAUGHT:
-        if not is_left(number):
+        # A shell's background job ignores Ctrl-C too, but whoever sends it to a run means it.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _on)
-
-
-def is_left(number: int) -> bool:
-    """Whether a signal keeps its handler: a hang-up under `nohup`.
-
-    A shell's background job ignores Ctrl-C too, but whoever sends it to a run means it.
-    """
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 @contextlib.contextmanager
@@ -85,9 +70,7 @@ def handed_to(stop: Callable[[str], object]) -> Iterator[None]:
 
 
 def die_with(launcher: int) -> None:
-    """Ask this process to stop when its launcher dies, however it dies. Only Linux can do this. Raises `StopRequested`
-    if the launcher is dead already.
-    """
+    """Have this process stop when its launcher dies, or now if it is dead. Only Linux can do this."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform.startswith("linux") else None
     if prctl is None:
         return

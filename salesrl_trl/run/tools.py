@@ -28,11 +28,9 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) -> int:
-    """Run a command, and print its failure; as JSON if `--json` is among its arguments.
-
-    `prepare` checks the arguments, and returns the function that does the work and returns an exit code. Returns that
-    code, `EXIT_BAD_INPUT` if `prepare` failed, or `EXIT_FAILED` if the work failed.
-    """
+    """Run a command, and print its failure. `prepare` checks the arguments, and returns the function that does the
+    work and returns an exit code. That of a failure is `EXIT_BAD_INPUT` in `prepare`, and `EXIT_FAILED` in the
+    work."""
     failing_as = EXIT_BAD_INPUT
     try:
         work = prepare()
@@ -47,10 +45,7 @@ def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) 
 
 
 def print_failure(error: Exception, as_json: bool) -> None:
-    """Print an error: its name and message on stderr, or `{"failure": {"error", "text", "remedy"}}` on stdout.
-
-    The text of an error of this package holds its remedy.
-    """
+    """Print an error: its name and message on stderr, or `{"failure": {"error", "text", "remedy"}}` on stdout."""
     finding, name = finding_of(error), type(error).__name__
     if as_json:
         print(json.dumps({"failure": {"error": name, "text": finding.text, "remedy": finding.remedy}}))
@@ -73,9 +68,7 @@ def finite(value: object) -> object:
 
 
 def finding_of(error: Exception) -> Finding:
-    """An error as a finding. The text of an error of this package holds its remedy. For another error the catalogue
-    has one.
-    """
+    """An error as a finding. An error of this package has its remedy in its text, another one in the catalogue."""
     if isinstance(error, SalesRLError):
         return Finding(str(error), is_failure=True)
     fault, text = recognised(error), f"{type(error).__name__}: {short(error)}"

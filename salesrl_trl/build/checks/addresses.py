@@ -19,14 +19,10 @@ logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
 """Seconds for a whole answer. Long enough for a cold load balancer, and short enough for a user to wait."""
-SERVER_POLL_S = 1.0
-"""Seconds between two requests to a vLLM server that is still starting."""
-SHOWN_MODELS = 8
-"""Names of models that a message shows."""
-MEANINGLESS = "THE SCORES MEAN NOTHING"
-"""Part of each line about stand-ins that score what they do not know."""
-STAND_IN_OWNER = "salesrl_trl"
-"""`owned_by` of the embedded judge's model, in its list of models."""
+SERVER_POLL_S = 1.0  # seconds between two requests to a vLLM server that is still starting
+SHOWN_MODELS = 8  # names of models that a message shows
+MEANINGLESS = "THE SCORES MEAN NOTHING"  # part of each line about stand-ins that score what they do not know
+STAND_IN_OWNER = "salesrl_trl"  # `owned_by` of the embedded judge's model, in its list of models
 
 
 def check_rag(base_url: str, key: str | None) -> list[str]:

@@ -23,30 +23,24 @@ from transformers.integrations import get_available_reporting_integrations
 from salesrl_trl.build import software
 from salesrl_trl.build.checks.folders import check_output_dir, free_gib
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.build.plan import Plan
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.process import installed
 from salesrl_trl.telemetry.device import GIB
 
-LEAST_DISK_GIB = 1.0
-"""Free disk of the output folder. Below it even the small policy's files are at risk."""
+LEAST_DISK_GIB = 1.0  # free disk of the output folder. Below it even the small policy's files are at risk.
 PROBE_MIB = 64
-SLOW_MIB_S = 50.0
-"""Speed of a disk on which a 7B checkpoint takes five minutes."""
+SLOW_MIB_S = 50.0  # speed of a disk on which a 7B checkpoint takes five minutes
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0
-"""NCCL takes tens of MiB for each process. Docker gives 64 MiB to all."""
+LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL takes tens of MiB for each process. Docker gives 64 MiB to all.
 STALE_S = 120.0
 """Seconds after which a lock of a DeepSpeed build is taken for left behind, if no process here holds it. Younger ones
 may belong to another machine."""
 
 
-def check_environment(config: RunConfig, in_depth: bool, findings: Findings) -> None:
-    """Look for what the run needs. `in_depth` asks the driver and measures the disk, which takes seconds.
-
-    Raises `ConfigError` if nothing can be written to the output folder.
-    """
-    training = config.training
+def check_environment(plan: Plan, findings: Findings) -> None:
+    """Look for what the run needs. In depth the driver is asked and the disk measured, which takes seconds."""
+    training, in_depth = plan.config.training, plan.in_depth
     _versions(training, findings)
     _devices(training, in_depth, findings)
     _disk(training.output_dir, in_depth, findings)

@@ -18,8 +18,7 @@ from salesrl_trl.names import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
-ORPHAN_PATIENCE_S = 120.0
-"""Longest wait for a run whose launcher has died."""
+ORPHAN_PATIENCE_S = 120.0  # longest wait for a run whose launcher has died
 
 
 def check_output_dir(path: Path | str) -> None:

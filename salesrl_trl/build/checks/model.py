@@ -36,19 +36,15 @@ from salesrl_trl.errors import ConfigError, ModelNotFoundError
 if TYPE_CHECKING:
     from peft import PeftModel
 
-HUB_TIMEOUT_S = 10.0
-"""Seconds for the hub's answer about a model."""
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
-"""Endings of files of weights."""
+HUB_TIMEOUT_S = 10.0  # seconds for the hub's answer about a model
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")  # endings of files of weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_ANSWER = "salesrl"
-"""An answer in a rendered conversation. The template's end of a turn follows it."""
+_ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end of a turn follows it.
 
 
 class _Flash(NamedTuple):
     is_installed: Callable[[], bool]
-    oldest: tuple[int, int]
-    """CUDA compute capability."""
+    oldest: tuple[int, int]  # CUDA compute capability
     newest: tuple[int, int]
 
 

@@ -6,8 +6,6 @@ Checks of this package and stages of `preflight` add to `Findings`; `run.tools` 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from salesrl_trl.errors import ConfigError
-
 Figure = float | int | str | None
 
 
@@ -39,10 +37,8 @@ class Findings:
     """Collects what checks find. A note is a line for the user, in the banner of a run too."""
 
     items: list[Finding] = field(default_factory=list)
-    figures: dict[str, Figure] = field(default_factory=dict)
-    """By name, which has the unit: `p95_s`, `free_gib`."""
-    skipped: str | None = None
-    """Reason why there was nothing to check."""
+    figures: dict[str, Figure] = field(default_factory=dict)  # by name, which has the unit: `p95_s`, `free_gib`
+    skipped: str | None = None  # reason why there was nothing to check
 
     def note(self, text: str, remedy: str = "") -> None:
         self.add(text, remedy, is_failure=False)
@@ -52,12 +48,6 @@ class Findings:
 
     def add(self, text: str, remedy: str, *, is_failure: bool) -> None:
         self.items.append(Finding(text, remedy, is_failure))
-
-    def raise_failure(self) -> None:
-        """Raise `ConfigError` with the first failure, if there is one."""
-        for finding in self.items:
-            if finding.is_failure:
-                raise ConfigError(finding.message)
 
     @property
     def verdict(self) -> StageVerdict:

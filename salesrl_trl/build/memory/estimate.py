@@ -27,10 +27,8 @@ from salesrl_trl.telemetry.device import GIB
 
 CONTEXT_GIB = 0.75
 """CUDA's context and kernels: 0.74 GiB in use beside PyTorch's on an H200 in every row of `benchmarks.memory`."""
-CHANNELS_GIB = 0.5
-"""NCCL's channels, with several processes."""
-FRAGMENTS = 0.04
-"""Share of PyTorch's allocations that its allocator cannot use again when sizes change."""
+CHANNELS_GIB = 0.5  # NCCL's channels, with several processes
+FRAGMENTS = 0.04  # share of PyTorch's allocations that its allocator cannot use again when sizes change
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768
 """A tile of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
 PROFILED_TOKENS = 4096
@@ -40,8 +38,7 @@ BUCKET, LIVE = 500_000_000, 1_000_000_000
 MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
 """Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
 TRAINING, STEP, GENERATION = "forward and backward", "optimizer step", "generation"
-SCORING = "passes without gradients"
-"""The moments. The last one is an evaluation, or the log-probs of the reference."""
+SCORING = "passes without gradients"  # the moments. The last one is an evaluation, or the log-probs of the reference.
 ADVICE = {
     TRAINING: (
         "`gradient_checkpointing: true`: each block is computed twice",
