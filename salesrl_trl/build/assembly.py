@@ -44,10 +44,8 @@ NOWHERE = "http://nobody.invalid/v1"  # stands for the address of a service that
 
 @contextlib.contextmanager
 def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
-    """The embedded services, which stop on exit. Where no address is configured, they begin to start now.
-
-    One process of each node starts them.
-    """
+    """The embedded services, which stop on exit. Where no address is configured, one process of each node has them
+    begin to start now."""
     from accelerate import PartialState  # brings torch, which configured services do not need
 
     services = EmbeddedServices(documents=_documents(config))
@@ -129,12 +127,8 @@ def open_reward(
 
 @contextlib.contextmanager
 def addresses(config: RewardConfig, services: EmbeddedServices | None = None) -> Iterator[tuple[str, str]]:
-    """The addresses of the RAG service and the judge. Embedded ones are started where no address is configured.
-
-    All ranks learn the addresses of their own node.
-
-    `services`: from `launched_services`, which is called without them.
-    """
+    """The addresses of the RAG service and the judge. Embedded ones are started where none is configured; all ranks
+    learn those of their own node. `services`: from `launched_services`, which is called without them."""
     if not (config.embeds_rag or config.embeds_judge):
         yield config.rag_base_url or NOWHERE, config.judge_base_url or NOWHERE
         return
@@ -167,11 +161,8 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
 
 
 def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
-    """Move the chain into a process of its own, or leave it in the trainer's.
-
-    `in_a_process`: the setting `reward_process`. `None` chooses a process of its own, except on a CPU. Raises
-    `ConfigError` where one is required and can't be had.
-    """
+    """Move the chain into a process of its own, or leave it in the trainer's. `in_a_process`: the setting
+    `reward_process`, whose `None` chooses a process of its own, except on a CPU."""
     if in_a_process is False or (in_a_process is None and on_cpu):
         return chain
     try:
@@ -196,12 +187,8 @@ def build_reward(
     records: bool = False,
     keeps_references: bool = True,
 ) -> SalesReward:
-    """Build the reward chain.
-
-    `rows`: training rows and held-out rows. `output_dir`: folder of the run's own cache of answers. `records`: as in
-    `SalesReward`. `keeps_references`: whether 32B answers of other runs are taken and left for them, if the settings
-    say so too. The others are those of `build_services`.
-    """
+    """Build the reward chain. `output_dir`: folder of the run's own cache of answers. `keeps_references`: whether 32B
+    answers of other runs are taken and left for them, if the settings say so too."""
     budget = budget_of(config, output_dir, processes)
     rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
     answers = references = None  # the embedded service has a new address in every run, so its answers are not kept
@@ -247,11 +234,8 @@ def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Bud
 
 
 def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
-    """Refuse a run whose requests, or those to every judge, would all be refused. `train` calls it at its start.
-
-    Raises `ConfigError` where an earlier run in this folder ended at a limit that is not larger now, or its account
-    can't be read.
-    """
+    """Refuse a run whose requests, or those to every judge, would all be refused: where an earlier run in this folder
+    ended at a limit that is not larger now."""
     from salesrl_trl.update.spending import reported  # brings torch, which a preflight of the services does not need
 
     budget = budget_of(config, output_dir)
@@ -287,12 +271,8 @@ def build_services(
     processes: int = 1,
     budget: Budget | None = None,
 ) -> tuple[RagBackend, Judge]:
-    """Build the clients of the services, without a connection.
-
-    `parts`: from `prepare_reward`. `rag_base_url`, `judge_base_url`: addresses of the configured services, or of the
-    embedded ones; the second is not used with `judge_providers`. `processes`: number of processes that share the
-    limits. `budget`: from `budget_of`. Nothing is limited or counted without it.
-    """
+    """Build the clients of the services, without a connection. `judge_base_url` is not used with `judge_providers`.
+    `processes` share the limits. `budget`: from `budget_of`; nothing is limited or counted without it."""
 
     def transport(
         service: str,

@@ -1,7 +1,6 @@
 """The banner: lines at the start of a run about its parts, and the lines at its end.
 
-Owns their wording. `build.building` logs the banner, and `train` the last lines. Loads a tokenizer and a model's
-configuration, and no weights.
+Owns their wording. `build.building` logs the banner, and `train` the last lines. Loads no weights.
 """
 
 import platform
@@ -36,10 +35,7 @@ _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
 
 def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) -> list[str]:
-    """The lines of the banner.
-
-    `rows`: number of training rows, and of held-out rows. `notes`: findings of the checks, a line each.
-    """
+    """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks, a line each."""
     data, reward, training = config.data, config.reward, config.training
     dataset = data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
     prompt = data.prompt_template
@@ -72,11 +68,7 @@ def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) 
 
 
 def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
-    """The last lines of a run that did not fail.
-
-    `saves_policy`: whether the policy lies in it. `notes`: findings of the checks. Those about scores that mean
-    nothing are repeated.
-    """
+    """The last lines of a run that did not fail. Of the checks' `notes`, those about scores that mean nothing."""
     saved = f"the policy is in {output_dir}; " if saves_policy else ""
     lines = [f"{saved}its figures on a page: python -m salesrl_trl.report {output_dir}"]
     return [f"[Run] {line}" for line in (*lines, *(note for note in notes if MEANINGLESS in note))]
@@ -162,10 +154,8 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     before = read_account(budget.path).total()
     so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
     own = [path for path in (*reward.reward_funcs, *([reward.judge] if reward.judge else [])) if path != SALES]
-    uncounted = (
-        [f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge"] if own else []
-    )
-    return [f"{limits}{so_far}", *uncounted]
+    uncounted = f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge"
+    return [f"{limits}{so_far}", *([uncounted] if own else [])]
 
 
 def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
@@ -178,19 +168,14 @@ def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
     if start is not Start.COMPILED:
         return f"{state}. vLLM starts {start.value}"
     is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
-    return f"{state}. vLLM starts {start.value}" + (
-        ", from this folder" if is_kept else ": it compiles this engine now, once"
-    )
+    how = ", from this folder" if is_kept else ": it compiles this engine now, once"
+    return f"{state}. vLLM starts {start.value}{how}"
 
 
 def _replay(replay: ReplaySettings) -> str:
-    misses = {
-        "fail": "have no reward",
-        "nearest": "get that of the most similar text for the same row",
-        "live": "are scored by the services",
-    }
-    packaged = "the packaged record of the demo's services"
-    record = packaged if replay.run == CASSETTE else f"the record of {replay.run}"
+    nearest = "get that of the most similar text for the same row"
+    misses = {"fail": "have no reward", "nearest": nearest, "live": "are scored by the services"}
+    record = "the packaged record of the demo's services" if replay.run == CASSETTE else f"the record of {replay.run}"
     return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}"
 
 

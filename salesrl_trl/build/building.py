@@ -1,7 +1,6 @@
 """From settings and checked rows to the trainer: its instruments, model, tokenizer, datasets and trackers' settings.
 
-Owns the loading of the policy, which `preflight` tries out too, and the reading of its files ahead of it. `train` and
-`evaluate` call it. `assembly` builds the reward chain.
+Owns the loading of the policy, and the reading of its files ahead of it. `assembly` builds the reward chain.
 """
 
 import contextlib
@@ -153,10 +152,8 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
 
 
 def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
-    """The policy's model with its weights, in this number format, on this rank's device.
-
-    Weights go to the GPU without a copy in the host's memory. DeepSpeed and FSDP place them themselves, later.
-    """
+    """The policy's model in this number format, loaded straight to this rank's device. DeepSpeed and FSDP place it
+    themselves, later."""
     model, training = config.model, config.training
     stays = training.device.type == "cpu" or training.is_sharded
     path, where = config.policy_path, {"revision": model.model_revision}
@@ -182,10 +179,7 @@ def settings_beside_the_trainers(config: RunConfig) -> dict[str, dict[str, objec
 
 
 class RunSettings(TrainerCallback):
-    """Gives the trackers the settings that are not the trainer's, without keys, under names such as `reward.top_k`.
-
-    transformers gives them the trainer's own.
-    """
+    """Gives the trackers the settings that are not the trainer's, without keys, under names such as `reward.top_k`."""
 
     def __init__(self, settings: Mapping[str, Mapping[str, object]]) -> None:
         self._settings = {
@@ -241,10 +235,7 @@ def begin_read_ahead(name_or_path: str, revision: str | None, timed: TimingConte
 
 
 def read_ahead(files: Sequence[Path]) -> int:
-    """Read files, so that the page cache holds them, unless they are more than free memory. Returns their bytes, or 0.
-
-    Raises `OSError` if a file can't be read.
-    """
+    """Read files into the page cache, unless they are more than free memory. Returns their bytes, or 0."""
     size = sum(file.stat().st_size for file in files)
     if size > psutil.virtual_memory().available:
         return 0

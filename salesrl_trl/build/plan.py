@@ -7,13 +7,7 @@ kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, 
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from transformers import (
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from salesrl_trl.build.checks.addresses import check_vllm_server
 from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of
@@ -82,7 +76,6 @@ class Plan(ServicesPlan):
 
     @cached_property
     def model_config(self) -> PretrainedConfig:
-        """The policy's configuration."""
         return check_model(*self._source)
 
     @cached_property
@@ -107,7 +100,6 @@ class Plan(ServicesPlan):
 
     @property
     def _source(self) -> tuple[str, str | None, bool]:
-        """Name, revision and `trust_remote_code` of the policy."""
         config = self.config
         return config.policy_path, config.model.model_revision, config.training.trust_remote_code
 
@@ -122,12 +114,10 @@ class Plan(ServicesPlan):
 
     @cached_property
     def train(self) -> FittingPrompts:
-        """Training rows whose prompts fit into the model."""
         return self._fitting(self.train_rows, "training")
 
     @cached_property
     def held_out(self) -> FittingPrompts:
-        """Held-out rows whose prompts fit into the model."""
         return self._fitting(self.held_out_rows, "held-out")
 
     def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:

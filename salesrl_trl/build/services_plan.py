@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepSettings:
-    """The training settings that shape the load and the scores of one step, and the folder of the run's budget.
-
-    Tools read them, for which `SalesGRPOConfig` would import torch. The defaults are those that it has.
-    """
+    """The settings of `SalesGRPOConfig`, with its defaults, that tools read without its import of torch."""
 
     output_dir: str = "trainer_output"
     branches: list[str] = field(default_factory=lambda: ["fairness", "hallucination"])
@@ -83,14 +80,12 @@ class ServicesPlan:
 
     @cached_property
     def own_records(self) -> "Records":
-        """All records of `dataset`."""
         from salesrl_trl.build.checks.dataset import own_records  # brings pandas
 
         return own_records(self.config.data)
 
     @cached_property
     def train_records(self) -> "Records":
-        """The records to train on."""
         from salesrl_trl.build.checks.dataset import training_records  # brings pandas
 
         return training_records(self.config.data, self.own_records)

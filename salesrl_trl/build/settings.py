@@ -1,7 +1,6 @@
 """From a recipe and a command line to the settings of a run.
 
-Owns the reading of a recipe's YAML, the keys that it may have, the order of precedence, and the settings for a recipe
-that names no model. Refuses to check values: the classes of `config` do that.
+Owns the reading of a recipe's YAML, its keys and the order of precedence. The classes of `config` check values.
 """
 
 import ast

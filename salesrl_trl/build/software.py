@@ -1,7 +1,6 @@
 """The software of this process: the package's own files and their commit, other packages' versions, the driver.
 
-Owns reading them. Needs neither torch nor a GPU, and imports none of the packages. Judges nothing but whether a
-version lies in its range.
+Owns reading them. Needs neither torch nor a GPU, and imports none of the packages.
 """
 
 import configparser
@@ -86,10 +85,7 @@ def code() -> Code:
 
 
 def holds(commit: str) -> bool:
-    """Whether the checkout's commit is this one, or comes after it. Files that were changed since do not count.
-
-    Raises `ConfigError` if the package lies in no checkout, or the checkout does not know the commit.
-    """
+    """Whether the checkout's commit is this one, or comes after it. Files that were changed since do not count."""
     if _commit()[0] is None:
         raise ConfigError(
             f"whether {PACKAGE} holds {commit} is not known: it lies in no checkout of git. Expected a checkout. Or "
@@ -113,8 +109,7 @@ def started_s(pid: int) -> float:
 
 
 def written_since(moment_s: float) -> list[str]:
-    """The package's modules that were written after a moment, in seconds since the epoch. An installer may give a file
-    an old time of its content; the time of its entry in the file system it can't."""
+    """The modules written after a moment, by their entries in the file system: an installer may set older times."""
     paths = (path for path in sorted(PACKAGE.rglob("*.py")) if path.stat().st_ctime > moment_s)
     return [str(path.relative_to(PACKAGE)) for path in paths]
 
@@ -134,8 +129,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def recipe_imports() -> str | None:
-    """Folder of the package that a recipe's script imports: Python does not look in the working folder for it. `None`
-    if it finds none."""
+    """Folder of the package that a recipe's script imports, if any. Python does not look in the working folder."""
     find = "import importlib.util; print(importlib.util.find_spec('salesrl_trl').submodule_search_locations[0])"
     done = subprocess.run([sys.executable, "-P", "-c", find], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

@@ -6,6 +6,5 @@
 - `model`: the policy's configuration, tokenizer and attention.
 - `reward`: rubrics, weights, keys and stand-ins; `addresses` asks what answers at its services' addresses.
 
-A check raises a `SalesRLError`, or adds to `Findings`, which says what was got, what was expected and what to do.
 `preflight.runner` decides the order. A setting by itself is checked in `config`, a row in `data`.
 """

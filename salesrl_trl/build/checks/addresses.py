@@ -28,8 +28,7 @@ STAND_IN_OWNER = "salesrl_trl"  # `owned_by` of the embedded judge's model, in i
 def check_rag(base_url: str, key: str | None) -> list[str]:
     """Check that a service answers at the RAG service's address. Its `/healthz` may be missing.
 
-    Returns lines for the banner, about what could not be checked. Raises `ServiceError` if nothing answers or the key
-    is refused, `ConfigError` if the service answers at another path.
+    Returns lines for the banner, about what could not be checked.
     """
     if _probe(base_url, "/healthz", key, "RAG service", "rag_base_url") is not None:
         return []
@@ -47,8 +46,7 @@ def check_models(
 ) -> list[str]:
     """Check that an OpenAI-compatible service answers, and lists the model. Its `/models` may be missing.
 
-    `service` is its name in messages, and `setting` the one that holds the address. Returns and raises as `check_rag`
-    does, and `ConfigError` for a model that is not listed.
+    `service` is its name in messages, and `setting` the one that holds the address. Returns what `check_rag` does.
     """
     body = _probe(base_url, "/models", key, service, setting)
     known = _model_names(body)
@@ -82,11 +80,8 @@ def check_models(
 
 
 def check_vllm_server(base_url: str, patience_s: float) -> int | None:
-    """Wait until a vLLM server answers, as TRL's client will.
-
-    Returns the longest prompt and completion together that the server accepts, in tokens; `None` if it does not say.
-    Raises `ServiceUnavailable` if it does not answer in time, `ConfigError` if it can't take new weights.
-    """
+    """Wait until a vLLM server answers, as TRL's client will. Returns the longest prompt and completion together that
+    it accepts, in tokens; `None` if it does not say."""
     ends = time.monotonic() + patience_s
     while not isinstance(answer := _ask(base_url, "/health", None, "vLLM server"), bytes):
         if time.monotonic() >= ends:

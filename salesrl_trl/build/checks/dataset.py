@@ -39,10 +39,7 @@ def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
 
 
 def prompt_of(config: DataConfig, fields: tuple[str, ...] = DEFAULT_FORMAT.fields) -> str | PromptTemplate:
-    """The policy's prompt: the user's template, or the name of a packaged style.
-
-    Raises `ConfigError` if the template does not work, or the packaged prompt asks for other fields than `fields`.
-    """
+    """The policy's prompt: the user's template, or the name of a packaged style. It has to ask for `fields`."""
     if config.prompt_template not in PROMPT_STYLES:
         return read_template(config.prompt_template, fields)
     if config.prompt_template == "instruct" and fields != DEFAULT_FORMAT.fields:
@@ -58,10 +55,7 @@ def prompt_limit(
 ) -> LengthLimit | None:
     """The longest prompt that leaves room for a completion of `max_completion_length`. `None` if no limit is known.
 
-    `positions` are the model's, and `server_room` is the longest prompt and completion together that a vLLM server
-    accepts, both in tokens.
-
-    Raises `ConfigError` if there is no room for a prompt, or for one of `max_prompt_tokens`.
+    `positions` are the model's, and `server_room` is the longest prompt and completion together of a vLLM server.
     """
     room, source = positions, "the model's positions"
     if training.use_vllm and training.vllm_mode == "colocate":
@@ -111,8 +105,7 @@ def check_pictures(rows: Sequence[SalesRow], reads_pictures: bool, policy: str, 
 def check_splits(
     train: Sequence[SalesRow], held_out: Sequence[SalesRow], branches: Sequence[str], findings: Findings
 ) -> None:
-    """Look for branches without rows, conversations that come twice in training, and held-out ones that are trained
-    on."""
+    """Look for branches without rows, repeated training conversations, and held-out ones that are trained on."""
     counts = Counter(row.branch for row in train)
     findings.figures |= {f"rows_{branch}": counts[branch] for branch in branches}
     if without := [branch for branch in branches if not counts[branch]]:

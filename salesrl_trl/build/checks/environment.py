@@ -1,7 +1,6 @@
 """Checks of the machine: versions, GPUs, disk, shared memory, and locks that were left behind.
 
-Called by the stage `environment` of `preflight.runner`, before every run too. What other libraries refuse with a clear
-message is left to them: packages of single settings, attention backends, ports, compilers.
+What other libraries refuse with a clear message is left to them: packages of single settings, ports, compilers.
 """
 
 import ast
@@ -33,9 +32,7 @@ PROBE_MIB = 64
 SLOW_MIB_S = 50.0  # speed of a disk on which a 7B checkpoint takes five minutes
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL takes tens of MiB for each process. Docker gives 64 MiB to all.
-STALE_S = 120.0
-"""Seconds after which a lock of a DeepSpeed build is taken for left behind, if no process here holds it. Younger ones
-may belong to another machine."""
+STALE_S = 120.0  # age of a lock of a DeepSpeed build that was left behind; a younger one may be of another machine
 
 
 def check_environment(plan: Plan, findings: Findings) -> None:

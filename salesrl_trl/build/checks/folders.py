@@ -36,12 +36,8 @@ def check_output_dir(path: Path | str) -> None:
 
 
 def claim_output_dir(path: Path | str) -> TextIO:
-    """Keep the output folder for this run, until the returned file is closed or the process ends.
-
-    A run whose launcher has died is about to save its state and to end. It is waited for.
-
-    Raises `ConfigError` if another run has the folder: the two would overwrite each other's checkpoints.
-    """
+    """Keep the output folder for this run, until the returned file is closed or the process ends. Another run there is
+    an error, but one whose launcher has died is waited for: it saves its state and ends."""
     lock = (Path(path).expanduser() / LOCK_FILE).open("a+", encoding="utf-8")
     until = time.monotonic() + ORPHAN_PATIENCE_S
     while True:

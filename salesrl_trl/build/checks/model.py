@@ -1,7 +1,6 @@
 """Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights.
 
-Called by `build.plan` and `build.building` for the parts, and by `preflight.runner` before every run. transformers
-itself refuses an `attn_implementation` that does not work here.
+transformers itself refuses an `attn_implementation` that does not work here.
 """
 
 import contextlib
@@ -188,10 +187,7 @@ def empty_model(name_or_path: str, revision: str | None, trust_remote_code: bool
 
 
 def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
-    """Put the LoRA adapter of the settings on an empty model, which changes it.
-
-    Raises `ConfigError` if the model has no layer of `lora_target_modules`, or PEFT knows none by itself.
-    """
+    """Put the LoRA adapter of the settings on an empty model, which changes it."""
     from peft import get_peft_model
 
     settings = get_peft_config(ModelConfig(**{**vars(lora), "use_peft": True}))
@@ -213,10 +209,8 @@ def linear_layers(model: torch.nn.Module) -> str:
 
 
 def choose_attention(device: torch.device, *, in_16_bits: bool, model: PretrainedConfig) -> tuple[str | None, str]:
-    """For `attn_implementation: auto`: the implementation for `from_pretrained`, and a line for the banner.
-
-    `in_16_bits` is said of the forward pass. `None` leaves the choice to transformers, which then takes eager.
-    """
+    """For `attn_implementation: auto`: the implementation, and a line for the banner. `in_16_bits` is said of the
+    forward pass. `None` leaves the choice to transformers, which then takes eager."""
     kind = model_class(model)._model_mapping.get(type(model), None)
     reason = "" if getattr(kind, "_supports_flash_attn", False) else "this model has no FlashAttention"
     if device.type != "cuda":

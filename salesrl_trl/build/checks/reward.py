@@ -1,7 +1,6 @@
 """Checks of the reward's settings against the branches, the environment and the services' addresses.
 
-Owns `RewardParts`, which `build.assembly` builds the reward chain from. Called by `build.services_plan`, and by the
-stages `config`, `rag` and `judge` before every run.
+Owns `RewardParts`, which `build.assembly` builds the reward chain from.
 """
 
 import logging
@@ -48,10 +47,8 @@ class RewardParts:
 
 
 def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
-    """Check rubrics, weights and keys, and that the configured addresses answer.
-
-    `hybrid_baseline` says whether `hybrid_reference_weight` is more than 0. Raises `ConfigError` or `ServiceError`.
-    """
+    """Check rubrics, weights and keys, and that the configured addresses answer. `hybrid_baseline` says whether
+    `hybrid_reference_weight` is more than 0."""
     parts = read_reward(config, branches, hybrid_baseline)
     if not config.asks_nobody:
         if config.rag_base_url is not None:
@@ -106,10 +103,8 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
-    """Check that the judge, or at least one of several, answers at its configured address and lists its model.
-
-    A warning is logged for each of several judges that does not. Returns and raises as `check_rag` does.
-    """
+    """Check that the judge, or at least one of several, answers at its configured address and lists its model. A
+    warning is logged for each of several judges that does not. Returns what `check_rag` does."""
     if config.judge_base_url is not None:
         return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
     providers, failures, notes = config.parsed_judge_providers(), [], list[str]()
@@ -126,12 +121,9 @@ def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
 
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
-    """Check that the embedded services know the rows and rubrics that they are to score.
-
-    `own_rows` is a dataset of the run that is not the demo. Returns lines for the run's banner, if `allow_stand_ins`
-    lets them score rows or rubrics unknown to them. Raises `ConfigError` if they don't know them and it is not set,
-    `DataError` if `knowledge_file` can't be read.
-    """
+    """Check that the embedded services know the rows and rubrics that they are to score. `own_rows` is a dataset of
+    the run that is not the demo. Returns lines for the banner, if `allow_stand_ins` lets them score what they don't
+    know."""
     if config.knowledge_file is not None:
         load_documents(Path(config.knowledge_file).expanduser())
     if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
@@ -170,11 +162,8 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
 
 
 def read_key(variable: str | None, setting: str) -> str | None:
-    """Read a key as `find_key` does; `None` if the setting names no variable.
-
-    Raises `ConfigError` if there is no key, its file is not its owner's alone, or the key can't be sent. The message
-    never shows the key, even if the setting holds it in place of a name.
-    """
+    """Read a key as `find_key` does; `None` if the setting names no variable. A message never shows the key, even if
+    the setting holds it in place of a name."""
     if variable is None:
         return None
     key = find_key(variable)

@@ -1,9 +1,7 @@
 """The memory that training takes on a card, estimated from figures, before a model is loaded.
 
 - `shape`: what decides it: the figures of a model, and the settings of a run.
-- `estimate`: the memory at four moments of a step, by parts, and what takes less.
-- `cards`: the memory of a card, and what is in use now.
+- `estimate`: the memory at four moments of a step, by parts, and what takes less; a card, and what is in use now.
 
-`preflight.memory` calls them for each run, `preflight.gpu_memory` for `scripts/check_gpu_memory.py`. An estimate is
-good to about 10 %; the stage `step` of preflight measures.
+`preflight` calls them. An estimate is good to about 10 %; the stage `step` measures.
 """

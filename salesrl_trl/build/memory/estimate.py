@@ -10,8 +10,7 @@ Sources, by their releases:
 - PEFT 0.21: an adapter is float32, and casts its input. DeepSpeed 0.19: `runtime/zero`, sizes of `zero/config.py`.
 - torchao and bitsandbytes: their optimizers' states. vLLM 0.31: `gpu_worker.determine_available_memory`.
 
-Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md). Example, LoRA of 7B on a card of 40 GB (37.3
-GiB): its weights take 14.2 GiB, in training and once more in vLLM, which needs 0.41 of this card to start.
+Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md).
 """
 
 import re
@@ -173,11 +172,8 @@ def advice(estimated: Estimate, setup: Setup) -> list[str]:
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:
-    """Bytes that an optimizer, by its name in transformers, keeps for a weight of so many bytes.
-
-    Moments are float32; those of PyTorch's AdamW on a bf16 weight bf16. Optimizers of 8 and 4 bits (torchao,
-    bitsandbytes) have a scale for each 256 numbers of two moments.
-    """
+    """Bytes that an optimizer, by its name in transformers, keeps for a weight of so many bytes. Moments are float32;
+    those of PyTorch's AdamW have the weight's format; those of 8 and 4 bits have a scale for each 256 numbers."""
     moments = MOMENTS.get(optim.removeprefix("paged_").split("_")[0], 2)
     if few := re.search(r"([48])bit", optim):
         return moments * int(few[1]) / 8 + 2 * 4 / 256
@@ -321,12 +317,10 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
 
 def saved_activations(shape: ModelShape, setup: Setup) -> float:
     """What is kept from the forward pass to the backward pass: of each block, the last norm and its hidden states.
-
-    With gradient checkpointing (`GradientCheckpointingLayer`) a block keeps its input, else `layer_activations`.
-    """
-    block = (
-        setup.tokens * setup.weight_bytes * shape.hidden if setup.checkpointing else layer_activations(shape, setup)
-    )
+    With gradient checkpointing a block keeps its input alone."""
+    block = layer_activations(shape, setup)
+    if setup.checkpointing:
+        block = setup.tokens * setup.weight_bytes * shape.hidden
     last = setup.tokens * shape.hidden * (4 + setup.weight_bytes * (1 if setup.lora else 2))
     return shape.layers * block + last
 

@@ -247,12 +247,10 @@ def setup_of(
     sharding: Sharding | None = None,
     processes: int | None = None,
 ) -> Setup:
-    """The setup of a run.
+    """The setup of a run. TRL pads a generation batch to its longest prompt, of `prompt_tokens`, and completion.
 
-    - `prompt_tokens`: of the longest prompt. TRL pads a generation batch to its longest prompt and completion.
-    - `dtype`: number format of the weights in training; `None` or `"auto"` for the checkpoint's. DeepSpeed has 16-bit
-      weights, FSDP float32 ones.
-    - `optim` (its name in transformers), `sharding`, `processes`: in place of the run's own.
+    `dtype`: number format of the weights in training; `None` or `"auto"` for the checkpoint's. DeepSpeed has 16-bit
+    weights, FSDP float32 ones. `optim`, `sharding`, `processes`: in place of the run's own.
     """
     autocast, completion_tokens = training.bf16 or training.fp16, training.max_completion_length or 1
     deepspeed = training.deepspeed_plugin
