@@ -27,15 +27,17 @@ from salesrl_trl.train import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+DEBUG = ROOT / "recipes/debug.yaml"
 
 
-@pytest.fixture(autouse=True)
-def _keep_environment(monkeypatch):
-    """A recipe's `env:` writes to the process's environment."""
-    for recipe in RECIPES:
-        for name in yaml.safe_load(recipe.read_text()).get("env", {}):
-            monkeypatch.setenv(name, "1")
-            monkeypatch.delenv(name)
+def prepared(*arguments):
+    return prepare(parse([*arguments], DEBUG))
+
+
+@pytest.fixture
+def _in_this_process(monkeypatch):
+    for name in ("set_up_logging", "keep_console"):  # they are for a whole process
+        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -69,9 +71,8 @@ def test_every_setting_of_the_package_stands_in_a_recipe_or_a_preset():
 
 
 def test_the_small_policy_wants_the_prompts_it_was_taught_with():
-    config = parse(["--prompt_template", "instruct"], ROOT / "recipes/debug.yaml")
     with pytest.raises(ConfigError, match="taught with 'compact'"):
-        prepare(config)
+        prepared("--prompt_template", "instruct")
 
 
 def test_a_template_of_ones_own_is_read_before_a_model_and_wants_one(tmp_path):
@@ -79,66 +80,59 @@ def test_a_template_of_ones_own_is_read_before_a_model_and_wants_one(tmp_path):
     mine.write_text("{% block system %}\nBe brief.\n{% endblock %}\n{{ contxt }}\n", encoding="utf-8")
     asked = ["--prompt_template", str(mine)]
     with pytest.raises(ConfigError, match=r"mine\.jinja, line 4 uses 'contxt'.*Did you mean 'context'"):
-        prepare(parse(asked, ROOT / "recipes/debug.yaml"))
+        prepared(*asked)
     mine.write_text("{{ context }}", encoding="utf-8")
     with pytest.raises(ConfigError, match="`prompt_template` is given, but the small demo policy is taught with"):
-        prepare(parse(asked, ROOT / "recipes/debug.yaml"))
+        prepared(*asked)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "`action_fields` is given, but the small demo policy"),
-        (
-            ["--prompt_template", "instruct"],
-            "the packaged prompt asks for user_profile, rewritten_query, history_summary",
-        ),
-        (["--model_name_or_path", "DIR"], "The embedded RAG service takes the action's fields user_profile"),
-        (
-            ["--model_name_or_path", "DIR", "--rag_base_url", "http://127.0.0.1:9"],
-            "The embedded judge does not read `action_fields` of yours",
-        ),
+        ("", "`action_fields` is given, but the small demo policy"),
+        ("--prompt_template instruct", "the packaged prompt asks for user_profile, rewritten_query, history_summary"),
+        ("--model_name_or_path DIR", "The embedded RAG service takes the action's fields user_profile"),
+        ("--model_name_or_path DIR --rag_base_url http://127.0.0.1:9", "The embedded judge does not read `action_fie"),
     ],
 )
 def test_action_fields_want_what_knows_them(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        prepare(parse(["--action_fields", "query", "filters", *arguments], ROOT / "recipes/debug.yaml"))
+        prepared("--action_fields", "query", "filters", *arguments.split())
 
 
 def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded(tmp_path):
     # The debug recipe has room for 320 - 64 = 256 tokens. With room for 100 - 64 = 36, some of the demo's rows fit.
     new = ["--output_dir", str(tmp_path)]  # runs/debug may hold an earlier run, of which a note tells
     fits, short = [*new, "--vllm_max_model_length", "320"], [*new, "--vllm_max_model_length", "100"]
-    given = prepare(parse([*fits], ROOT / "recipes/debug.yaml"))
+    given = prepared(*fits)
     assert (len(given.train.prompts), len(given.held_out.prompts), given.notes) == (960, 160, [])
     with pytest.raises(DataError, match=r"of 960 training rows have prompts of more than 36 tokens .* row \d+ \(\d+"):
-        prepare(parse([*short], ROOT / "recipes/debug.yaml"))
-    dropped = prepare(parse([*short, "--long_prompts", "drop"], ROOT / "recipes/debug.yaml"))
+        prepared(*short)
+    dropped = prepared(*short, "--long_prompts", "drop")
     assert len(dropped.train.rows) == len(dropped.train.prompts) < 960
     assert [note.split(" rows have")[0].split(" ", 3)[-1] for note in dropped.notes] == ["training", "held-out"]
 
 
 def test_a_checkpoint_of_other_rows_or_branches_is_refused_before_a_model_is_loaded(tmp_path):
     asked = ["--output_dir", str(tmp_path), "--resume_from_checkpoint", "true"]
-    recipe = ROOT / "recipes/debug.yaml"
     with pytest.raises(ConfigError, match=r"`resume_from_checkpoint` is 'true', and .* holds no whole checkpoint"):
-        prepare(parse(asked, recipe))
+        prepared(*asked)
     for step in (8, 10):  # the last one counts
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
         (checkpoint / "trainer_state.json").write_text("{}")
         seal(checkpoint, processes=1, has_optimizer=True)
-    config = parse(asked, recipe)
-    prepared = prepare(config)
+    config = parse(asked, DEBUG)
+    plan = prepare(config)
     assert config.training.resume_from_checkpoint == str(checkpoint)
-    rows = rows_of(prepared.train.prompts, [row.branch for row in prepared.train.rows])
+    rows = rows_of(plan.train.prompts, [row.branch for row in plan.train.rows])
     write_identity(checkpoint, identity_of(config.training, rows), inside_a_batch=False)
     seal(checkpoint, processes=1, has_optimizer=True)
-    prepare(parse(asked, recipe))
+    prepared(*asked)
     other = [*asked, "--max_train_rows", "100"]
     with pytest.raises(ConfigError, match=r"checkpoint-10 is of another run: training rows was 960 .*, is 100 "):
-        prepare(parse(other, recipe))
-    prepare(parse([*other, "--allow_changed_resume", "true"], recipe))
+        prepared(*other)
+    prepared(*other, "--allow_changed_resume", "true")
 
 
 def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
@@ -146,15 +140,13 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
     asked = ["--dataset", str(rows), "--allow_stand_ins", "true"]
     with pytest.raises(ConfigError, match="`eval_dataset` is not given"):
-        prepare(parse(asked, ROOT / "recipes/debug.yaml"))
-    given = prepare(parse([*asked, "--eval_dataset", str(rows)], ROOT / "recipes/debug.yaml"))
+        prepared(*asked)
+    given = prepared(*asked, "--eval_dataset", str(rows))
     assert len(given.held_out.rows) == 1
     none = ["--held_out_eval", "false", "--quick_eval_steps", "0"]
-    without = prepare(parse([*asked, *none], ROOT / "recipes/debug.yaml"))
+    without = prepared(*asked, *none)
     assert without.held_out.rows == []
-    on_a_faster_disk = prepare(
-        parse([*asked, *none, "--data_copy_dir", str(tmp_path / "fast")], ROOT / "recipes/debug.yaml")
-    )
+    on_a_faster_disk = prepared(*asked, *none, "--data_copy_dir", str(tmp_path / "fast"))
     copy = Path(on_a_faster_disk.config.data.dataset)
     assert (copy.parent, copy.read_text()) == (tmp_path / "fast", rows.read_text())
     assert on_a_faster_disk.train.rows == without.train.rows
@@ -169,54 +161,42 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
              "--quick_eval_steps", "0", "--rubric_dir", str(tmp_path)]  # fmt: skip
     asked += ["--quick_eval_best", "reward", "--output_dir", str(tmp_path / "run")]  # without an earlier run
     with pytest.raises(ConfigError, match=r"can't follow yours \(tone\.txt\).*`judge_base_url`.*rows\.jsonl from the"):
-        prepare(parse(asked, ROOT / "recipes/debug.yaml"))
+        prepared(*asked)
     with pytest.raises(ConfigError, match="can't follow yours") as caught:
-        prepare(parse([*asked, "--knowledge_file", str(knowledge)], ROOT / "recipes/debug.yaml"))
+        prepared(*asked, "--knowledge_file", str(knowledge))
     assert "course catalogue" not in str(caught.value)
-    prepared = prepare(parse([*asked, "--allow_stand_ins", "true"], ROOT / "recipes/debug.yaml"))
-    assert prepared.reward.rubrics == {"tone": "mine"}
-    assert [note.split("(")[0] for note in prepared.notes] == ["THE SCORES MEAN NOTHING in this run "] * 2
+    plan = prepared(*asked, "--allow_stand_ins", "true")
+    assert plan.reward.rubrics == {"tone": "mine"}
+    assert [note.split("(")[0] for note in plan.notes] == ["THE SCORES MEAN NOTHING in this run "] * 2
 
 
 def test_a_branch_of_the_data_that_is_not_configured_is_refused():
-    config = parse(["--branches", "fairness", "--branch_kl", "{}"], ROOT / "recipes/debug.yaml")
     with pytest.raises(DataError, match="branch 'hallucination' is not configured"):
-        prepare(config)
+        prepared("--branches", "fairness", "--branch_kl", "{}")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dataset", "absent.jsonl"], "DataError: there is no dataset file"),
-        (["--model_name_or_path", "./absent"], "ModelNotFoundError: `model_name_or_path` is './absent'"),
-        (["--rag_base_url", "http://127.0.0.1:9"], "ServiceUnavailable: the RAG service does not answer"),
-        (["--judge_base_url", "http://127.0.0.1:9/v1"], "ServiceUnavailable: the judge does not answer"),
-        (["--beta", "0.1"], "ConfigError: `beta` is 0.1 and `branch_kl` names every branch"),
-        (["--num_generations", "7"], "ConfigError: a generation batch holds 48 completions"),
-        (["--judge_api_key_env", "NO_SUCH_KEY"], "ConfigError: `judge_api_key_env` names"),
-        (["--output_dir", f"{__file__}/below"], "ConfigError: nothing can be written to `output_dir`"),
-        (["--resume_from_checkpoint", "runs/no-such"], "ConfigError: `resume_from_checkpoint` is 'runs/no-such'"),
-        (
-            [
-                "--vllm_mode",
-                "server",
-                "--vllm_server_base_url",
-                "http://127.0.0.1:9/",
-                "--vllm_server_timeout",
-                "0",
-                "--vllm_group_port",
-                "0",
-            ],  # a test beside this one may have the usual one
-            "ServiceUnavailable: there is no vLLM server at http://127.0.0.1:9 (",
-        ),
+        ("--dataset absent.jsonl", "DataError: there is no dataset file"),
+        ("--model_name_or_path ./absent", "ModelNotFoundError: `model_name_or_path` is './absent'"),
+        ("--rag_base_url http://127.0.0.1:9", "ServiceUnavailable: the RAG service does not answer"),
+        ("--judge_base_url http://127.0.0.1:9/v1", "ServiceUnavailable: the judge does not answer"),
+        ("--beta 0.1", "ConfigError: `beta` is 0.1 and `branch_kl` names every branch"),
+        ("--num_generations 7", "ConfigError: a generation batch holds 48 completions"),
+        ("--judge_api_key_env NO_SUCH_KEY", "ConfigError: `judge_api_key_env` names"),
+        (f"--output_dir {__file__}/below", "ConfigError: nothing can be written to `output_dir`"),
+        ("--resume_from_checkpoint runs/no-such", "ConfigError: `resume_from_checkpoint` is 'runs/no-such'"),
+        # a test beside this one may have the usual port
+        ("--vllm_mode server --vllm_server_base_url http://127.0.0.1:9/ --vllm_server_timeout 0 --vllm_group_port 0",
+         "ServiceUnavailable: there is no vLLM server at http://127.0.0.1:9 ("),
     ],
     ids=["dataset", "model", "rag", "judge", "beta", "groups", "key", "output", "checkpoint", "vllm server"],
-)
-def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message, capsys, monkeypatch):
-    for name in ("set_up_logging", "keep_console"):  # they are for a whole process
-        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
+)  # fmt: skip
+@pytest.mark.usefixtures("_in_this_process")
+def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(ROOT / "recipes/debug.yaml", [*arguments])
+        main(DEBUG, arguments.split())
     told = capsys.readouterr().err
     assert ended.value.code == 2
     assert message in told
@@ -241,7 +221,7 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
     given = {"timing": "false", "perf_logging_steps": 3, "trace_steps": "4:6",
              "peak_tflops": 400, "output_dir": tmp_path}  # fmt: skip
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    instruments = build_instruments(parse([*arguments], ROOT / "recipes/debug.yaml"))
+    instruments = build_instruments(parse([*arguments], DEBUG))
     assert not instruments.timeline.enabled
     assert instruments._settings == InstrumentSettings(
         enabled=False, perf_steps=3, trace_steps=range(4, 7), peak_flops=4e14
@@ -249,7 +229,7 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
 
 
 def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_own(tmp_path):
-    config = parse(["--output_dir", str(tmp_path)], ROOT / "recipes/debug.yaml")
+    config = parse(["--output_dir", str(tmp_path)], DEBUG)
 
     def wrote(checkpoint, *steps):
         """The steps of the record after a run from this checkpoint, and its id."""
@@ -302,27 +282,25 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
     assert sum("weights are trained in" in note for note in prepared.notes) == 1
 
 
+@pytest.mark.usefixtures("_in_this_process")
 def test_of_two_runs_in_one_folder_the_second_is_refused(tmp_path, monkeypatch, capsys):
-    for name in ("set_up_logging", "keep_console"):  # they are for a whole process
-        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
     monkeypatch.setattr("salesrl_trl.train.prepare", lambda _: pytest.fail("the folder is another run's"))
     with claim_output_dir(tmp_path), pytest.raises(SystemExit) as ended:
-        main(ROOT / "recipes/debug.yaml", ["--output_dir", str(tmp_path)])
+        main(DEBUG, ["--output_dir", str(tmp_path)])
     assert ended.value.code == 2
     assert f"another run writes to `output_dir` '{tmp_path}' now" in capsys.readouterr().err
     claim_output_dir(tmp_path).close()  # that run has ended
 
 
+@pytest.mark.usefixtures("_in_this_process")
 @pytest.mark.parametrize("interrupted", ["parse", "prepare"])
 def test_ctrl_c_ends_a_run_with_one_line_and_the_shell_s_code(interrupted, tmp_path, monkeypatch, capsys):
     def interrupt(*_):
         raise StopRequested("Ctrl-C")
 
-    for name in ("set_up_logging", "keep_console"):  # they are for a whole process
-        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
     monkeypatch.setattr(f"salesrl_trl.train.{interrupted}", interrupt)
     with pytest.raises(SystemExit) as ended:
-        main(ROOT / "recipes/debug.yaml", ["--output_dir", str(tmp_path)])
+        main(DEBUG, ["--output_dir", str(tmp_path)])
     assert ended.value.code == 75
     told = capsys.readouterr().err
     assert told == "\nRunStopped: stopped by Ctrl-C before the first step. Give the same command again.\n"

@@ -26,13 +26,6 @@ QWEN = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _keep_environment(monkeypatch):
-    """A recipe's `env:` writes to the process's environment."""
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "1")
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
-
-
 @pytest.fixture
 def model(tmp_path):
     """The configuration of a model, by its size, without weights."""

@@ -14,14 +14,6 @@ from salesrl_trl.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(autouse=True)
-def _keep_environment(monkeypatch):
-    """A recipe's `env:` writes to the process's environment."""
-    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.setenv(name, "1")
-        monkeypatch.delenv(name)
-
-
 def test_the_command_line_wins_over_the_recipe():
     arguments = ["--max_steps", "7", "--branches", "fairness", "--branch_kl", '{"fairness": {"beta": 0.2}}']
     config = parse([*arguments], ROOT / "recipes/debug.yaml")

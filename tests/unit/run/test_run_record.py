@@ -36,14 +36,6 @@ SETTINGS_OF_RUNS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _keep_environment(monkeypatch):
-    """A recipe's `env:` writes to the process's environment."""
-    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.setenv(name, "1")
-        monkeypatch.delenv(name)
-
-
 def settings(config):
     kinds = (config.data, config.reward, config.telemetry, config.training, config.model)
     return {field.name: getattr(kind, field.name) for kind in kinds for field in dataclasses.fields(kind)}
