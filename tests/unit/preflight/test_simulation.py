@@ -19,14 +19,7 @@ from salesrl_trl import train
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_drafts, load_rows
 from salesrl_trl.preflight import simulated
-from salesrl_trl.preflight.made_up import (
-    DEFAULT_MIX,
-    VARIANTS,
-    Completion,
-    actions,
-    batches,
-    cases_of,
-)
+from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, actions, batches, cases_of
 from salesrl_trl.preflight.simulated import findings_of, hints, report_text
 from salesrl_trl.preflight.simulation import SimulationConfig, main
 from salesrl_trl.reward.batch import BatchReport

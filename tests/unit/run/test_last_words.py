@@ -223,11 +223,7 @@ def test_the_place_tells_where_the_gpu_had_no_room():
             ("transformers.trainer", "_load_optimizer_and_scheduler"),
         )
     }
-    assert titles == {
-        "No room on the GPU in training",
-        "No room for vLLM on the GPU",
-        "No room on the GPU on resume",
-    }
+    assert titles == {"No room on the GPU in training", "No room for vLLM on the GPU", "No room on the GPU on resume"}
 
 
 def test_a_cause_behind_an_error_is_recognised():
