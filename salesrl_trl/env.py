@@ -43,8 +43,7 @@ class Facts:
 
     code: software.Code = field(default_factory=software.code)
     folder: str = str(software.PACKAGE)  # folder of the package that this command runs
-    recipes_import: str | None = field(default_factory=software.recipe_imports)
-    """Folder of the package that a recipe's script would import."""
+    recipes_import: str | None = field(default_factory=software.recipe_imports)  # as `folder`, of a recipe's script
     python: str = platform.python_version()
     executable: str = sys.executable
     system: str = platform.platform()

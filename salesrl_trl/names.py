@@ -59,8 +59,7 @@ def time_of(phase: str) -> str:
 
 
 STEP_SECONDS = "time/step_s"
-EPOCH_TOTALS = "epoch_totals/"
-"""Before the totals of an epoch: steps, tokens, failures, seconds, and the mean reward of each branch."""
+EPOCH_TOTALS = "epoch_totals/"  # before an epoch's steps, tokens, failures, seconds, and mean reward of each branch
 
 # Time of the rewards
 
@@ -74,8 +73,7 @@ class Stage(StrEnum):
     JUDGE = "judge"
 
 
-STAGE_SHARES = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-"""Percentiles of a stage's seconds, over the completions of a batch that had this stage."""
+STAGE_SHARES = {"p50": 0.5, "p95": 0.95, "max": 1.0}  # of a stage's seconds, over completions that had it
 
 
 def stage_of(stage: str, share: str) -> str:
@@ -119,8 +117,7 @@ FAILURE_REASONS = "failures/reason/"  # before each reason code that has been se
 
 LENGTH_CORRELATION = "judge/length_correlation"
 POSITION_GAP = "judge/position_gap"
-USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")
-"""Figures of each judge provider, per generation batch."""
+USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")  # of a judge provider, in a generation batch
 CACHES = ("answers", "references")
 BUDGET_CALLS = "budget/calls"
 BUDGET_USD = "budget/usd"
@@ -214,18 +211,13 @@ class Metric(NamedTuple):
 
     tag: str  # its name. `{branch}`, `{stage}` and other words in braces stand for each branch, each stage.
     meaning: str  # for the table in docs/ARCHITECTURE.md
-    chart: tuple[str, str] | None = None
-    """Category and title of the chart that has it in TensorBoard's layout. A word in braces in the title: a chart for
-    each."""
+    chart: tuple[str, str] | None = None  # category and title in TensorBoard; with a word in braces, a chart for each
     console: str = ""  # words before it in the line of a step. Empty: it is not there.
-    report: str = ""
-    """Name of its row in the report. Empty: it has none, or a section of the report shows it in its own way."""
-    line: str = ""
-    """Which part of the ledger's line has it: `"rewards"`, `"baseline"` or `"kl"`. Empty: others log it."""
+    report: str = ""  # name of its row in the report. Empty: it has none, or is shown in a way of its own
+    line: str = ""  # part of the ledger's line: `"rewards"`, `"baseline"` or `"kl"`. Empty: others log it
 
 
-CATEGORIES = ("Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason")
-"""Of charts, in TensorBoard's order."""
+CATEGORIES = ("Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason")  # of charts
 _REWARDS, _KL, _TIME, _FAILURES = CATEGORIES
 _KL_CHART = (_KL, "KL of {branch}")
 
@@ -385,11 +377,8 @@ FINISHED_FILE = "finished.json"  # written when a run has done everything
 
 # Files in a checkpoint
 
-MANIFEST_FILE = "manifest.json"
-"""Size and digest of each file of the checkpoint. Written last: a folder without it is no checkpoint."""
+MANIFEST_FILE = "manifest.json"  # size and digest of each file. Written last: a folder without it is no checkpoint
 KL_STATE_FILE = "kl_control.json"  # KL coefficients, windows under way, and shares of steps in band
 IDENTITY_FILE = "made_of.json"  # rows, branches, weights and settings of the run
-UNDER_WAY_FILE = "generation_batch_{rank}.pt"
-"""Of each process, where the checkpoint lies inside a generation batch: token ids, advantages and log-probs."""
-ROLLOUTS_FILE = "rollouts_{rank}.pt"
-"""Of each process, with `save_rollouts`: the completions in flight, and their log-probs."""
+UNDER_WAY_FILE = "generation_batch_{rank}.pt"  # of a checkpoint inside a generation batch: its tensors
+ROLLOUTS_FILE = "rollouts_{rank}.pt"  # with `save_rollouts`: completions in flight, and their log-probs

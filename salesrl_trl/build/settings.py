@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 
-SMALL_POLICY = "small_policy"
-"""A recipe's key. Its settings replace those of the recipe when no model is named, for the packaged small policy."""
+SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own when no model is named
 ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
 PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
 PATHS = (
@@ -118,8 +117,7 @@ class RunConfig:
     training: "SalesGRPOConfig"
     model: "ModelConfig"
     notes: list[str] = field(default_factory=list)  # for the banner: settings that differ from the recipe
-    recipe: dict[str, object] = field(default_factory=dict)
-    """Every setting as given or by default, before any check changes it: a recipe of the same run."""
+    recipe: dict[str, object] = field(default_factory=dict)  # every setting before a check changes it
 
     @property
     def policy_path(self) -> str:
@@ -369,8 +367,7 @@ def _with_guesses(names: Sequence[object], known: set[str]) -> str:
     return ", ".join(texts)
 
 
-MOST_CHARACTERS = 4_000_000
-"""Of a file's keys and values, with every alias written out. The longest recipe of this package has a thousandth."""
+MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the package's longest recipe has a thousandth
 
 
 def read_yaml(path: Path) -> object:

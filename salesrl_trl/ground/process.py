@@ -19,8 +19,7 @@ import sqlite3
 import sys
 from pathlib import Path
 
-VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Environment variables that choose the GPUs of a process, for NVIDIA and AMD."""
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # NVIDIA, AMD
 NO_ACCELERATOR = {**dict.fromkeys(VISIBLE_DEVICES, "-1"), "JAX_PLATFORMS": "cpu"}
 """Environment variables for a process without accelerators. The value is -1, because AMD's runtime reads an empty
 string as all GPUs. bm25s imports JAX if it is installed, and JAX takes 75 % of every GPU that it sees."""
@@ -31,8 +30,7 @@ _NEVER = 2**31 - 1
 _HERE = -100  # AT_FDCWD: a relative path begins in the working folder
 _RENAME_EXCHANGE = 2
 
-_GC_THRESHOLDS = (50_000, 20, 100)
-"""New objects, then rounds, between two collections of each generation. Python's default: 700, 10, 10."""
+_GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between two collections of each generation
 _GC_USUAL = gc.get_threshold()
 
 

@@ -20,8 +20,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as shells have
 EXIT_UNREAD = 128 + signal.SIGPIPE  # the reader of the output has ended, as with `| head`
 EXIT_UNWRITTEN = 2
 EXIT_RESUMABLE = 75  # the run was stopped, or had to stop, and the same command goes on. `EX_TEMPFAIL` of sysexits.h.
-_FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Numbers of errors in writing the output. An error about a file that was opened has the file's name."""
+_FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # in writing the output
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 ReportLine = Callable[[str, int], object]  # gets a line, and the exit code that follows

@@ -16,8 +16,7 @@ from salesrl_trl.reward.service.transport import TRAFFIC, Transport
 
 T = TypeVar("T")
 
-NOTEWORTHY_SHARE = 0.05
-"""From this share on, an oddity of a service is reported: it moves the mean of every second group of eight."""
+NOTEWORTHY_SHARE = 0.05  # of a service's oddities: it moves the mean of every second group of eight
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Target(Generic[T]):
 class Load(Generic[T]):
     """The results of calls to one service."""
 
-    results: Sequence[tuple[T, float] | ServiceError]
-    """In the order of the calls: the answer with its seconds, retries included, or the error."""
+    results: Sequence[tuple[T, float] | ServiceError]  # by call: the answer with its seconds, or the error
     in_flight: int
     traffic: Mapping[str, int]  # counts by the names of `transport.TRAFFIC`, and `slots`
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, is_empty_text
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
-EXCERPTS = 4
-"""Profiles, and as many summaries, cut from a conversation. Together they make more actions than most groups have."""
+EXCERPTS = 4  # profiles, and as many summaries: together more actions than most groups have
 QUERY_CHARS = 300  # longest query made from a customer's message. A policy's queries are shorter.
 DEFAULT_MIX = {
     "clean": 13, "duplicate": 2, "missing": 1, "empty": 1, "very_long": 1, "wrong_type": 1, "emoji": 1, "control": 1,

@@ -43,10 +43,8 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1  # an estimate that is above the card's memory by less than this share is a note, and no failure
-STOCHASTIC_OPTIM, STOCHASTIC_ARGS = "adamw_torch_8bit", "bf16_stochastic_round=True"
-"""transformers' names for torchao's optimizer and its argument."""
-PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")
-"""The default optimizers, which may be replaced. Any other one is the user's choice."""
+STOCHASTIC_OPTIM, STOCHASTIC_ARGS = "adamw_torch_8bit", "bf16_stochastic_round=True"  # torchao's
+PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")  # defaults, which may be replaced
 
 
 @dataclass

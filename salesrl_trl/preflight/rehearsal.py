@@ -21,8 +21,7 @@ from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 
 STEPS = 2  # the first step makes the optimizer's state. The second one holds it from its start, as all later steps do.
-GOLDEN = 0.6180339887
-"""Multiples of this number, without their whole parts, are all different and evenly spread over 0 to 1."""
+GOLDEN = 0.6180339887  # its multiples, without whole parts, are spread evenly over 0 to 1
 _IN_FRONT_OF_A_RUN: dict[str, object] = {
     "warmup_steps": 0,  # the first step moves the weights, as far as a step of the run does
     "lr_scheduler_type": SchedulerType.CONSTANT,
@@ -43,8 +42,7 @@ _IN_FRONT_OF_A_RUN: dict[str, object] = {
     "held_out_eval": False,
 }
 """Settings of training that differ from those of the run. All others are the run's."""
-_ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")
-"""Entries of `generation_kwargs` that end a completion early."""
+_ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")  # they end a completion early
 
 
 class MadeUpReward(Scorer):

@@ -75,8 +75,7 @@ def _puts_load(plan: "Plan") -> bool:
     return plan.in_depth and plan.config.training.process_index == 0
 
 
-RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag,))
-"""Both endpoints answer the rows' questions with passages, at the load of a step."""
+RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag,))  # passages for rows' questions, at a step's load
 JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge,))  # judges give valid verdicts at the load of a step
 
 

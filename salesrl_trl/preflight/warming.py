@@ -24,7 +24,6 @@ from salesrl_trl.run.console import exit_with, set_up_logging
 logger = logging.getLogger(__name__)
 
 _NO_EVALUATION = ("--held_out_eval", "false", "--quick_eval_steps", "0", "--eval_strategy", "no")
-"""Settings in place of those of the recipe and the command line: no held-out row is looked for."""
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:

@@ -27,8 +27,7 @@ from salesrl_trl.run.catalogue import Words
 
 FOLDER = "SALESRL_TRL_LAUNCH"  # environment variable with the folder of the launch
 LAST_WORDS = "last_words.txt"  # file in a run's folder, while no run is under way there
-_FIRST, _FOLLOWING = "first", "following"
-"""Files of the launch: words of the first error, and of one that follows from another process's error."""
+_FIRST, _FOLLOWING = "first", "following"  # files: words of the first error, and of one that follows from it
 _LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
 _LOG = "log"
 _POLL_S = 0.2

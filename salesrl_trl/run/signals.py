@@ -25,8 +25,7 @@ from types import FrameType
 from salesrl_trl.errors import StopRequested
 from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE, ReportLine, print_line
 
-CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals of a terminal, of schedulers, and of a terminal that is gone."""
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # of a terminal, or a scheduler
 AT_ONCE = "a second Ctrl-C: this process quits at once. What the last checkpoint holds is kept."
 EXIT_S = 5.0  # for the interpreter to exit after a signal: it waits for threads, also for one that hangs in user code
 POLL_S = 0.25  # time between two looks at whether it exits, after a signal

@@ -17,8 +17,7 @@ from salesrl_trl.reward.service.http import HttpClient
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 10.0
-"""Seconds for a whole answer. Long enough for a cold load balancer, and short enough for a user to wait."""
+PROBE_TIMEOUT_S = 10.0  # seconds for a whole answer: enough for a cold load balancer, few for a user to wait
 SERVER_POLL_S = 1.0  # seconds between two requests to a vLLM server that is still starting
 SHOWN_MODELS = 8  # names of models that a message shows
 MEANINGLESS = "THE SCORES MEAN NOTHING"  # part of each line about stand-ins that score what they do not know

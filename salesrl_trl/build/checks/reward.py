@@ -28,8 +28,7 @@ from salesrl_trl.types import DEFAULT_FORMAT
 
 logger = logging.getLogger(__name__)
 
-JUDGE = "judge"
-"""Service name of the judge at `judge_base_url`. With `judge_providers`, the provider's name is added to it."""
+JUDGE = "judge"  # service name of the judge; each of `judge_providers` has its own name behind it
 
 
 @dataclass

@@ -24,16 +24,12 @@ from salesrl_trl.build.software import ask_driver
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
 
-CONTEXT_GIB = 0.75
-"""CUDA's context and kernels: 0.74 GiB in use beside PyTorch's on an H200 in every row of `benchmarks.memory`."""
+CONTEXT_GIB = 0.75  # CUDA's context and kernels: 0.74 GiB on an H200 in every row of `benchmarks.memory`
 CHANNELS_GIB = 0.5  # NCCL's channels, with several processes
 FRAGMENTS = 0.04  # share of PyTorch's allocations that its allocator cannot use again when sizes change
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768
-"""A tile of logits: TRL's `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE`."""
-PROFILED_TOKENS = 4096
-"""Tokens of the batch with which TRL's vLLM measures its working memory (`max_num_batched_tokens`)."""
-BUCKET, LIVE = 500_000_000, 1_000_000_000
-"""Numbers of DeepSpeed's `reduce_bucket_size` and `stage3_max_live_parameters`."""
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768  # `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE` of TRL
+PROFILED_TOKENS = 4096  # `max_num_batched_tokens`, with which TRL's vLLM measures its working memory
+BUCKET, LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's `reduce_bucket_size`, `stage3_max_live_parameters`
 MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
 """Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
 TRAINING, STEP, GENERATION = "forward and backward", "optimizer step", "generation"
@@ -74,8 +70,7 @@ class Estimate:
 
     card_gib: float
     moments: tuple[Moment, ...]
-    sequences: float | None
-    """Completions of full length for which vLLM's KV cache has room at once; `None` without vLLM in the process."""
+    sequences: float | None  # completions of full length for which vLLM's KV cache has room at once, if vLLM is here
 
     @property
     def peak(self) -> Moment:
@@ -95,8 +90,7 @@ class Estimate:
         return self.needed_gib <= self.card_gib and self.starts_engine
 
 
-Weigh = Callable[[str, str], Estimate]
-"""The estimate for weights of a number format and an optimizer, by its name in transformers."""
+Weigh = Callable[[str, str], Estimate]  # from a number format of weights and an optimizer's name in transformers
 
 
 def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
