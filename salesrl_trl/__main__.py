@@ -31,7 +31,9 @@ def main() -> NoReturn:
     word, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("--help", [])
     offered = {name: entry for name, entry in COMMANDS.items() if find_spec(entry[0])}
     if word in ("-h", "--help"):
-        print(_usage(offered))
+        lines = [f"  {name:<10} {description} (python -m {module})" for name, (module, description) in offered.items()]
+        end = "`salesrl COMMAND --help` lists a command's arguments. `salesrl --version` prints the version."
+        print("\n".join(["usage: salesrl COMMAND [ARGUMENT ...]", "", *lines, "", end]))
         sys.exit()
     if word == "--version":
         print(f"salesrl_trl {__version__}")
@@ -42,12 +44,6 @@ def main() -> NoReturn:
         print(f"salesrl: unknown command {word!r}.{guess} Expected one of: {', '.join(offered)}.", file=sys.stderr)
         sys.exit(BAD_INPUT)
     os.execv(sys.executable, [sys.executable, "-m", offered[word][0], *rest])
-
-
-def _usage(offered: dict[str, tuple[str, str]]) -> str:
-    lines = [f"  {name:<10} {description} (python -m {module})" for name, (module, description) in offered.items()]
-    end = "`salesrl COMMAND --help` lists a command's arguments. `salesrl --version` prints the version."
-    return "\n".join(["usage: salesrl COMMAND [ARGUMENT ...]", "", *lines, "", end])
 
 
 if __name__ == "__main__":

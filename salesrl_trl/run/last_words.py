@@ -93,17 +93,13 @@ def _fits(sign: Sign, error: BaseException) -> bool:
     if sign.status:
         return False
     kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    places = (f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}" for frame in frames)
     return (
         (not sign.kind or any(name == sign.kind or name.endswith(f".{sign.kind}") for name in kinds))
         and (not sign.text or re.search(sign.text, str(error)) is not None)
-        and (not sign.where or any(re.search(sign.where, place) for place in _places(error)))
+        and (not sign.where or any(re.search(sign.where, place) for place in places))
     )
-
-
-def _places(error: BaseException) -> Iterator[str]:
-    """`module.function` of each frame that the error passed."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        yield f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}"
 
 
 def _tail(log: Path, begin: int) -> str:

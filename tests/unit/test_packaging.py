@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import requires, version
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import yaml
@@ -334,8 +335,7 @@ class Bench:
         real = COLD_PYTHON
         self.write(self.python, STAND_IN_PYTHON.format(here=here, real=real))
         self.write(here / "venv-python", STAND_IN_VENV_PYTHON.format(here=here, real=real))
-        self.pip_does("")
-        self.uv_does("")
+        self.does(pip="", uv="")
         (here / "pip-config").write_text("")
         (here / "tmp").mkdir()
 
@@ -344,37 +344,26 @@ class Bench:
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
 
-    def pip_does(self, shell: str) -> None:
-        (self.here / "pip-does").write_text(shell, encoding="utf-8")
-
-    def uv_does(self, shell: str) -> None:
-        (self.here / "uv-does").write_text(shell, encoding="utf-8")
-
-    def without_uv(self) -> None:
-        (self.here / "uv-does").unlink()
-
-    def environment(self, **changes: str) -> dict[str, str]:
-        ours = {"PYTHON", "VENV", "SALESRL_DEVICE", "SALESRL_TORCH_INDEX"}
-        inherited = {name: value for name, value in os.environ.items() if name not in ours}
-        settings = {"PYTHON": str(self.python), "VENV": str(self.venv), "SALESRL_DEVICE": "cpu"}
-        return inherited | settings | {"TMPDIR": str(self.here / "tmp")} | changes
+    def does(self, **tools: str | None) -> None:
+        """What `pip` or `uv` does, in shell. `None`: it is not installed."""
+        for tool, shell in tools.items():
+            path = self.here / f"{tool}-does"
+            path.unlink(missing_ok=True) if shell is None else path.write_text(shell, encoding="utf-8")
 
     @contextmanager
     def running(self, script: str = "scripts/install.sh", **changes: str) -> Iterator["subprocess.Popen[str]"]:
         # From another folder than the checkout's root, as a user may.
+        ours = {"PYTHON", "VENV", "SALESRL_DEVICE", "SALESRL_TORCH_INDEX"}
+        inherited = {name: value for name, value in os.environ.items() if name not in ours}
+        settings = {"PYTHON": str(self.python), "VENV": str(self.venv), "SALESRL_DEVICE": "cpu"}
+        settings |= {"TMPDIR": str(self.here / "tmp")} | changes
         with subprocess.Popen(
-            [str(ROOT / script)],
-            cwd=self.here,
-            env=self.environment(**changes),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [str(ROOT / script)], cwd=self.here, env=inherited | settings, text=True, stdout=PIPE, stderr=PIPE
         ) as process:
             try:
                 yield process
             finally:
-                # Only a test that failed leaves it running; the script ends what it started.
-                if process.poll() is None:
+                if process.poll() is None:  # a test failed; the script ends what it started
                     process.terminate()
 
     def install(self, **changes: str) -> "subprocess.CompletedProcess[str]":
@@ -427,10 +416,21 @@ def test_another_python_is_refused_with_what_was_found_and_what_to_do(bench: Ben
     assert not bench.venv.exists()
 
 
-def test_a_python_that_is_not_there_is_named(bench: Bench) -> None:
-    done = bench.install(PYTHON="/nowhere/python3.11")
-    assert done.returncode == 1
-    assert "/nowhere/python3.11: not found" in done.stderr
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"PYTHON": "/nowhere/python3.11"}, ["/nowhere/python3.11: not found"]),
+        ({"SALESRL_DEVICE": "tpu"}, ["SALESRL_DEVICE is 'tpu'; it takes cpu or gpu"]),
+        ({"CC": "/nowhere/gcc"}, ["no /nowhere/gcc", "build-essential"]),
+    ],
+    ids=["python", "device", "compiler"],
+)
+def test_what_is_not_there_is_named_before_anything_is_installed(
+    bench: Bench, changes: dict[str, str], told: list[str]
+) -> None:
+    done = bench.install(**changes)
+    assert (done.returncode, [text for text in told if text not in done.stderr]) == (1, [])
+    assert not bench.venv.exists()
 
 
 def test_a_path_with_a_space_installs_with_a_warning(bench: Bench) -> None:
@@ -440,12 +440,6 @@ def test_a_path_with_a_space_installs_with_a_warning(bench: Bench) -> None:
     assert (bench.here / "a venv" / bench.stamp.name).exists()
 
 
-def test_an_unknown_device_is_refused(bench: Bench) -> None:
-    done = bench.install(SALESRL_DEVICE="tpu")
-    assert done.returncode == 1
-    assert "SALESRL_DEVICE is 'tpu'; it takes cpu or gpu" in done.stderr
-
-
 def test_a_folder_that_is_no_environment_is_left_alone(bench: Bench) -> None:
     bench.venv.mkdir()
     (bench.venv / "thesis.tex").write_text("precious")
@@ -453,14 +447,6 @@ def test_a_folder_that_is_no_environment_is_left_alone(bench: Bench) -> None:
     assert done.returncode == 1
     assert "is not a virtual environment" in done.stderr
     assert [path.name for path in bench.venv.iterdir()] == ["thesis.tex"]
-
-
-def test_a_missing_compiler_is_named_before_anything_is_installed(bench: Bench) -> None:
-    done = bench.install(CC="/nowhere/gcc")
-    assert done.returncode == 1
-    assert "no /nowhere/gcc" in done.stderr
-    assert "build-essential" in done.stderr
-    assert not bench.venv.exists()
 
 
 @pytest.mark.parametrize(
@@ -477,8 +463,8 @@ def test_a_missing_compiler_is_named_before_anything_is_installed(bench: Bench) 
 def test_a_failed_pip_step_is_named_with_the_end_of_its_log_and_advice(
     bench: Bench, pip_says: str, advice: str
 ) -> None:
-    bench.uv_does("exit 2\n")
-    bench.pip_does(f'for i in $(seq 40); do echo "line $i of pip"; done; echo "{pip_says}"; exit 3\n')
+    lines = f'for i in $(seq 40); do echo "line $i of pip"; done; echo "{pip_says}"; exit 3\n'
+    bench.does(uv="exit 2\n", pip=lines)
 
     done = bench.install()
 
@@ -531,7 +517,7 @@ def test_the_users_own_package_index_is_respected_for_torch(
 ) -> None:
     (bench.here / "pip-config").write_text(pip_config + "\n")
     if tool == "pip":
-        bench.without_uv()
+        bench.does(uv=None)
     assert bench.install(**settings).returncode == 0
     torch_call = next(call for call in bench.calls() if "torch==" in call)
     assert tool in torch_call.split()
@@ -564,10 +550,7 @@ def test_where_uv_can_not_install_pip_does_and_it_is_said_why(
     bench: Bench, pip_config: str, uv_does: str | None, told: str
 ) -> None:
     (bench.here / "pip-config").write_text(pip_config + "\n")
-    if uv_does is None:
-        bench.without_uv()
-    else:
-        bench.uv_does(uv_does)
+    bench.does(uv=uv_does)
     done = bench.install()
     assert (done.returncode, done.stderr) == (0, "")
     assert told in done.stdout
@@ -601,13 +584,11 @@ def test_a_second_call_does_nothing_and_another_device_starts_afresh(bench: Benc
 
 
 def test_an_install_that_failed_carries_on_in_the_same_environment(bench: Bench) -> None:
-    for tool_does in (bench.uv_does, bench.pip_does):
-        tool_does("exit 1\n")
+    bench.does(uv="exit 1\n", pip="exit 1\n")
     assert bench.install().returncode == 1
     bench.forget_calls()
 
-    for tool_does in (bench.uv_does, bench.pip_does):
-        tool_does("")
+    bench.does(uv="", pip="")
     assert bench.install().returncode == 0
     calls = bench.calls()
     assert "venv" not in calls
@@ -615,7 +596,7 @@ def test_an_install_that_failed_carries_on_in_the_same_environment(bench: Bench)
 
 
 def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(bench: Bench) -> None:
-    bench.uv_does("exec sleep 600\n")
+    bench.does(uv="exec sleep 600\n")
     with bench.running() as process:
         wait_until(bench.torch_is_on_its_way, "torch is being installed")
         process.send_signal(signal.SIGTERM)
@@ -626,7 +607,7 @@ def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(b
     assert "interrupted during: torch==2.13.0, CPU build" in err
     assert not bench.stamp.exists()
 
-    bench.uv_does("")
+    bench.does(uv="")
     bench.forget_calls()
     assert bench.install().returncode == 0
     assert bench.calls()[0] == "venv"
@@ -635,7 +616,7 @@ def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(b
 
 def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench: Bench) -> None:
     gate = bench.here / "gate"
-    bench.uv_does(f'while [ ! -e "{gate}" ]; do sleep 0.05; done\n')
+    bench.does(uv=f'while [ ! -e "{gate}" ]; do sleep 0.05; done\n')
     with bench.running() as first:
         wait_until(bench.torch_is_on_its_way, "torch is being installed")
         with bench.running() as second:

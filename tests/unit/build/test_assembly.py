@@ -40,15 +40,9 @@ def score(config, tmp_path, completions, rows=None, **settings):
 
 
 def built(config, tmp_path, rows=None, **settings):
-    parts = prepare_reward(config, BRANCHES)
+    urls = (config.rag_base_url, config.judge_base_url or "")
     return build_reward(
-        config,
-        parts,
-        rows or [row()],
-        config.rag_base_url,
-        config.judge_base_url or "",
-        output_dir=tmp_path,
-        **settings,
+        config, prepare_reward(config, BRANCHES), rows or [row()], *urls, output_dir=tmp_path, **settings
     )
 
 
@@ -107,9 +101,7 @@ def second_run(config, tmp_path, caplog):
     """All rows are scored, then another run of them, in another folder, warms up; its reward, and what it says."""
     caplog.set_level("INFO")
     for folder in ("first", "second"):
-        parts = prepare_reward(config(), BRANCHES)
-        url = config().rag_base_url
-        reward = build_reward(config(), parts, ROWS, url, f"{url}/v1", output_dir=tmp_path / folder)
+        reward = built(config(), tmp_path / folder, ROWS)
         if folder == "first":
             score_batch(reward, [action()] * len(ROWS), list(range(len(ROWS))))
     warmed_up(reward)
@@ -131,9 +123,8 @@ def test_kept_references_that_still_hold_are_counted_and_used(config, services, 
 def test_kept_references_of_yesterdays_knowledge_are_forgotten(config, services, tmp_path, caplog):
     asked = answers_of_today(services, {"m6": "6500"})
     reward, said = second_run(config, tmp_path, caplog)
-    assert (
-        "1 of 7 references differ" in said and "references.sqlite" in said and "forgotten and asked for anew" in said
-    )
+    assert "1 of 7 references differ" in said
+    assert "references.sqlite" in said and "forgotten and asked for anew" in said
     asked.clear()
     score_batch(reward, [action()] * 20, list(range(20)))
     assert sorted(asked) == sorted(each.message_id for each in ROWS)
@@ -143,10 +134,9 @@ def test_kept_references_of_yesterdays_knowledge_are_forgotten(config, services,
 def test_answers_go_with_the_references_they_were_kept_beside(config, services, tmp_path, since):
     """Whoever forgets references leaves fresh ones, by which nobody else sees that the knowledge has changed."""
     answers_of_today(services, {} if since == "nothing" else {"m6": "6500"})
-    parts, url = prepare_reward(config(), BRANCHES), config().rag_base_url
 
     def launched(folder, process):
-        reward = build_reward(config(), parts, ROWS, url, f"{url}/v1", output_dir=folder, process_index=process)
+        reward = built(config(), folder, ROWS, process_index=process)
         warmed_up(reward)
         asked = services.calls["8b"]
         score_batch(reward, [action()] * len(ROWS), list(range(len(ROWS))))
@@ -215,11 +205,9 @@ def test_what_decides_an_answer_is_part_of_its_key(config, services, tmp_path, c
 
 def test_limits_are_divided_over_processes(config, services, tmp_path):
     reward = score(config(rag_max_concurrency=64, initial_concurrency=64), tmp_path, [action()], processes=8)
-    traffic = reward.report.traffic
-    assert traffic["rag_8b"]["slots"] == 8
-    assert (
-        score(config(rag_max_concurrency=4), tmp_path, [action()], processes=8).report.traffic["rag_8b"]["slots"] == 1
-    )
+    assert reward.report.traffic["rag_8b"]["slots"] == 8
+    few = score(config(rag_max_concurrency=4), tmp_path, [action()], processes=8)
+    assert few.report.traffic["rag_8b"]["slots"] == 1
 
 
 @pytest.mark.parametrize(
@@ -316,11 +304,8 @@ def test_a_hybrid_baseline_wants_a_judge_in_every_branch(config):
 
 
 def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
-    settings = config(warm_up_services=True)
-    parts = prepare_reward(settings, BRANCHES)
     asked = replace(row(), conversation=(Message(role="customer", content="What does it cost? " * 300),))
-    reward = build_reward(settings, parts, [asked], services.url, f"{services.url}/v1", output_dir=tmp_path)
-
+    reward = built(config(warm_up_services=True), tmp_path, [asked])
     told = warmed_up(reward)
     assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
     assert len(services.asked["8b"][0].json["rewritten_query"]) == MAX_FIELD_CHARS  # as long as an action's may be

@@ -103,10 +103,6 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
     assert message in told(stages=CHEAP[:1])
 
 
-def test_a_tracker_that_is_not_installed_is_told(told):
-    assert "`report_to` names comet_ml, which is not installed" in told("--report_to", "comet_ml", stages=CHEAP[:1])
-
-
 def test_vllm_wants_the_torch_that_it_was_compiled_for(told, monkeypatch):
     monkeypatch.setattr(environment, "_torch_of_vllm", lambda: [Requirement("torch==2.0.1")])
     assert "the installed vLLM is compiled for torch==2.0.1. Install them together" in told(stages=CHEAP[:1])
@@ -207,6 +203,7 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--report_to comet_ml", "`report_to` names comet_ml, which is not installed"),
         ("--generation_batch_size 100", "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
         ("--auto_find_batch_size true", "`auto_find_batch_size` is true, which would take groups apart"),
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
@@ -259,19 +256,9 @@ def policy(tiny, tmp_path):
     return Path(shutil.copytree(tiny, tmp_path / "policy"))
 
 
-def changed(path, **values):
-    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
-
-
 def asked(policy):
     lengths = ["--vllm_max_model_length", "128", "--max_completion_length", "16", "--long_prompts", "drop"]
     return ["--model_name_or_path", policy, "--prompt_template", "compact", *lengths, "--max_train_rows", "40"]
-
-
-def set_template(policy, template):
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(policy)
 
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}END\n{% endfor %}"
@@ -292,19 +279,24 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ids=["other end", "no end", "no generation prompt", "in front"],
 )
 def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, policy, template, message):
-    set_template(policy, template)
-    found = told(*asked(policy))
-    assert message in found
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(policy)
+    assert message in told(*asked(policy))
 
 
-def test_a_model_whose_flags_cannot_be_saved_is_refused(told, policy):
-    changed(policy / "generation_config.json", do_sample=False, temperature=0.7)
-    assert "refuses to save such a model" in told(*asked(policy))
-
-
-def test_an_end_token_that_the_tokenizer_does_not_have_is_refused(told, policy):
-    changed(policy / "generation_config.json", eos_token_id=[2, 151645])
-    assert "has the end tokens [151645], and the tokenizer" in told(*asked(policy))
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("generation_config.json", {"do_sample": False, "temperature": 0.7}, "refuses to save such a model"),
+        ("generation_config.json", {"eos_token_id": [2, 151645]}, "has the end tokens [151645], and the tokenizer"),
+        ("config.json", {"vocab_size": 100}, "and the model embeddings for 100"),
+    ],
+)
+def test_a_model_whose_files_contradict_each_other_is_refused(told, policy, file, values, message):
+    path = policy / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+    assert message in told(*asked(policy))
 
 
 def deepspeed_in_16_bits(training):
@@ -332,11 +324,6 @@ def test_checkpoints_have_room(told, policy, monkeypatch):
     assert "about 14.0 GiB, and 2 of them" in found
     free["gib"] = 10.0
     assert "has 10.0 GiB of free disk. Name an `output_dir`" in asked_with()
-
-
-def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(told, policy):
-    changed(policy / "config.json", vocab_size=100)
-    assert "and the model embeddings for 100" in told(*asked(policy))
 
 
 def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():

@@ -54,17 +54,9 @@ def files(tmp_path):
             os.close(each)
 
 
-def host_memory(tmp_path):
-    torch.empty(2**60, dtype=torch.uint8)
-
-
 def port(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         torch.distributed.TCPStore("127.0.0.1", taken.getsockname()[1], is_master=True)
-
-
-def lonely(tmp_path):
-    torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(milliseconds=1))
 
 
 class _Deadly(torch.utils.data.Dataset):
@@ -78,25 +70,9 @@ class _Deadly(torch.utils.data.Dataset):
         os.kill(os.getpid(), self.number)
 
 
-def loader(tmp_path):
-    next(iter(DataLoader(_Deadly(signal.SIGKILL), num_workers=1, timeout=1)))
-
-
-def loader_without_shared_memory(tmp_path):
-    next(iter(DataLoader(_Deadly(signal.SIGBUS), num_workers=1, timeout=1)))
-
-
 def _tiny(**options):
     config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     AutoModelForCausalLM.from_config(config, **options)
-
-
-def no_flash_attention(tmp_path):
-    _tiny(attn_implementation="flash_attention_2")
-
-
-def no_such_attention(tmp_path):
-    _tiny(attn_implementation="flash_attention_9")
 
 
 def no_compiler(tmp_path):
@@ -115,44 +91,32 @@ def damaged_checkpoint(tmp_path):
     torch.load(tmp_path / "optimizer.pt")
 
 
-def no_hub(tmp_path):
-    AutoConfig.from_pretrained("salesrl/absent", cache_dir=tmp_path)
-
-
-def no_hub_for_a_file(tmp_path):
-    huggingface_hub.snapshot_download("salesrl/absent", cache_dir=tmp_path, local_files_only=True)
-
-
-def no_rag(tmp_path):
-    check_rag(f"http://127.0.0.1:{closed_port()}", None)
-
-
-def no_judge(tmp_path):
-    check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "judge")
-
-
 @pytest.mark.parametrize(
     ("provoke", "title"),
     [
         (full_disk, "The disk is full"),
         (files, "Too many open files"),
-        (host_memory, "No room in the host's memory"),
+        (lambda _: torch.empty(2**60, dtype=torch.uint8), "No room in the host's memory"),
         (port, "The port is taken"),
-        (lonely, "Processes waited too long for each other"),
-        (loader, "A worker of the data loader died"),
-        (loader_without_shared_memory, "No room in shared memory"),
-        (no_flash_attention, "No working attention backend"),
-        (no_such_attention, "No working attention backend"),
+        (lambda _: torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(milliseconds=1)),
+         "Processes waited too long for each other"),
+        (lambda _: next(iter(DataLoader(_Deadly(signal.SIGKILL), num_workers=1, timeout=1))),
+         "A worker of the data loader died"),
+        (lambda _: next(iter(DataLoader(_Deadly(signal.SIGBUS), num_workers=1, timeout=1))),
+         "No room in shared memory"),
+        (lambda _: _tiny(attn_implementation="flash_attention_2"), "No working attention backend"),
+        (lambda _: _tiny(attn_implementation="flash_attention_9"), "No working attention backend"),
         (no_compiler, "A kernel does not compile"),
         (damaged, "A file of weights is damaged"),
         (damaged_checkpoint, "A file of weights is damaged"),
-        (no_hub, "The hub cannot be reached"),
-        (no_hub_for_a_file, "The hub cannot be reached"),
-        (no_rag, "The RAG service does not answer"),
-        (no_judge, "The judge does not answer"),
+        (lambda path: AutoConfig.from_pretrained("salesrl/absent", cache_dir=path), "The hub cannot be reached"),
+        (lambda path: huggingface_hub.snapshot_download("salesrl/absent", cache_dir=path, local_files_only=True),
+         "The hub cannot be reached"),
+        (lambda _: check_rag(f"http://127.0.0.1:{closed_port()}", None), "The RAG service does not answer"),
+        (lambda _: check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "judge"), "The judge does not answer"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)  # fmt: skip
 def test_a_fault_that_a_cpu_can_provoke_is_recognised(provoke, title, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if provoke is no_compiler:
