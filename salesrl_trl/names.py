@@ -8,7 +8,7 @@ torch.
 import itertools
 import re
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from salesrl_trl.types import Outcome
 
 TRAIN = "train/"  # transformers puts this before the tag of every training figure
 REWARD = "reward"  # TRL's own tag: mean reward over all completions that were scored
+Tag = Callable[[str], str]  # from a branch, for example
+TagOfTwo = Callable[[str, str], str]
 
 # Phases of a run and of a step
 
@@ -53,11 +55,7 @@ class Phase(StrEnum):
     UNACCOUNTED = "unaccounted"  # time that belongs to no other phase
 
 
-def time_of(phase: str) -> str:
-    """Seconds of a step in a phase, mean over ranks."""
-    return f"time/{phase}_s"
-
-
+time_of: Tag = "time/{}_s".format  # of a phase: mean over ranks
 STEP_SECONDS = "time/step_s"
 EPOCH_TOTALS = "epoch_totals/"  # before an epoch's steps, tokens, failures, seconds, and mean reward of each branch
 
@@ -74,16 +72,8 @@ class Stage(StrEnum):
 
 
 STAGE_SHARES = {"p50": 0.5, "p95": 0.95, "max": 1.0}  # of a stage's seconds, over completions that had it
-
-
-def stage_of(stage: str, share: str) -> str:
-    return f"time/{stage}_{share}_s"
-
-
-def slowest_of(stage: str) -> str:
-    return f"time/slowest_{stage}_s"
-
-
+stage_of: TagOfTwo = "time/{}_{}_s".format  # stage, share
+slowest_of: Tag = "time/slowest_{}_s".format
 REWARD_SECONDS = "time/reward_s"
 REWARD_EXPOSED = "time/reward_exposed_s"
 REWARD_HIDDEN = "time/reward_hidden_s"
@@ -91,23 +81,10 @@ JUDGE_SECONDS = "time/judge_s"
 
 # Rewards and their failures
 
-
-def reward_of(branch: str) -> str:
-    return f"reward/{branch}"
-
-
-def reference_of(branch: str) -> str:
-    return f"reference/{branch}"
-
-
-def component_of(component: str, branch: str) -> str:
-    return f"rewards/{component}/{branch}"
-
-
-def outcome_of(outcome: str) -> str:
-    return f"outcome/{outcome}"
-
-
+reward_of: Tag = "reward/{}".format
+reference_of: Tag = "reference/{}".format
+component_of: TagOfTwo = "rewards/{}/{}".format  # component, branch
+outcome_of: Tag = "outcome/{}".format
 RIGHT_DOCUMENT = "retrieval/right_document"
 SKIPPED_UPDATE = "failures/skipped_update"
 REFERENCE_MISSING = "failures/reference_missing"
@@ -122,20 +99,9 @@ CACHES = ("answers", "references")
 BUDGET_CALLS = "budget/calls"
 BUDGET_USD = "budget/usd"
 BUDGET_FORECAST = "budget/forecast"
-
-
-def usage_of(provider: str, kind: str) -> str:
-    return f"judge/{provider}/{kind}"
-
-
-def traffic_of(service: str, kind: str) -> str:
-    """One of `transport.TRAFFIC` of a service, or its `slots`."""
-    return f"services/{service}/{kind}"
-
-
-def saved_by(cache: str) -> str:
-    return f"cache/{cache}_saved"
-
+usage_of: TagOfTwo = "judge/{}/{}".format  # provider, kind
+traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC` or `slots`
+saved_by: Tag = "cache/{}_saved".format
 
 # KL
 
@@ -145,10 +111,7 @@ def kl_of(branch: str, kind: str = "") -> str:
     return f"kl/{branch}{kind}"
 
 
-def beta_of(branch: str) -> str:
-    return f"beta/{branch}"
-
-
+beta_of: Tag = "beta/{}".format
 ALL_KL = "kl"
 
 # Rollouts
@@ -168,11 +131,7 @@ CHANGED_SHARE = "weights/changed_share"
 
 # Throughput and memory
 
-
-def perf_of(phase: str) -> str:
-    return f"perf/{phase}_s"
-
-
+perf_of: Tag = "perf/{}_s".format
 PERF_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.DATA_LOADING)
 DATA_LOADING_RATIO = "perf/data_loading_ratio"
 COMPUTE_RATIO = "perf/compute_ratio"
@@ -195,13 +154,10 @@ MEMORY = ("memory/gpu_allocated_gib", GPU_RESERVED, GPU_PEAK, HOST_MEMORY)
 
 QUICK_EVAL = "quick_eval/"  # before the tag of every figure of a quick evaluation
 QUICK_SECONDS = f"{QUICK_EVAL}seconds"
-
-
-def quick_of(branch: str, kind: str) -> str:
-    return f"{QUICK_EVAL}{branch}/{kind}"
-
+quick_of: TagOfTwo = (QUICK_EVAL + "{}/{}").format  # branch, kind
 
 # The list of figures
+
 
 BRANCH = "{branch}"
 
