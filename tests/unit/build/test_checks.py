@@ -176,18 +176,22 @@ def check_judge(url, key, model="judge-32b"):
     return check_models(url, key, model)
 
 
+def check_provider(url, key):
+    return check_models(url, key, "x", setting="judge_providers[a].base_url")
+
+
 @pytest.mark.parametrize("check", [check_rag, check_judge])
 def test_a_dead_address_is_refused(check):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(
-        ServiceUnavailable, match=r"does not answer at `.*_base_url`.*ClientConnectorError.*Start the service"
-    ):
+    told = r"does not answer at `.*_base_url`.*ClientConnectorError.*Start the service"
+    with pytest.raises(ServiceUnavailable, match=told):
         check(url, None)
 
 
 MODELS = '{"object": "list", "data": [{"id": "judge-32b"}, {"id": "embedder"}]}'
+SERVED = {"v1_models": (200, MODELS)}
 STAND_IN = '{"data": [{"id": "judge-32b", "owned_by": "salesrl_trl"}]}'
 
 
@@ -210,7 +214,7 @@ def serve(httpserver):
         (check_rag, {"healthz": (200, "")}, "", None),
         (check_rag, {}, "", "has no /healthz"),
         (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
-        (check_judge, {"v1_models": (200, MODELS)}, "/v1", None),
+        (check_judge, SERVED, "/v1", None),
         (check_judge, {}, "/v1", "gave no list of models"),
         (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
         (check_judge, {"v1_models": (200, "<html>")}, "/v1", "the first call will show whether it has 'judge-32b'"),
@@ -227,29 +231,14 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
     ("check", "pages", "path", "message"),
     [
         (check_rag, {"healthz": (200, "")}, "/v1", r"`rag_base_url` is \S+/v1, but .* Set `rag_base_url: \S+:\d+`"),
-        (
-            check_judge,
-            {"v1_models": (200, MODELS)},
-            "",
-            r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`",
-        ),
-        (check_judge, {"v1_models": (200, MODELS)}, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
-        (
-            lambda url, key: check_judge(url, key, "judge-32"),
-            {"v1_models": (200, MODELS)},
-            "/v1",
-            r"`judge_model` is 'judge-32', which the judge at \S+/v1 does not list\. Did you mean 'judge-32b'\? "
-            "It lists judge-32b, embedder",
-        ),
-        (
-            lambda url, key: check_models(url, key, "x", setting="judge_providers[a].base_url"),
-            {"v1_models": (200, MODELS)},
-            "/v1",
-            r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists",
-        ),
+        (check_judge, SERVED, "", r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`"),
+        (check_judge, SERVED, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
+        (lambda url, key: check_judge(url, key, "judge-32"), SERVED, "/v1",
+         r"`judge_model` is 'judge-32', which the judge at \S+/v1 does not list\. Did you mean 'judge-32b'\? It li"),
+        (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists"),
     ],
     ids=["a /v1 too many", "no /v1", "a path too many", "a typo", "of a provider"],
-)
+)  # fmt: skip
 def test_an_address_or_a_model_with_a_typo_is_refused_with_what_was_meant(serve, check, pages, path, message):
     with pytest.raises(ConfigError, match=message):
         check(serve(**pages) + path, None)
@@ -273,13 +262,7 @@ def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
 
 @pytest.mark.parametrize(
     ("check", "variable"),
-    [
-        (check_rag, "`rag_api_key_env`"),
-        (
-            lambda url, key: check_models(url, key, "x", setting="judge_providers[a].base_url"),
-            "`judge_providers[a].api_key_env`",
-        ),
-    ],
+    [(check_rag, "`rag_api_key_env`"), (check_provider, "`judge_providers[a].api_key_env`")],
     ids=["RAG", "provider"],
 )
 def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):

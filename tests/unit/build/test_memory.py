@@ -48,6 +48,7 @@ from salesrl_trl.preflight import memory
 from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
+PASSED, NOTED, FAILED, SKIPPED = StageVerdict
 LORA = ModelConfig(use_peft=True, lora_r=8, lora_dropout=0.0, lora_target_modules=["q_proj", "v_proj"])
 WIDTHS = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
           "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -224,13 +225,12 @@ def stage(tiny, monkeypatch, tmp_path):
         rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"{used_gib * 1024}, 41, python"}
         monkeypatch.setattr(f"{memory.__name__}.estimate", weighed)
         monkeypatch.setattr(f"{memory.__name__}.card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
-        monkeypatch.setattr(
-            software.subprocess,
-            "run",
-            lambda command, **_: SimpleNamespace(
-                returncode=0, stdout=next(rows[name] for name in rows if any(name in word for word in command))
-            ),
-        )
+
+        def ask(command, **_):
+            said = next(rows[name] for name in rows if any(name in word for word in command))
+            return SimpleNamespace(returncode=0, stdout=said)
+
+        monkeypatch.setattr(software.subprocess, "run", ask)
         given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--output_dir", str(tmp_path)]
         given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--use_peft", "true"]
         findings = Findings()
@@ -243,20 +243,12 @@ def stage(tiny, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "verdict", "text"),
     [
-        ({"needed_gib": 60}, StageVerdict.PASSED, None),
-        (
-            {"needed_gib": 84},
-            StageVerdict.NOTED,
-            "takes about 84.0 GiB (optimizer step), and the card has 80.0. The run",
-        ),
-        ({"needed_gib": 90}, StageVerdict.FAILED, "takes about 90.0 GiB (optimizer step), and the card has 80.0."),
-        (
-            {"needed_gib": 90, "arguments": ("--use_peft", "false")},
-            StageVerdict.NOTED,
-            "It is tried all the same, because `dtype` is float32.",
-        ),
-        ({"needed_gib": 60, "sequences": 0.5}, StageVerdict.FAILED, "room for 0.5 completions of full length"),
-        ({"needed_gib": 60, "used_gib": 40}, StageVerdict.FAILED, "40.0 are in use now, by python (41) 40.0 GiB"),
+        ({"needed_gib": 60}, PASSED, None),
+        ({"needed_gib": 84}, NOTED, "takes about 84.0 GiB (optimizer step), and the card has 80.0. The run"),
+        ({"needed_gib": 90}, FAILED, "takes about 90.0 GiB (optimizer step), and the card has 80.0."),
+        ({"needed_gib": 90, "arguments": ("--use_peft", "false")}, NOTED, "It is tried all the same, because `dtype`"),
+        ({"needed_gib": 60, "sequences": 0.5}, FAILED, "room for 0.5 completions of full length"),
+        ({"needed_gib": 60, "used_gib": 40}, FAILED, "40.0 are in use now, by python (41) 40.0 GiB"),
     ],
 )
 def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
@@ -268,7 +260,7 @@ def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
 
 def test_no_weights_are_trained_in_mode_rollouts_so_none_have_to_fit_in_float32(stage):
     found = stage(90, arguments=("--use_peft", "false", "--dtype", "bfloat16", "--mode", "rollouts"))
-    assert (found.verdict, found.items) == (StageVerdict.SKIPPED, [])
+    assert (found.verdict, found.items) == (SKIPPED, [])
 
 
 def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monkeypatch):
@@ -280,7 +272,7 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
     model_shape.cache_clear()
     found = stage(60)
     model_shape.cache_clear()
-    assert found.verdict is StageVerdict.SKIPPED
+    assert found.verdict is SKIPPED
     assert "mamba has no number for num_attention_heads" in found.skipped
 
 

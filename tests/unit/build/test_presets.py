@@ -85,9 +85,7 @@ def test_every_preset_works_with_every_recipe(name):
 
 
 def test_the_presets_are_beside_the_recipes():
-    assert sorted((ROOT / "recipes/presets").glob("*.yaml"), key=str) == [
-        ROOT / "recipes/presets" / f"{name}.yaml" for name in PRESETS
-    ]
+    assert sorted(path.stem for path in (ROOT / "recipes/presets").glob("*.yaml")) == [*PRESETS]
     assert "build/presets/*.yaml" in (ROOT / "setup.cfg").read_text()
     assert FOLDER.is_relative_to(ROOT / "salesrl_trl")
 

@@ -66,9 +66,8 @@ def test_a_recipe_that_cannot_work_is_refused(tmp_path, text, message):
 def test_a_recipe_that_is_not_yaml_is_refused_without_its_text(tmp_path):
     recipe = tmp_path / "bad.yaml"
     recipe.write_text("max_steps: 1\nhub_token: secret: x\n", encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"is not YAML: mapping values are not allowed here \(line 2, column 18\)"
-    ) as e:
+    told = r"is not YAML: mapping values are not allowed here \(line 2, column 18\)"
+    with pytest.raises(ConfigError, match=told) as e:
         parse([], recipe)
     assert "secret" not in str(e.value)
     assert e.value.__cause__ is None and e.value.__suppress_context__
@@ -96,9 +95,8 @@ def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
 
 
 def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
-    with pytest.raises(
-        ConfigError, match=r"--kl-raise-factor \(gone: .* at most by max_step of kl_law_settings; kl_law: "
-    ):
+    told = r"--kl-raise-factor \(gone: .* at most by max_step of kl_law_settings; kl_law: "
+    with pytest.raises(ConfigError, match=told):
         parse(["--kl-raise-factor", "1.2"], None)
     with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
         parse(["--vector_store_path", "store"], None)

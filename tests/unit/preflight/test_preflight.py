@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -44,7 +43,6 @@ RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 check_memory = functools.partial(command.main, None)
 CHEAP = runner.STAGES[:4]
 """Those that ask no service and load no model."""
-Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture(autouse=True)
@@ -181,23 +179,18 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
     assert build.try_acquire()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
-    def with_deepspeed(training):
-        training.deepspeed_plugin = object()
+    def with_deepspeed():
+        return told(stages=CHEAP[:1], change=lambda training: setattr(training, "deepspeed_plugin", object()))
 
     os.utime(lock, (0, 0))
-    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""  # a process is building
+    assert with_deepspeed() == ""  # a process is building
     os.close(build.fd)
     os.utime(lock)
-    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""  # another machine may be building
+    assert with_deepspeed() == ""  # another machine may be building
     os.utime(lock, (0, 0))
-    assert f"Remove it: rm {lock}" in told(stages=CHEAP[:1], change=with_deepspeed)
-
-    def build_ends():
-        lock.unlink(missing_ok=True)
-        return set()
-
-    monkeypatch.setattr(environment, "_open_files", build_ends)
-    assert told(stages=CHEAP[:1], change=with_deepspeed) == ""
+    assert f"Remove it: rm {lock}" in with_deepspeed()
+    monkeypatch.setattr(environment, "_open_files", lambda: lock.unlink(missing_ok=True) or set())  # the build ends
+    assert with_deepspeed() == ""
 
 
 @pytest.mark.parametrize(
@@ -217,8 +210,8 @@ def test_settings_that_cannot_work_are_told_with_advice(told, arguments, message
     assert message in told(*arguments.split(), stages=CHEAP[:2])
 
 
-def rows(path, *texts, branch="fairness"):
-    lines = [{"branch": branch, "conversation": [{"role": "customer", "content": text}]} for text in texts]
+def rows(path, *texts):
+    lines = [{"branch": "fairness", "conversation": [{"role": "customer", "content": text}]} for text in texts]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
@@ -271,10 +264,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         (TURNS.replace("END", "<|endoftext|>") + PROMPT, "ends a turn with <|endoftext|>, which ends no completion"),
         (TURNS.replace("END", "") + PROMPT, "puts no end token (<|im_end|>) behind an answer"),
         (TURNS.replace("END", "<|im_end|>"), "has no generation prompt: `add_generation_prompt` changes nothing"),
-        (
-            "{% if add_generation_prompt %}Answer.{% endif %}" + TURNS.replace("END", "<|im_end|>"),
-            "Expected it at the",
-        ),
+        ("{% if add_generation_prompt %}A{% endif %}" + TURNS.replace("END", "<|im_end|>"), "Expected it at the end"),
     ],
     ids=["other end", "no end", "no generation prompt", "in front"],
 )
@@ -382,11 +372,7 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
     ("tool", "arguments", "message"),
     [
         (main, ["--stage"], "the arguments do not work: argument --stage: expected one argument"),
-        (
-            main,
-            ["--stage", "judge", "--config", "absent.yaml"],
-            "there is no recipe absent.yaml. Expected a YAML file",
-        ),
+        (main, ["--stage", "judge", "--config", "absent.yaml"], "there is no recipe absent.yaml. Expected a YAML"),
         (main, ["--max_stepz", "1"], "unknown arguments: --max_stepz (did you mean --max_steps?)"),
         (main, ["--config", "BROKEN"], "is not YAML"),
         (check_memory, [], "no model is named, and the packaged small policy fits every card"),

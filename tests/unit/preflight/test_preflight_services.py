@@ -139,11 +139,7 @@ def test_of_several_processes_the_first_makes_the_calls_of_all(services):
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [
-        (401, "refuses access (401): check the key"),
-        (404, "answered 404: no retry will mend it"),
-        (500, "answered 500"),
-    ],
+    [(401, "refuses access (401): check the key"), (404, "answered 404: no retry will mend it"), (500, "answered 5")],
 )
 def test_a_service_that_refuses_every_call_fails_before_the_load(services, status, message):
     for stage, name in ((RAG_STAGE, "8b"), (JUDGE_STAGE, "judge")):

@@ -23,6 +23,7 @@ from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
 from salesrl_trl.telemetry.device import GIB
 
 MEMORY_STAGE = BEFORE_A_RUN[4]
+PASSED, NOTED, FAILED, SKIPPED = StageVerdict
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,11 +44,7 @@ def test_steps_are_made_on_the_longest_batch_and_leave_nothing(planned, tmp_path
     plan = planned("--quick_eval_steps", "1", "--save_steps", "1", "--rollout_lookahead", "2")
     settings = dict(vars(plan.config.training))
     model, engine, step = examine(plan, stages=(MODEL_STAGE, ENGINE_STAGE, STEP_STAGE))
-    assert [each.verdict for each in (model, engine, step)] == [
-        StageVerdict.PASSED,
-        StageVerdict.SKIPPED,
-        StageVerdict.PASSED,
-    ]
+    assert [each.verdict for each in (model, engine, step)] == [PASSED, SKIPPED, PASSED]
     assert model.figures["trained_m"] == model.figures["parameters_m"] > 0
     assert step.figures["prompt_tokens"] == max(token_counter(plan.tokenizer)(plan.train.prompts))
     assert step.figures["completion_tokens"] == 8
@@ -70,8 +67,8 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
     monkeypatch.setattr(Scales, "shape", property(weighed))
     monkeypatch.setattr(Scales, "weigh", weighed)
     memory, _, step = examine(planned(), stages=(MEMORY_STAGE, MODEL_STAGE, STEP_STAGE))
-    assert memory.verdict is (StageVerdict.PASSED if known else StageVerdict.SKIPPED)
-    assert step.verdict is StageVerdict.PASSED
+    assert memory.verdict is (PASSED if known else SKIPPED)
+    assert step.verdict is PASSED
     assert step.figures.get("estimated_gib") == (3.0 if known else None)
 
 
@@ -89,7 +86,7 @@ def test_the_engine_is_asked_with_the_shortest_prompt_where_rows_come_again(plan
 def test_nothing_is_tried_that_the_run_does_not_do(planned, mode):
     stages = (ENGINE_STAGE, STEP_STAGE) if mode == "rollouts" else (MODEL_STAGE, ENGINE_STAGE, STEP_STAGE)
     plan = planned("--mode", mode)
-    assert [each.verdict for each in examine(plan, stages=stages)] == [StageVerdict.SKIPPED] * len(stages)
+    assert [each.verdict for each in examine(plan, stages=stages)] == [SKIPPED] * len(stages)
     assert plan.policy is plan.rehearsal is None
 
 
@@ -97,7 +94,7 @@ def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
     plan = planned("--use_peft", "true", "--lora_target_modules", "nowhere")
     for stage in (MEMORY_STAGE, MODEL_STAGE):  # a run passes the first
         (report,) = examine(plan, stages=(stage, STEP_STAGE))
-        assert report.verdict is StageVerdict.FAILED
+        assert report.verdict is FAILED
         assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in report.findings[0].text
     assert plan.policy is None
 
@@ -105,7 +102,7 @@ def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
 def test_a_name_that_no_layer_has_is_noted_and_the_adapters_weights_are_counted(planned):
     plan = planned("--use_peft", "true", "--lora_target_modules", "q_proj", "k_porj", "--lora_r", "4")
     (report,) = examine(plan, stages=(MODEL_STAGE,))
-    assert report.verdict is StageVerdict.NOTED
+    assert report.verdict is NOTED
     assert "names k_porj, which" in report.findings[0].text
     assert report.figures["trained_m"] == pytest.approx(4 * (32 + 32) / 1e6)
 
@@ -116,7 +113,7 @@ def test_weights_that_are_no_numbers_fail(planned, tiny, tmp_path):
     model.save_pretrained(tmp_path / "broken")
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "broken")
     (report,) = examine(planned(policy=tmp_path / "broken"), stages=(MODEL_STAGE,))
-    assert report.verdict is StageVerdict.FAILED
+    assert report.verdict is FAILED
     assert "logits for the first prompt are no numbers" in report.findings[0].text
 
 
@@ -126,7 +123,7 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
 
     monkeypatch.setattr("trl.GRPOTrainer._compute_loss", full)
     *_, report = examine(planned(), stages=(MODEL_STAGE, STEP_STAGE))
-    assert report.verdict is StageVerdict.FAILED
+    assert report.verdict is FAILED
     assert report.findings[0].text.startswith("No room on the GPU in training.")
     assert "--gradient_checkpointing true" in report.findings[0].remedy
 
@@ -134,19 +131,14 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
 @pytest.mark.parametrize(
     ("step", "changed", "settings", "verdict"),
     [
-        ({"loss": 0.0}, 0.99, {}, StageVerdict.PASSED),  # `max_grad_norm: 0`
-        ({"loss": 0.0, "grad_norm": float("nan")}, 0.99, {}, StageVerdict.FAILED),
-        ({"loss": float("inf"), "grad_norm": 0.1}, 0.99, {}, StageVerdict.FAILED),
-        ({"loss": 0.0, "grad_norm": float("inf")}, None, {"fp16": True}, StageVerdict.NOTED),  # the scale is found
-        ({"loss": 0.0, "grad_norm": 0.0}, None, {}, StageVerdict.FAILED),
-        ({"loss": 0.0, "grad_norm": 0.1}, 0.0, {}, StageVerdict.FAILED),
-        ({"loss": 0.0, "grad_norm": 0.1}, 0.2, {}, StageVerdict.NOTED),
-        (
-            {"loss": 0.0, "grad_norm": 0.1},
-            0.2,
-            {"optim": "adamw_torch_8bit"},
-            StageVerdict.PASSED,
-        ),  # by chance, on average
+        ({"loss": 0.0}, 0.99, {}, PASSED),  # `max_grad_norm: 0`
+        ({"loss": 0.0, "grad_norm": float("nan")}, 0.99, {}, FAILED),
+        ({"loss": float("inf"), "grad_norm": 0.1}, 0.99, {}, FAILED),
+        ({"loss": 0.0, "grad_norm": float("inf")}, None, {"fp16": True}, NOTED),  # the scale is found
+        ({"loss": 0.0, "grad_norm": 0.0}, None, {}, FAILED),
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.0, {}, FAILED),
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.2, {}, NOTED),
+        ({"loss": 0.0, "grad_norm": 0.1}, 0.2, {"optim": "adamw_torch_8bit"}, PASSED),  # by chance, on average
     ],
 )
 def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
@@ -157,7 +149,7 @@ def test_a_step_that_moves_no_weights_is_seen(step, changed, settings, verdict):
     assert all(each.remedy for each in findings.items)
 
 
-@pytest.mark.parametrize(("peak", "verdict"), [(67.0, StageVerdict.PASSED), (69.0, StageVerdict.NOTED)])
+@pytest.mark.parametrize(("peak", "verdict"), [(67.0, PASSED), (69.0, NOTED)])
 def test_a_card_that_is_nearly_full_at_the_peak_is_noted(monkeypatch, peak, verdict):
     """Of 80 GiB, 60 are free now and PyTorch has 10: another 10 are used outside of it, and 70 could be used."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))

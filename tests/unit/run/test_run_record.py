@@ -106,11 +106,8 @@ def test_no_key_is_written(tmp_path):
     argv += ["--hub-token=secret-3", "--hub_model_id", "https://me:secret-4@hub/a"]
     argv += ["--generation_kwargs", '{"extra": {"accessToken": "secret-a", "headers": {"x-api-key": "secret-b"}}}']
     argv += ["--run_name", "http://hub/a?part=1&accessToken=secret-c#b"]
-    environment = {
-        "OPENAI_API_KEY": "secret-5",
-        "OPENAI_API_KEY_2": "secret-6",
-        "HTTPS_PROXY": "http://me:secret-7@p:1",
-    }
+    environment = {"OPENAI_API_KEY": "secret-5", "OPENAI_API_KEY_2": "secret-6"}
+    environment |= {"HTTPS_PROXY": "http://me:secret-7@p:1"}
     environment |= {"AUTHORIZATION": "Bearer secret-8", "MYSQL_PWD": "secret-9", "SOME_KEY": ["secret-10"]}
     folder = record(tmp_path / "run", argv, environment)
     texts = (folder / SETTINGS_FILE).read_text() + (folder / RUN_FILE).read_text()
