@@ -40,10 +40,8 @@ def score(config, tmp_path, completions, rows=None, **settings):
 
 
 def built(config, tmp_path, rows=None, **settings):
-    urls = (config.rag_base_url, config.judge_base_url or "")
-    return build_reward(
-        config, prepare_reward(config, BRANCHES), rows or [row()], *urls, output_dir=tmp_path, **settings
-    )
+    parts, urls = prepare_reward(config, BRANCHES), (config.rag_base_url, config.judge_base_url or "")
+    return build_reward(config, parts, rows or [row()], *urls, output_dir=tmp_path, **settings)
 
 
 def warmed_up(reward):

@@ -58,11 +58,7 @@ ROOT = Path(__file__).parents[3]
                 "rollouts     salesrl_trl.generation.sampler.WholeBatch, up to 64 new tokens, temperature 1",
             ],
         ),
-        (
-            "full",
-            ["--kl_law", "fixed"],
-            ["KL band 0.1 to 0.3 nats a token, coefficient fixed"],
-        ),
+        ("full", ["--kl_law", "fixed"], ["KL band 0.1 to 0.3 nats a token, coefficient fixed"]),
     ],
     ids=["as it stands", "own policy with LoRA", "own services", "own parts", "fixed coefficients"],
 )  # fmt: skip
