@@ -41,8 +41,7 @@ from salesrl_trl.preflight.stage import PreflightStage
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 check_memory = functools.partial(command.main, None)
-CHEAP = runner.STAGES[:4]
-"""Those that ask no service and load no model."""
+CHEAP = runner.STAGES[:4]  # those that ask no service and load no model
 
 
 @pytest.fixture(autouse=True)

@@ -33,8 +33,7 @@ from salesrl_trl.types import Verdict as Scores
 PASSED, NOTED, FAILED = StageVerdict.PASSED, StageVerdict.NOTED, StageVerdict.FAILED
 SECRET = "my card number is 4111"
 TRAINING = {"num_generations": 8, "min_valid_reward_fraction": 0.5}
-RIGHT = ("2,400 yuan for 24 lessons, on", "前5节内可以退还剩余课程的学费，退款")
-"""Words of the right answers."""
+RIGHT = ("2,400 yuan for 24 lessons, on", "前5节内可以退还剩余课程的学费，退款")  # words of the right answers
 
 
 @pytest.fixture
