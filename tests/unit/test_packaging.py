@@ -348,7 +348,9 @@ class Bench:
         """What `pip` or `uv` does, in shell. `None`: it is not installed."""
         for tool, shell in tools.items():
             path = self.here / f"{tool}-does"
-            path.unlink(missing_ok=True) if shell is None else path.write_text(shell, encoding="utf-8")
+            path.write_text(shell or "", encoding="utf-8")
+            if shell is None:
+                path.unlink()
 
     @contextmanager
     def running(self, script: str = "scripts/install.sh", **changes: str) -> Iterator["subprocess.Popen[str]"]:
@@ -381,8 +383,8 @@ class Bench:
         """For when no install is running."""
         (self.here / "calls").unlink(missing_ok=True)
 
-    def torch_is_on_its_way(self) -> bool:
-        return any("torch==" in call for call in self.calls())
+    def wait_for_torch(self) -> None:
+        wait_until(lambda: any("torch==" in call for call in self.calls()), "torch is being installed")
 
     @property
     def stamp(self) -> Path:
@@ -598,7 +600,7 @@ def test_an_install_that_failed_carries_on_in_the_same_environment(bench: Bench)
 def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(bench: Bench) -> None:
     bench.does(uv="exec sleep 600\n")
     with bench.running() as process:
-        wait_until(bench.torch_is_on_its_way, "torch is being installed")
+        bench.wait_for_torch()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=QUICK_S)
 
@@ -618,7 +620,7 @@ def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench: B
     gate = bench.here / "gate"
     bench.does(uv=f'while [ ! -e "{gate}" ]; do sleep 0.05; done\n')
     with bench.running() as first:
-        wait_until(bench.torch_is_on_its_way, "torch is being installed")
+        bench.wait_for_torch()
         with bench.running() as second:
             assert second.stdout is not None
             assert "waiting for it" in second.stdout.readline()
