@@ -50,7 +50,6 @@ class JudgeProviderConfig:
 
     @property
     def has_price(self) -> bool:
-        """Whether its tokens cost something."""
         return self.usd_per_million_prompt_tokens > 0 or self.usd_per_million_completion_tokens > 0
 
     def __post_init__(self) -> None:

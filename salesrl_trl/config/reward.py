@@ -215,7 +215,9 @@ class RewardConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         self._check_replay()
+        self._check_action()
         self.parsed_attempts()
+        providers = self.parsed_judge_providers()
         check(
             self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
             "`knowledge_file` is given beside `rag_base_url`: only the embedded RAG service reads it. Expected one of "
@@ -223,7 +225,6 @@ class RewardConfig:
         )
         for kind in self.verbose:
             check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
-        self._check_action()
         check(
             self.judge_providers is None or self.judge_base_url is None,
             "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
@@ -234,11 +235,6 @@ class RewardConfig:
             "`judge` is given beside `judge_base_url`, `judge_providers` or `judge_api_key_env`. Expected one kind of "
             "judge: a class of your own needs no address and no key.",
         )
-        self._check_budget(self.parsed_judge_providers())
-        self.parsed_branch_weights()
-
-    def _check_budget(self, providers: list[JudgeProviderConfig]) -> None:
-        """Refuse limits that limit nothing."""
         for name in ("max_calls", "max_usd"):
             check(
                 getattr(self, name) is None or self.uses_services,
@@ -250,6 +246,7 @@ class RewardConfig:
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
+        self.parsed_branch_weights()
 
     def parsed_attempts(self) -> dict[str, int]:
         """The attempts of a call, by service: `rag` and `judge`."""

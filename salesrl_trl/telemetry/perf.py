@@ -1,7 +1,5 @@
-"""Time, throughput, utilisation and memory: how the ranks' sums become figures, and the peaks of chips.
-
-Pure arithmetic, for `instruments`, which measures the sums. `names` owns the tags.
-"""
+"""Time, throughput, utilisation and memory: how the ranks' sums, which `instruments` measures, become figures, and the
+peaks of chips."""
 
 import math
 import re
@@ -44,13 +42,11 @@ MAKESPAN = "makespan"
 EXPOSED = "exposed"
 """Those seconds of the makespan in which the trainer waited."""
 BATCHES = "batches"
-"""Batches that were scored."""
 FLOPS = "flops"
-"""FLOPs of the policy's forward and backward passes; NaN where unknown."""
+"""Of the policy's forward and backward passes; NaN where unknown."""
 TOKENS = "tokens"
 """Prompt and completion tokens that were trained on, without padding."""
 SAMPLES = "samples"
-"""Completions that were trained on."""
 COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *MEMORY)
 """The order in which sums travel between ranks."""
 
@@ -120,11 +116,8 @@ def _mean(ranks: Sequence[Sums], name: str) -> float:
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float:
-    """Model FLOPs utilisation, a share of 1: `flops / (seconds * peak)`. NaN if it is unknown.
-
-    A share above 1 is impossible: peak, time or FLOPs are wrong. It becomes NaN. With a known peak, a positive time
-    and a finite number of FLOPs, NaN has no other cause, so that the caller can warn.
-    """
+    """Model FLOPs utilisation, a share of 1: `flops / (seconds * peak)`. NaN if it is unknown, or above 1, which is
+    impossible: peak, time or FLOPs are wrong."""
     if peak is None or not peak > 0 or not seconds > 0:
         return math.nan
     share = flops / (seconds * peak)
@@ -181,9 +174,7 @@ version have another peak."""
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Peak of a chip in FLOP/s with dense bf16; `None` for a chip that the table does not have.
-
-    The name is that of `torch.cuda.get_device_name()`, for example "NVIDIA H100 80GB HBM3".
-    """
+    """Peak of a chip in FLOP/s with dense bf16, by `torch.cuda.get_device_name()`; `None` for one that the table does
+    not have."""
     name = device_name.removeprefix("NVIDIA ")
     return next((peak.flops for peak in PEAK_BF16_FLOPS if re.fullmatch(peak.name, name)), None)

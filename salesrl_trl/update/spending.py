@@ -1,14 +1,10 @@
-"""What a run has spent: its figures, with a forecast, and its messages.
-
-Reads the account that the rewards' processes write. `components` asks for the figures, `run_control` for the words.
-"""
+"""What a run has spent by the account that the rewards' processes write: figures with a forecast, and messages."""
 
 import logging
-from collections.abc import Sequence
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import BUDGET_CALLS, BUDGET_FORECAST, BUDGET_USD
-from salesrl_trl.reward.service.budget import Account, Budget, Limit, read_account
+from salesrl_trl.reward.service.budget import Account, Budget, read_account
 from salesrl_trl.telemetry.step_lines import calls_and_usd
 
 logger = logging.getLogger(__name__)
@@ -33,12 +29,9 @@ class Spending:
         return self._account
 
     def figures(self, step: int, last_step: int) -> dict[str, float]:
-        """The figures of a log line after `step` optimizer steps.
-
-        The forecast is the largest of all limits, with u: used by now, and u_0: used at the run's first line.
-
-            forecast = (u + (u - u_0) / (step - step_0) * (last_step - step)) / limit
-        """
+        """The figures of a log line after `step` optimizer steps. The forecast is the largest of all limits, with u
+        used by now and u_0 used at the run's first line: (u + (u - u_0) / (step - step_0) * (last_step - step)) /
+        limit."""
         if self._budget is None:
             return {}
         account = self.account()
@@ -54,15 +47,11 @@ class Spending:
         return figures
 
     def reported(self) -> str:
+        """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
         account = self.account()
-        return reported(account, account.reached(self._limits))
+        total, reached = account.total(), account.reached(self._limits)
+        names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
+        return f"{calls_and_usd(total.calls, total.usd)} were spent; reached: {names}"
 
     def is_reached(self) -> bool:
         return bool(self.account().reached(self._limits))
-
-
-def reported(account: Account, reached: Sequence[Limit]) -> str:
-    """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
-    total = account.total()
-    names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
-    return f"{calls_and_usd(total.calls, total.usd)} were spent; reached: {names}"

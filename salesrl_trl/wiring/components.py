@@ -1,10 +1,7 @@
 """The components of a trainer, built and connected, and what they use of TRL's trainer (`Hooks`).
 
-Owns the order in which they are built, which one gets which, the sum of the KL over ranks, and what happens when a
-run fails. Holds no trainer. The trainer, its only user, builds one of these:
-
-1. `Components`, before TRL's trainer is built: what needs settings alone.
-2. `connect`, after it is built: what generates and scores by TRL's own methods.
+Owns the order in which they are built, which one gets which, the sum of the KL over ranks, and what happens when a run
+fails. Holds no trainer. The trainer builds `Components` before TRL's own, and calls `connect` after it.
 """
 
 import contextlib

@@ -7,7 +7,6 @@ import pytest
 
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.judge import JudgeProviderConfig
-from salesrl_trl.config.machine import Settled
 from salesrl_trl.config.rollouts import why_in_trls_order, why_not_divisible
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
@@ -79,7 +78,7 @@ def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
 
 
 def test_weights_in_training_are_not_turned_into_16_bits(monkeypatch):
-    monkeypatch.setattr("salesrl_trl.config.training.settle", lambda *_: Settled(True, True, False, []))  # as on a GPU
+    monkeypatch.setattr("salesrl_trl.config.training.settle", lambda *_: (True, True, False, []))  # as on a GPU
     with pytest.raises(ConfigError, match="turns the weights in training into 16 bits"):
         training(use_transformers_continuous_batching=True)
 

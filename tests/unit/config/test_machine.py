@@ -61,14 +61,14 @@ def test_a_precision_is_a_wish(gpus, count, capability, wish, expected, note):
     gpus(count, capability)
     settled = settle(**wish)
     assert settled[:3] == expected
-    assert note in " ".join(settled.notes)
-    assert bool(settled.notes) == bool(note)
+    assert note in " ".join(settled[3])
+    assert bool(settled[3]) == bool(note)
 
 
 def test_accelerate_on_the_cpu_keeps_a_run_there_beside_an_idle_gpu(gpus, monkeypatch):
     gpus(1)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    assert settle(False, False, False).use_cpu
+    assert settle(False, False, False)[0]
 
 
 def test_on_a_cpu_deepspeed_compiles_nothing_at_the_start_and_that_is_said(gpus, monkeypatch):
@@ -80,7 +80,7 @@ def test_on_a_cpu_deepspeed_compiles_nothing_at_the_start_and_that_is_said(gpus,
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     builder = deepspeed.ops.op_builder.cpu.ShareMemCommBuilder
     monkeypatch.setattr(builder, "load", lambda self: pytest.fail("it was compiled"))
-    assert "are left out: gloo's do" in " ".join(settle(True, False, False).notes)
+    assert "are left out: gloo's do" in " ".join(settle(True, False, False)[3])
     backend = importlib.import_module("deepspeed.comm.torch")
     monkeypatch.setattr(backend, "get_accelerator", CPU_Accelerator)
     assert backend.build_shm_op() is None
@@ -97,19 +97,17 @@ def test_accelerates_precision_becomes_the_recipes(gpus, monkeypatch, told, wish
     settled = settle(False, wish, False)
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == then
     assert os.environ["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage,gradient_clipping"
-    assert ["not used" in note for note in settled.notes] == ([] if told in ("no", then) else [True])
+    assert ["not used" in note for note in settled[3]] == ([] if told in ("no", then) else [True])
 
 
 def test_accelerates_precision_is_not_dropped_on_a_cpu_without_a_word(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert settle(False, None, False).notes == [
+    assert settle(False, None, False)[3] == [
         "accelerate's configuration has mixed_precision bf16: not used, this run is on a CPU"
     ]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert settle(False, True, False).notes == [
-        "precision: float32. The settings ask for bf16, and this run is on a CPU"
-    ]
+    assert settle(False, True, False)[3] == ["precision: float32. The settings ask for bf16, and this run is on a CPU"]
 
 
 def test_more_processes_than_gpus_are_refused_before_cuda_is(gpus, monkeypatch):
