@@ -1,9 +1,7 @@
 """The checkpoints of a run: written beside the others, put in place when they are whole, deleted when they are old.
 
-Owns the way of a checkpoint into the output folder, the package's own files in it, and the choice of the one that a
-run goes on from. A run that stopped inside a generation batch resumes with the completions that it had not trained on,
-and with `save_rollouts` with those that were generated ahead. Refuses to decide when one is saved: transformers does.
-`whole` owns the manifest, and `identity` says whether a checkpoint is of this run. The trainer calls `Keeper`.
+A run that stopped inside a generation batch resumes with the completions that it had not trained on, and with
+`save_rollouts` with those that were generated ahead.
 """
 
 import os
@@ -32,8 +30,7 @@ from salesrl_trl.update.ranks import on_any_rank
 
 logger = get_logger(__name__)
 
-Batches = list[dict[str, object]]
-"""The slices of a generation batch, as TRL keeps them."""
+Batches = list[dict[str, object]]  # the slices of a generation batch, as TRL keeps them
 
 
 class Keeper:

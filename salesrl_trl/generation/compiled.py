@@ -1,8 +1,7 @@
 """The folder of compiled code: kernels and graphs that later starts load in place of compiling them again.
 
-Owns the environment variables that name it, and the notes about the engines that were compiled. The settings, the
-banner and the warming call it. Compiles nothing: vLLM, torch, Triton, FlashInfer and CUDA's driver write the files.
-Standard library only.
+Owns the environment variables that name it, and the notes about engines that were compiled. vLLM, torch, Triton,
+FlashInfer and CUDA's driver write the files. Standard library only.
 """
 
 import contextlib
@@ -16,8 +15,7 @@ from typing import NamedTuple
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir, installed
 
-AUTO = "auto"
-"""The setting for `compiled` in the package's cache folder."""
+AUTO = "auto"  # `compiled` in the package's cache folder
 FOLDERS = {
     "VLLM_CACHE_ROOT": "vllm",  # torch.compile's results of the engine, what is known of a model's class, autotuning
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -35,7 +33,6 @@ class FolderContent(NamedTuple):
     files: int
     mib: float
     engines: int
-    """Number of notes about engines that were compiled."""
 
     def __str__(self) -> str:
         if not self.files:
@@ -53,8 +50,7 @@ def folder_of(setting: str | None) -> Path | None:
 
 
 def use(folder: Path) -> None:
-    """Let all compilers of this process and its children keep results in the folder. `ConfigError` if it can't be
-    written."""
+    """Let all compilers of this process and its children keep results there. `ConfigError` if it can't be written."""
     try:
         for name in (*FOLDERS.values(), _ENGINES):
             (folder / name).mkdir(parents=True, exist_ok=True)

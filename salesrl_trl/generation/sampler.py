@@ -43,9 +43,9 @@ each of its completions, so that each of the B has one."""
 SAMPLING_FLAGS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
-"""Attributes of transformers' `GenerationConfig` that have no meaning without sampling."""
+"""Of transformers' `GenerationConfig`; they have no meaning without sampling."""
 SAMPLING_KWARGS = frozenset({"temperature", "top_p", "top_k", "min_p", "n", "best_of"})
-"""Entries of `generation_kwargs` that greedy sampling leaves out."""
+"""Of `generation_kwargs`; greedy sampling leaves them out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,6 @@
-"""The branches' KL inside TRL's loss.
+"""The branches' KL inside TRL's loss: the per-token penalty, and the sums behind figures and control.
 
-Owns the per-token penalty, the per-branch sums behind figures and control, and the object that brings the penalty into
-`GRPOTrainer._compute_loss`. Owns no normaliser: TRL has one for each `loss_type`. Called by `branched`.
+Owns no normaliser: TRL has one for each `loss_type`. Called by `branched`.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """What is trained on next: the order of prompts, micro-batches that are read ahead, and the generation batches among
-them that may be generated now.
-
-Owns the staleness bound. Knows no model. The pipeline generates.
-"""
+them that may be generated now. Owns the staleness bound. The pipeline generates."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,17 +1,8 @@
-"""Flash attention over a row with shared prefixes.
+"""Flash attention over a row with shared prefixes, by PyTorch's own kernels. Called by `shared_attention`.
 
-Owns how its two parts are joined, forward and backward. The kernels are PyTorch's own; nothing is compiled here.
-Called by `shared_attention`.
-
-A token of a segment sees its prefix, and its own segment up to itself. Both are attention over parts of various
-lengths, which flash attention computes without padding and without a mask:
-
-- each prefix and each segment sees itself, causally;
-- all segments of a group together see their prefix, without a mask.
-
-Two softmaxes over parts of the keys make one over all: each is weighted by its share of the normaliser. Backward,
-flash attention computes the probabilities anew from the normaliser that it is given. With the joined normaliser and
-the joined output, each part gives its share of the gradient (FlashAttention, Dao et al. 2022, appendix B.2).
+Each prefix and each segment sees itself, causally; all segments of a group together see their prefix, without a mask.
+Two softmaxes over parts of the keys make one over all: each is weighted by its share of the normaliser. Backward, each
+part gives its share of the gradient from the joined normaliser and output (Dao et al. 2022, appendix B.2).
 """
 
 from typing import Any

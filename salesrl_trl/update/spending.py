@@ -1,10 +1,11 @@
 """What a run has spent by the account that the rewards' processes write: figures with a forecast, and messages."""
 
 import logging
+from collections.abc import Sequence
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import BUDGET_CALLS, BUDGET_FORECAST, BUDGET_USD
-from salesrl_trl.reward.service.budget import Account, Budget, read_account
+from salesrl_trl.reward.service.budget import Account, Budget, Limit, read_account
 from salesrl_trl.telemetry.step_lines import calls_and_usd
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,15 @@ class Spending:
         return figures
 
     def reported(self) -> str:
-        """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
         account = self.account()
-        total, reached = account.total(), account.reached(self._limits)
-        names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
-        return f"{calls_and_usd(total.calls, total.usd)} were spent; reached: {names}"
+        return reported(account, account.reached(self._limits))
 
     def is_reached(self) -> bool:
         return bool(self.account().reached(self._limits))
+
+
+def reported(account: Account, reached: Sequence[Limit]) -> str:
+    """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
+    total = account.total()
+    names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
+    return f"{calls_and_usd(total.calls, total.usd)} were spent; reached: {names}"
