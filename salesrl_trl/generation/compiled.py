@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir, installed
@@ -27,18 +26,6 @@ FOLDERS = {
 _CONSTANT = {"VLLM_XLA_CACHE_PATH": "unused"}
 """vLLM before 0.26 makes this path, which lies under HOME, a part of the key of its compiled code."""
 _ENGINES = "engines"
-
-
-class FolderContent(NamedTuple):
-    files: int
-    mib: float
-    engines: int
-
-    def __str__(self) -> str:
-        if not self.files:
-            return "cold"
-        engines = f"{self.engines} compiled engine{'s' * (self.engines != 1)}"
-        return f"{self.files} files, {self.mib:.0f} MiB, {engines}"
 
 
 def folder_of(setting: str | None) -> Path | None:
@@ -65,12 +52,14 @@ def use(folder: Path) -> None:
     os.environ |= {name: str(folder / subfolder) for name, subfolder in FOLDERS.items()} | _CONSTANT
 
 
-def content_of(folder: Path) -> FolderContent:
-    files = [os.path.join(path, name) for path, _, names in os.walk(folder) for name in names]
-    engines = sum(Path(file).parent == folder / _ENGINES for file in files)
-    return FolderContent(
-        len(files), sum(os.path.getsize(file) for file in files if os.path.isfile(file)) / 2**20, engines
-    )
+def content_of(folder: Path) -> str:
+    """`12 files, 34 MiB, 1 compiled engine`, or `cold`."""
+    files = [Path(path, name) for path, _, names in os.walk(folder) for name in names]
+    if not files:
+        return "cold"
+    mib = sum(file.stat().st_size for file in files if file.is_file()) / 2**20
+    engines = sum(file.parent == folder / _ENGINES for file in files)
+    return f"{len(files)} files, {mib:.0f} MiB, {engines} compiled engine{'s' * (engines != 1)}"
 
 
 def has_engine(folder: Path, engine: Mapping[str, object]) -> bool:

@@ -40,6 +40,7 @@ TokenSource = Callable[[list[list[int]], int], Tokens]
 """From token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is repeated for
 each of its completions, so that each of the B has one."""
 
+Ask = Callable[[Sequence[object], Finished], Requests]
 SAMPLING_FLAGS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
@@ -134,10 +135,6 @@ class Generate(Protocol):
 
     def __call__(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
         """Generate one completion for each of B prompts. `tokens` takes the place of TRL's engines."""
-
-
-class Ask(Protocol):
-    def __call__(self, prompts: Sequence[object], finished: Finished) -> Requests: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

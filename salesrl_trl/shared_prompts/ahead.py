@@ -122,8 +122,9 @@ class Ahead:
         if count == 1:
             return self._prompts.of(model, own, groups, **wanted)
         batch = Columns(batch.ids[: count * size], batch.mask[: count * size], batch.width)
-        ends_update = count == self._left + 1
-        with _syncing(model) if ends_update else contextlib.nullcontext():
+        # A pass through DDP prepares for the backward pass that sums over ranks: the update's last one.
+        syncs = count == self._left + 1 and hasattr(model, "require_backward_grad_sync")
+        with patched(model, "require_backward_grad_sync", True) if syncs else contextlib.nullcontext():
             logps, entropies, _ = self._prompts.of(model, batch, groups, compute_entropy=True)
         assert entropies is not None
         (first_logps, first_entropies), *rest = _divided(logps, entropies, size)
@@ -152,9 +153,3 @@ def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tu
     waiting = [tensor.detach().requires_grad_() for pair in firsts for tensor in pair]
     joined = _Joined.apply(*last, waiting, *(tensor for pair in firsts for tensor in pair))  # type: ignore[no-untyped-call]
     return [*zip(waiting[::2], waiting[1::2], strict=True), joined]
-
-
-def _syncing(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """While active, a pass through DDP prepares for the backward pass that sums over ranks: the update's last one."""
-    flag = "require_backward_grad_sync"
-    return patched(model, flag, True) if hasattr(model, flag) else contextlib.nullcontext()

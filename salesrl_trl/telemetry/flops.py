@@ -123,11 +123,8 @@ def model_flops(model: nn.Module) -> ModelFlops:
 
 
 def _counts(model: nn.Module, layers: nn.ModuleList, rows: Sequence[Sequence[nn.Module]]) -> torch.Tensor:
-    """FLOPs of a forward and backward pass through these layers alone, shape (4,), float64.
-
-    Of a sequence with one completion token, of one twice and one thrice as long, and of the first one with two
-    completion tokens.
-    """
+    """FLOPs of a forward and backward pass through these layers alone, shape (4,), float64: of a sequence with one
+    completion token, of one twice and one thrice as long, and of the first one with two completion tokens."""
     del layers[:]
     layers.extend(itertools.chain.from_iterable(rows))
     counts = []
@@ -165,10 +162,8 @@ def _config(base: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """By layer, the number of tokens that a token sees; `None` for all.
-
-    In configs without `layer_types` (Mistral, Phi-3), `sliding_window` applies to every layer.
-    """
+    """By layer, the number of tokens that a token sees; `None` for all. In configs without `layer_types` (Mistral,
+    Phi-3), `sliding_window` applies to every layer."""
     width = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     alike = "full_attention" if width is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [alike] * config.num_hidden_layers

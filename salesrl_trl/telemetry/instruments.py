@@ -172,11 +172,8 @@ class Instruments:
         self.step += 1
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
-        """The figures of the steps since the last call, over all ranks; a collective.
-
-        They are the same on every rank, except those of `names.MACHINE`, which are its own. Empty while nothing is
-        measured.
-        """
+        """The figures of the steps since the last call, over all ranks; a collective. They are the same on every rank,
+        except those of `names.MACHINE`, which are its own. Empty while nothing is measured."""
         if not self.timeline.enabled:
             return {}
         steps = self.timeline.drain_steps()

@@ -53,10 +53,8 @@ COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *M
 
 def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
     """Seconds per step and phase, and seconds of the rewards per batch: every name in `TIMES`, NaN if not measured.
-
     Phases are means over ranks, so that they sum to the step. The rewards' figures belong to the rank whose rewards
-    took longest, so that exposed and hidden sum to its makespan, `REWARD_SECONDS`. All ranks have the same steps.
-    """
+    took longest, so that exposed and hidden sum to its makespan, `REWARD_SECONDS`."""
     steps = ranks[0][STEPS]
     if not steps:
         return dict.fromkeys(TIMES, math.nan)
@@ -73,12 +71,9 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
 
 def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, float]:
     """Throughput of all ranks together, utilisation, and the memory of the fullest rank: every name in `THROUGHPUT`
-    and `MEMORY`, NaN where unknown. `peak_flops` is the peak of one device in bf16, in FLOP/s.
-
-    Both utilisations have the same numerator: the FLOPs that the policy's forward and backward passes need, without
-    recomputation, padding, generation and the other log-probs. `MFU_MODEL` divides by the peak over the time of these
-    passes, `MFU_STEP` by the peak over the time of the whole step.
-    """
+    and `MEMORY`, NaN where unknown. `peak_flops` is the peak of one device in bf16, in FLOP/s. `MFU_MODEL` divides the
+    FLOPs of the policy's forward and backward passes by the peak over their time, `MFU_STEP` by that over the whole
+    step."""
     seconds = {phase: _mean(ranks, phase) for phase in Phase}
     steps, wall = ranks[0][STEPS], sum(seconds.values())
     figures = dict.fromkeys((*THROUGHPUT, *MEMORY), math.nan)

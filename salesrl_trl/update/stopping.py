@@ -236,9 +236,23 @@ def spread_requests(requested: Callable[[], str | None], stop: Callable[[str], N
     # a connection of its own: others may wait on the existing one
     store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(PATIENCE)
-    over = threading.Event()
-    arguments = (store, f"salesrl_trl/stop/{number}", requested, stop, over)
-    thread = threading.Thread(target=_watch, args=arguments, name="stop notice", daemon=True)
+    key, over = f"salesrl_trl/stop/{number}", threading.Event()
+
+    def watch() -> None:
+        try:
+            while not over.wait(POLL_S):
+                reason = requested()
+                if reason is not None:
+                    store.set(key, reason)
+                    return
+                if store.check([key]):
+                    stop(store.get(key).decode())
+                    return
+        except RuntimeError as error:  # the first process is gone, so that collectives fail too
+            why = type(error).__name__
+            logger.warning(f"other processes can't be notified of a stop ({why}). They stop at the end of a step.")
+
+    thread = threading.Thread(target=watch, name="stop notice", daemon=True)
     thread.start()
     try:
         yield
@@ -261,25 +275,3 @@ def all_arrive(step: int) -> bool:
         return {store.get(key) for key in keys} == {str(step).encode()}
     except RuntimeError:  # in vain, or the process with the store is gone
         return False
-
-
-def _watch(
-    store: distributed_c10d.Store,
-    key: str,
-    requested: Callable[[], str | None],
-    stop: Callable[[str], None],
-    over: threading.Event,
-) -> None:
-    try:
-        while not over.wait(POLL_S):
-            reason = requested()
-            if reason is not None:
-                store.set(key, reason)
-                return
-            if store.check([key]):
-                stop(store.get(key).decode())
-                return
-    except RuntimeError as error:  # the first process is gone, so that collectives fail too
-        logger.warning(
-            f"other processes can't be notified of a stop ({type(error).__name__}). They stop at the end of a step."
-        )

@@ -5,7 +5,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 
-from salesrl_trl.checkpoint.keeper import load_rollouts, save_rollouts
+from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
@@ -139,6 +139,14 @@ def test_completions_of_earlier_weights_need_log_probs():
     assert len(seen) == 2  # of a sampler that generates at once they are computed at once
 
 
+def keeper(folder, sizes, in_flight):
+    args = SimpleNamespace(
+        output_dir=str(folder), process_index=0, local_process_index=0, should_save=False, save_rollouts=True,
+        window=1, arrangement=sizes, device=torch.device("cpu"),
+    )  # fmt: skip
+    return Keeper(args, None, None, lambda: False, in_flight)
+
+
 def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_path):
     first = pipeline(Now(), lookahead=2)
     first.launch_due(0, 0)
@@ -150,9 +158,11 @@ def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_p
     # a step is undone: what it trains on comes again, and what it launched is no part of the checkpoint before it
     first.take(first._schedule._windows[0].inputs, 1, 1)
     assert list(first.in_flight(1, 1)) == [1, 2]
-    save_rollouts(tmp_path, 0, [1, 2], first.in_flight(1, 1))
-    kept = load_rollouts(tmp_path, 0, [1, 2], torch.device("cpu"))
-    assert load_rollouts(tmp_path, 0, [1, 3], torch.device("cpu")) == {}  # other batch sizes
+    saves, loads, differs = (keeper(tmp_path, sizes, first.in_flight) for sizes in ([1, 2], [1, 2], [1, 3]))
+    saves.add_parts(tmp_path, 1, 1, [])
+    assert loads.load_parts(tmp_path, 1) is differs.load_parts(tmp_path, 1) is None
+    kept = loads.drain_rollouts()
+    assert differs.drain_rollouts() == {}  # other batch sizes
 
     sampler = Now()
     second = pipeline(sampler, lookahead=2, kept={first - 1: each for first, each in kept.items()}, start=1)

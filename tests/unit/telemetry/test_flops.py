@@ -245,16 +245,9 @@ def test_weights_that_zero_3_took_away_count_in_full(flops_of_lora, monkeypatch)
     assert model_flops(model) == flops_of_lora
 
 
-def test_pairs_are_counted_by_hand():
-    # 1; 1 + 2 + 3 = 6; 5 * 6 / 2 = 15; none of an empty sequence
-    assert attention_pairs(torch.tensor([1, 3, 5, 0]), None).tolist() == [1, 6, 15, 0]
-    # Width 3: 1; 1 + 2 + 3; 1 + 2 + 3 + 3 + 3 = 12; none
-    assert attention_pairs(torch.tensor([1, 3, 5, 0]), 3).tolist() == [1, 6, 12, 0]
-
-
 def test_pairs_are_those_that_a_mask_lets_through():
     for window in (None, 1, 4, 9):
-        for length in (1, 4, 5, 12):
+        for length in (0, 1, 4, 5, 12):
             query, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
             seen = (key <= query) & (key > query - (window or length))  # transformers.masking_utils
             assert attention_pairs(torch.tensor([length]), window).item() == seen.sum().item()
@@ -277,12 +270,6 @@ def test_sums_of_ragged_sequences_are_those_of_a_loop():
     assert sums.tolist() == [20, 10, full, near]
     # 7 * 20 + 5 * 10 + 3 * (45 + 1 + 10 + 21) + 2 * (30 + 1 + 10 + 18)
     assert MIXED.total(sums.tolist()) == 140 + 50 + 3 * 77 + 2 * 59
-
-
-def test_sums_of_batches_add_up():
-    lengths, completions = torch.tensor([9, 1, 4, 6]), torch.tensor([3, 1, 0, 6])
-    halves = MIXED.sums(lengths[:2], completions[:2]) + MIXED.sums(lengths[2:], completions[2:])
-    assert halves.tolist() == MIXED.sums(lengths, completions).tolist()
 
 
 def test_a_prompt_that_went_with_another_completion_is_not_counted_again():
@@ -406,20 +393,11 @@ def test_a_chip_has_its_own_peak_by_the_name_that_it_says(name, peak):
 @pytest.mark.parametrize(
     "name",
     [
-        "Tesla V100-SXM2-32GB",
-        "Tesla T4",
-        "cpu",
-        "",
-        "AMD Radeon Graphics",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 3090 Ti",
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA A100-SXM-64GB",
-        "NVIDIA A10-24Q",
+        "Tesla V100-SXM2-32GB", "Tesla T4", "cpu", "", "AMD Radeon Graphics", "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM-64GB", "NVIDIA A10-24Q",
     ],
-)
+)  # fmt: skip
 def test_a_chip_or_a_slice_that_is_not_in_the_table_has_no_peak(name):
     assert peak_bf16_flops(name) is None
 
@@ -437,8 +415,15 @@ def test_utilisation_is_flops_over_what_the_time_allowed():
 
 @pytest.mark.parametrize(
     ("flops", "seconds", "peak"),
-    [(1e12, 1.0, None), (1e12, 0.0, 1e14), (1e12, -1.0, 1e14), (1e12, 1.0, 0.0), (1.01e14, 1.0, 1e14)],
-    ids=["unknown chip", "no time", "negative time", "no peak", "above the peak"],
+    [
+        (1e12, 1.0, None),
+        (math.nan, 1.0, 1e14),
+        (1e12, 0.0, 1e14),
+        (1e12, -1.0, 1e14),
+        (1e12, 1.0, 0.0),
+        (1.01e14, 1.0, 1e14),
+    ],
+    ids=["unknown chip", "unknown model", "no time", "negative time", "no peak", "above the peak"],
 )
 def test_a_share_that_is_unknown_or_cannot_be_is_no_number(flops, seconds, peak):
     assert math.isnan(mfu(flops, seconds, peak))

@@ -70,24 +70,18 @@ def test_a_figure_that_is_missing_is_no_number(value, text):
     assert figure(value) == text
 
 
-def test_a_line_comes_with_each_step_and_not_with_summaries(caplog):
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_line_comes_with_each_step_and_not_with_summaries_of_the_main_process(caplog, is_main):
     callback = StepLine(BRANCHES, ("openai",), dict)
-    state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=True)
+    state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=is_main)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         callback.on_train_begin(None, state, TrainerControl())
         callback.on_log(None, state, TrainerControl(), logs=LOGS)
         callback.on_log(None, state, TrainerControl(), logs={"train_runtime": 3.0})
-    assert [record.message.split()[0] for record in caplog.records] == ["[Step", "[Judge@step1]"]
+    assert [record.message.split()[0] for record in caplog.records] == ["[Step", "[Judge@step1]"] * is_main
 
 
 def test_a_step_without_a_difference_says_that_it_teaches_nothing():
     line = step_line(1, 2, {**LOGS, "frac_reward_zero_std": 1.0}, BRANCHES, {"not_json": 64}, 1.0)
     assert "failures not_json=64 | the rewards of each group are equal: nothing to learn from" in line
     assert "nothing to learn" not in step_line(1, 2, {**LOGS, "frac_reward_zero_std": 0.9}, BRANCHES, {}, 1.0)
-
-
-def test_only_the_main_process_speaks(caplog):
-    state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=False)
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        StepLine(BRANCHES, ("openai",), dict).on_log(None, state, TrainerControl(), logs=LOGS)
-    assert caplog.records == []
