@@ -6,12 +6,12 @@ branches.
 
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from salesrl_trl.config.checks import check, check_url, structure
-from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
+from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings, check_value
 from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError
@@ -261,8 +261,28 @@ class RewardConfig:
         return attempts
 
     def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
-        """`judge_providers`, checked; empty without any."""
-        return judge_providers_of(self.judge_providers)
+        """`judge_providers`, checked; empty without any. Raises `ConfigError` for an entry that lacks a field, has an
+        unknown one, or does not fit the others."""
+        if self.judge_providers is None:
+            return []
+        needed = {"name", "base_url", "model"}
+        known = {field.name for field in fields(JudgeProviderConfig)}
+        providers = []
+        for entry in structure("judge_providers", self.judge_providers, list):
+            check(isinstance(entry, dict), f"`judge_providers` holds a {type(entry).__name__}. Expected mappings.")
+            lacking, unknown = needed - entry.keys(), entry.keys() - known
+            check(
+                not lacking and not unknown,
+                f"a provider of `judge_providers` lacks {sorted(lacking)} and has unknown {sorted(unknown)}. Expected "
+                f"name, base_url and model, and perhaps {', '.join(sorted(known - needed))}.",
+            )
+            providers.append(JudgeProviderConfig(**entry))
+        names = [provider.name for provider in providers]
+        check(
+            bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
+            f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
+        )
+        return providers
 
     def parsed_branch_weights(self) -> dict[str, dict[str, float]]:
         """`branch_reward_weights`, checked without the branches; empty without any."""

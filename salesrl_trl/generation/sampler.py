@@ -1,15 +1,7 @@
 """From prompts to completions: the protocol of a generation engine, and TRL's own engines behind it.
 
-Owns how generation is started, when a completion is reported, and greedy sampling. Refuses to know what completions
-are for: rewards, KL and the schedule belong to other packages.
-
-| sampler | a completion is reported | the trainer waits |
-|---|---|---|
-| `WholeBatch` | never: all come with the result | in `start` |
-| `Streamed` | when it is finished | in `start` |
-| `Background` | when it is finished, from another thread | in `Handle.result` |
-
-Another engine is a class with the two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
+Owns how generation is started, when a completion is reported, and greedy sampling. Another engine is a class with the
+two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
 """
 
 import contextlib
@@ -206,7 +198,7 @@ class Ready:
 
 
 class WholeBatch:
-    """TRL's own generation (`_generate`), a whole batch at once."""
+    """TRL's own generation (`_generate`), a whole batch at once: none is reported before."""
 
     def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig) -> None:
         self._generate = generate

@@ -125,12 +125,9 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
-        """While active, report each completion as soon as it is finished.
-
-        `finished` is called with its place in the batch and its token ids: between two steps of a colocated engine, or
-        from another thread with a server. `size`: completions of this process. Those that tensor parallelism generates
-        for others are not reported.
-        """
+        """While active, report each completion as soon as it is finished. `finished` is called with its place in the
+        batch and its token ids: between two steps of a colocated engine, or from another thread with a server. `size`:
+        completions of this process. Those that tensor parallelism generates for others are not reported."""
         if self.mode != "server":
             with self._stepped(finished, size):
                 yield

@@ -38,20 +38,15 @@ class BranchPenalty:
     """Takes the place of the number `beta` in TRL's `_compute_loss`, for one micro-batch.
 
     TRL uses that number in two ways only (`tests/upstream` pins them): `beta != 0.0`, and `beta * per_token_kl` where
-    the KL joins the per-token loss. Here the product is the branches' penalty instead:
+    the KL joins the per-token loss. Here the product is the sum over branches b of beta_b * penalty_b, shape (B, T).
+    All that follows in the loss stays TRL's own. The policy's log-probs come from TRL's one forward pass, through
+    `record_logps`.
 
-        sum over branches b of beta_b * penalty_b        (B, T)
-
-    All that follows in the loss, the normaliser of each `loss_type` included, stays TRL's own. The policy's log-probs
-    come from TRL's one forward pass, through `record_logps`.
-
-    With `off_policy`, an earlier policy has sampled. The penalty is then also multiplied by a ratio: the policy at the
-    start of the step over that sampler. This is TRL's `importance_sampling_ratio`, with the bounds of the policy's
-    loss.
+    With `off_policy`, an earlier policy has sampled. The penalty is then also multiplied by the policy at the start of
+    the step over that sampler: TRL's `importance_sampling_ratio`, with the bounds of the policy's loss.
 
     `inputs` is TRL's micro-batch, with `branch_ids` of shape (B,). `shares` say by branch id how much the rewards of
-    each branch count. Every policy loss of TRL is in proportion to the advantages, so these are multiplied. Without
-    shares, or if all are 1, they stay untouched.
+    each branch count: advantages are multiplied, to which every policy loss of TRL is in proportion.
     """
 
     def __init__(
@@ -118,15 +113,12 @@ class BranchPenalty:
         self._weight = self._weight * (own if sampler_ratio is None else stale * own)
 
     def sums(self) -> torch.Tensor:
-        """The measured sums of each branch, without a gradient.
+        """The measured sums of each branch, without a gradient: shape (branches, 5), float64. Columns, as in `SUMS`:
 
-        Returns:
-            `torch.Tensor` of shape (branches, 5), float64. Columns, as in `SUMS`:
-
-            - the penalty without its coefficient, and k1, both in nats;
-            - the number of tokens whose log-ratio lies beyond the clamp, and of all tokens;
-            - the weights of the tokens, by which the sums of both KLs are divided. On-policy a weight is 1, otherwise
-              the ratio to the sampler, and 0 for a token that TRL's correction removes.
+        - the penalty without its coefficient, and k1, both in nats;
+        - the number of tokens whose log-ratio lies beyond the clamp, and of all tokens;
+        - the weights of the tokens, by which the sums of both KLs are divided. On-policy a weight is 1, otherwise
+          the ratio to the sampler, and 0 for a token that TRL's correction removes.
         """
         log_ratio, clamp = self._log_ratio.detach(), self._settings.clamp
         clamped = log_ratio.abs() > (clamp or torch.inf)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from salesrl_trl.shared_prompts.row_layout import Layout
+from salesrl_trl.shared_prompts.row_layout import Bounds, Layout
 
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -32,7 +32,7 @@ def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     )
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: "Bounds", scale: float) -> tuple[Any, ...]:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float) -> tuple[Any, ...]:
     """PyTorch's kernel: output of shape (tokens, heads, channels), log of the normaliser of shape (heads, tokens),
     float32, and the state of its random generator."""
     q_bounds, k_bounds, most_q, most_k, is_causal = bounds
@@ -49,7 +49,7 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     normaliser: torch.Tensor,
-    bounds: "Bounds",
+    bounds: Bounds,
     state: tuple[torch.Tensor, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,19 +58,6 @@ def backward(
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, normaliser, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, *state, scale=scale
     )
-
-
-Bounds = tuple[torch.Tensor, torch.Tensor, int, int, bool]
-"""Where the parts of queries and of keys begin and end (int32), the longest of both, and whether it is causal."""
-
-
-def _own(layout: Layout) -> Bounds:
-    bounds, most = layout.parts
-    return bounds, bounds, most, most, True
-
-
-def _crossing(layout: Layout) -> Bounds:
-    return (*layout.crossings, False)
 
 
 class SharedFlash(torch.autograd.Function):
@@ -82,12 +69,12 @@ class SharedFlash(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
     ) -> torch.Tensor:
         out: torch.Tensor
-        out, normaliser, *state = forward(query, key, value, _own(layout), scale)
+        out, normaliser, *state = forward(query, key, value, layout.parts, scale)
         crossing_state: list[torch.Tensor] = []
         if layout.prefixes:
             head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
             far, far_normaliser, *crossing_state = forward(
-                query[head:tail], key[:head], value[:head], _crossing(layout), scale
+                query[head:tail], key[:head], value[:head], layout.crossings, scale
             )
             near, near_normaliser = out[head:tail], normaliser[:, head:tail]
             joined = torch.logaddexp(near_normaliser, far_normaliser)  # (heads, tokens)
@@ -102,12 +89,12 @@ class SharedFlash(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, normaliser, *states = ctx.saved_tensors
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
-        own = backward(grad, query, key, value, out, normaliser, _own(layout), tuple(states[:2]), scale)
+        own = backward(grad, query, key, value, out, normaliser, layout.parts, tuple(states[:2]), scale)
         if layout.prefixes:
             head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
             crossing = backward(
                 grad[head:tail], query[head:tail], key[:head], value[:head], out[head:tail],
-                normaliser[:, head:tail].contiguous(), _crossing(layout), tuple(states[2:]), scale,
+                normaliser[:, head:tail].contiguous(), layout.crossings, tuple(states[2:]), scale,
             )  # fmt: skip
             for total, part, rows in zip(own, crossing, (slice(head, tail), slice(head), slice(head)), strict=True):
                 total[rows] += part

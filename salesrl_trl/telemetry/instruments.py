@@ -65,11 +65,7 @@ class Instruments:
     """
 
     def __init__(
-        self,
-        settings: InstrumentSettings,
-        device: torch.device,
-        output_dir: Path,
-        recorder: Recorder | None = None,
+        self, settings: InstrumentSettings, device: torch.device, output_dir: Path, recorder: Recorder | None = None
     ) -> None:
         self.recorder = recorder
         self.timeline = Timeline(clock_of(device), perf.OPAQUE_PHASES)
@@ -270,11 +266,7 @@ class StepMarks(TrainerCallback):
     before the first mark of a run, after it, and when the run has ended."""
 
     def __init__(
-        self,
-        instruments: Instruments,
-        prepare: Callable[[], None],
-        begin: Callable[[], None],
-        end: Callable[[], None],
+        self, instruments: Instruments, prepare: Callable[[], None], begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
         self._instruments = instruments
         self._prepare = prepare

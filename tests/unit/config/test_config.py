@@ -57,8 +57,6 @@ def test_the_defaults_work():
             {"branch_kl": {"fairness": {"beta": 0.1, "low": 0.2, "high": 0.1}}},
             "`branch_kl` of 'fairness': a KL band is 0.2 to 0.1",
         ),
-        ({"branch_kl": {"fairness": {"beta": 0.1, "low": -0.2, "high": 0.1}}}, "`low` is -0.2"),
-        ({"branch_kl": {"fairness": {"beta": 0.1, "beta_min": 1, "beta_max": 0.5}}}, "`beta_min` is 1"),
         (
             {"beta": 0.1, "branch_kl": {"fairness": {"beta": 0.1}, "hallucination": {"beta": 0.1}}},
             "`beta` has no effect",
@@ -88,14 +86,6 @@ def test_a_branch_that_is_not_named_has_the_coefficient_beta():
     assert list(targets) == ["fairness", "hallucination"]
     assert (targets["fairness"].beta, targets["fairness"].has_band) == (0.2, False)
     assert (targets["hallucination"].beta, targets["hallucination"].high) == (0.3, 0.15)
-
-
-def test_any_number_of_branches_has_a_coefficient_each():
-    branches = ["a", "b", "c"]
-    targets = training(branches=branches, branch_kl={name: {"beta": 0.1 * i} for i, name in enumerate(branches, 1)})
-    assert {name: target.beta for name, target in targets.kl_targets().items()} == pytest.approx(
-        {"a": 0.1, "b": 0.2, "c": 0.3}
-    )
 
 
 def test_no_coefficient_is_no_kl():
@@ -146,16 +136,10 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
     training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"vllm_engine_kwargs": {"quantization": "int3"}}, "Expected one of"),
-        ({"vllm_engine_kwargs": {"quantization": "fp8_per_channel"}}, "Expected none, or a GPU"),  # this is a CPU
-    ],
-)
-def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it(given, expected):
-    with pytest.raises(ConfigError, match=expected):
-        training(use_vllm=True, **given)
+def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it():
+    for quantization, expected in (("int3", "Expected one of"), ("fp8_per_channel", "Expected none, or a GPU")):
+        with pytest.raises(ConfigError, match=expected):  # this is a CPU
+            training(use_vllm=True, vllm_engine_kwargs={"quantization": quantization})
 
 
 def test_a_temperature_alone_reshapes_nothing():
@@ -236,16 +220,9 @@ def test_every_number_and_switch_of_the_package_is_of_its_type():
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "user:sk-1@host",
-        "http://user:sk-1@host",
-        "http://user:sk-1/@host",
-        "http://sk-1:x/v1",
-        "http://user:sk-1%40host",
-        "http://host/v1?key=sk-1",
-        "sk-1",
-    ],
-)
+    ["user:sk-1@host", "http://user:sk-1@host", "http://user:sk-1/@host", "http://sk-1:x/v1",
+     "http://user:sk-1%40host", "http://host/v1?key=sk-1", "sk-1"],
+)  # fmt: skip
 def test_an_address_that_is_refused_is_not_shown(address):
     """A key may stand in it."""
     for setting in (

@@ -15,12 +15,8 @@ from salesrl_trl.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _launched_alone(monkeypatch):
-    for name in (
-        "ACCELERATE_USE_CPU",
-        "ACCELERATE_MIXED_PRECISION",
-        "ACCELERATE_CONFIG_DS_FIELDS",
-        "LOCAL_WORLD_SIZE",
-    ):
+    accelerates = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_CONFIG_DS_FIELDS")
+    for name in (*accelerates, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -40,26 +36,21 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "capability", "wish", "expected", "note"),
     [
-        (0, None, {"use_cpu": False, "bf16": True, "fp16": False}, (True, False, False), "on a CPU"),
-        (
-            0,
-            None,
-            {"use_cpu": False, "bf16": None, "fp16": True},
-            (True, False, False),
-            "ask for fp16, and this run is on a CPU",
-        ),
-        (0, None, {"use_cpu": False, "bf16": None, "fp16": False}, (True, False, False), ""),
-        (0, None, {"use_cpu": False, "bf16": False, "fp16": False}, (True, False, False), ""),
-        (1, (9, 0), {"use_cpu": False, "bf16": True, "fp16": False}, (False, True, False), ""),
-        (1, (9, 0), {"use_cpu": False, "bf16": None, "fp16": False}, (False, True, False), ""),
-        (1, (9, 0), {"use_cpu": False, "bf16": None, "fp16": True}, (False, False, True), ""),
-        (1, (9, 0), {"use_cpu": True, "bf16": True, "fp16": False}, (True, False, False), "on a CPU"),
-        (1, (7, 5), {"use_cpu": False, "bf16": True, "fp16": False}, (False, False, False), "which Tesla T4 lacks"),
+        (0, None, (False, True, False), (True, False, False), "on a CPU"),
+        (0, None, (False, None, True), (True, False, False), "ask for fp16, and this run is on a CPU"),
+        (0, None, (False, None, False), (True, False, False), ""),
+        (0, None, (False, False, False), (True, False, False), ""),
+        (1, (9, 0), (False, True, False), (False, True, False), ""),
+        (1, (9, 0), (False, None, False), (False, True, False), ""),
+        (1, (9, 0), (False, None, True), (False, False, True), ""),
+        (1, (9, 0), (True, True, False), (True, False, False), "on a CPU"),
+        (1, (7, 5), (False, True, False), (False, False, False), "which Tesla T4 lacks"),
     ],
 )
 def test_a_precision_is_a_wish(gpus, count, capability, wish, expected, note):
+    """Both are `use_cpu`, `bf16` and `fp16`."""
     gpus(count, capability)
-    settled = settle(**wish)
+    settled = settle(*wish)
     assert settled[:3] == expected
     assert note in " ".join(settled[3])
     assert bool(settled[3]) == bool(note)

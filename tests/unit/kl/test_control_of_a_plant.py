@@ -8,17 +8,7 @@ import pytest
 
 from benchmarks.kl_laws import FactorLaw, ZieglerLaw
 from benchmarks.kl_plant import TARGETS, run
-from benchmarks.kl_simulate import (
-    LAWS,
-    PLANTS,
-    courses,
-    fresh,
-    in_band,
-    main,
-    too_high,
-    undershoot,
-    until_back,
-)
+from benchmarks.kl_simulate import LAWS, PLANTS, courses, fresh, in_band, main, too_high, undershoot, until_back
 from salesrl_trl.kl.law import AdaptiveLaw
 
 RUNS = 60

@@ -17,9 +17,6 @@ def test_a_mean_weighs_by_count_and_a_maximum_is_kept_until_the_flush():
     assert all(math.isnan(figure) for figure in aggregates.flush().values())
 
 
-@pytest.mark.parametrize(
-    ("share", "value"),
-    [(0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.95, 4.0), (1.0, 4.0)],
-)
+@pytest.mark.parametrize(("share", "value"), [(0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.95, 4.0), (1.0, 4.0)])
 def test_a_percentile_is_the_value_at_or_below_which_the_share_lies(share, value):
     assert percentile([4.0, 1.0, 3.0, 2.0], share) == value

@@ -71,9 +71,8 @@ def test_the_services_behind_the_failures_are_named_with_their_places():
     places = {"rag_8b": "at http://rag", "judge": "model judge-32b at http://judge/v1"}
     control = control_of(1, places)
     skip(control)
-    assert "judge_http_500 3, deadline 1. judge is model judge-32b at http://judge/v1. A checkpoint" in str(
-        control.error
-    )
+    told = "judge_http_500 3, deadline 1. judge is model judge-32b at http://judge/v1. A checkpoint"
+    assert told in str(control.error)
 
 
 def test_one_that_counts_between_them_begins_the_count_anew(control):
