@@ -41,10 +41,8 @@ class Manifest:
     number: int
     """Orders the checkpoints of all runs of a folder, whatever the clock showed. 0 in a manifest without one."""
     processes: int
-    files: Mapping[str, tuple[int, str]]
-    """Bytes and digest of each file, by its name."""
-    has_optimizer: bool
-    """Whether it holds more than the model, so that a run can go on from it."""
+    files: Mapping[str, tuple[int, str]]  # bytes and digest of each file, by its name
+    has_optimizer: bool  # whether it holds more than the model, so that a run can go on from it
 
 
 def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None) -> None:

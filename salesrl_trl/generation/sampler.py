@@ -49,10 +49,8 @@ class Sampled:
     """Eight lists. Each has length B, or is empty."""
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     """TRL's figures of this generation. Logged with the step that trains on the batch."""
-    tokens: int = 0
-    """Tokens of prompts and completions on all ranks, as TRL counts them."""
-    span: Span | None = None
-    """The time of a generation in the background."""
+    tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
+    span: Span | None = None  # the time of a generation in the background
     vision: Mapping[str, Any] = field(default_factory=dict)
     """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and
     fields with a value for each token of a prompt, a list of B lists."""

@@ -32,13 +32,10 @@ class WindowSettings:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     branch: str
-    kl: float
-    """Of the window, in nats per token."""
+    kl: float  # of the window, in nats per token
     target: KLTarget
-    before: float
-    """Of the window, as asked for."""
-    after: float
-    """What the law asks for from the next step on."""
+    before: float  # of the window, as asked for
+    after: float  # what the law asks for from the next step on
 
     def __str__(self) -> str:
         place = "in" if self.target.contains(self.kl) else "outside"

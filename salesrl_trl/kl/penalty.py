@@ -24,12 +24,10 @@ _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logp
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PenaltySettings:
     estimator: str = "k3"
-    clamp: float = 10.0
-    """Largest log-ratio in nats before the exponential; 0 for no clamp."""
+    clamp: float = 10.0  # largest log-ratio in nats before the exponential; 0 for no clamp
     bias_correction: bool = True
     """Multiply by the importance ratio, as TRL does with `use_bias_correction_kl`."""
-    level: str = "token"
-    """TRL's `importance_sampling_level`: `token` or `sequence`."""
+    level: str = "token"  # TRL's `importance_sampling_level`: `token` or `sequence`
     off_policy: bool = False
     """Whether earlier weights may have sampled. Penalty and measured KL are then multiplied by the ratio to them."""
 

@@ -22,8 +22,7 @@ class ScoredBatch:
     """A batch of B rows that was answered and scored, in their order."""
 
     output: Tensors
-    completion_ids: Sequence[Sequence[int]]
-    """Tokens of each answer, with the one that ends it."""
+    completion_ids: Sequence[Sequence[int]]  # tokens of each answer, with the one that ends it
     rewards: Sequence[Reward]
 
 

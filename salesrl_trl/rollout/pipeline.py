@@ -28,8 +28,7 @@ class Rollout:
 
     inputs: list[Example]  # B rows
     rewards: RewardBatch
-    step: int
-    """Optimizer steps that the weights had taken which sampled them."""
+    step: int  # optimizer steps that the weights had taken which sampled them
     is_trained_on: bool
     handle: Handle | None = None
     """The generation. `None` where TRL generates inside its own scoring."""
@@ -41,8 +40,7 @@ class Rollout:
     repeated."""
     is_corrected_at_step: bool = False
     """Whether the pass that trains gives the old log-probs. `logps` then has NaN for them."""
-    groups: ScoredGroups | None = None
-    """Set while the batch is trained on part by part."""
+    groups: ScoredGroups | None = None  # set while the batch is trained on part by part
     result: BatchResult | None = None
     completions: Sequence[Completion] = ()
     """The completions as TRL has them, B of them, once it has asked for their rewards."""
@@ -50,8 +48,7 @@ class Rollout:
     """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
     failed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
-    is_in_parts: bool = False
-    """Whether TRL has gone over the batch before all rewards were in."""
+    is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in
     group: int = 1
     """Completions of a prompt. They are neighbours."""
     is_reported: bool = False
@@ -77,8 +74,7 @@ class Rollout:
 class KeptRollouts:
     """A rollout of an earlier start of the run."""
 
-    rows: list[int]
-    """The row of each of the B completions, by the numbers of `keys_of`."""
+    rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
     step: int
     sampled: Sampled
     behaviour_logps: torch.Tensor | None
@@ -94,22 +90,18 @@ class Pipeline:
     timeline: Timeline
     decode: Callable[[Sequence[int]], str]
     """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
-    window: int
-    """Micro-steps between two generation batches."""
-    lookahead: int
-    """Optimizer steps that rollouts may be ahead."""
+    window: int  # micro-steps between two generation batches
+    lookahead: int  # optimizer steps that rollouts may be ahead
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
-    record_span: Callable[[Span], None]
-    """Gets the time of a generation that went on beside training."""
+    record_span: Callable[[Span], None]  # gets the time of a generation that went on beside training
     group: Callable[[], int] = lambda: 1
     """Completions of a prompt at the moment, in training or in an evaluation."""
     reward_arguments: Callable[[], Mapping[str, object]] = dict
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
     inside_trl: bool = False
     """Whether TRL generates inside its own scoring: completions with tools, and prompts from an environment."""
-    dataloader: Iterable[object] = ()
-    """What training goes through once, and then perhaps once more."""
+    dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _taken: dict[int, Rollout] = field(default_factory=dict)
 

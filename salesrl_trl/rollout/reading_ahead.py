@@ -21,10 +21,8 @@ Update = tuple[MicroBatches, object]
 class GenerationWindow(Generic[R]):
     """A generation batch to come."""
 
-    first: int
-    """Micro-step at which it is first trained on."""
-    update: int
-    """Optimizer steps done by then."""
+    first: int  # micro-step at which it is first trained on
+    update: int  # optimizer steps done by then
     inputs: list[Example]
     rollout: R | None = None
 

@@ -80,8 +80,7 @@ class RolloutScoring:
     score: Callable[[Rollout], Output]
     advantages: Callable[[], MutableSequence[float]]
     """This column of TRL's table of completions, whose last rows are those of the batch."""
-    rollout: Rollout | None = None
-    """The rollout that TRL is at work on; `None` in between."""
+    rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
     in_parts: bool = False
     """Whether the generation batch in training was begun before all its rewards were in."""
     _waiting: Rollout | None = None

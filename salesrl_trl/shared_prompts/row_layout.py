@@ -29,10 +29,8 @@ Bounds = tuple[torch.Tensor, torch.Tensor, int, int, bool]
 @dataclass(frozen=True, slots=True)
 class Group:
     prompt: int
-    rows: tuple[int, ...]
-    """Rows of the padded batch."""
-    completions: tuple[int, ...]
-    """Tokens of each completion."""
+    rows: tuple[int, ...]  # rows of the padded batch
+    completions: tuple[int, ...]  # tokens of each completion
 
     @property
     def tokens(self) -> int:
@@ -70,14 +68,11 @@ def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int)
 class Layout:
     """A row of S tokens: all prefixes, then all segments. Groups without a prefix come last."""
 
-    prefixes: tuple[int, ...]
-    """Tokens of each prefix, of groups that have one."""
+    prefixes: tuple[int, ...]  # tokens of each prefix, of groups that have one
     segments: tuple[tuple[int, ...], ...]
     """By group: tokens of its segments. The groups with a prefix come first, in the same order."""
-    longest: int
-    """Tokens of the longest sequence, prompt and completion."""
-    source: np.ndarray = field(repr=False)
-    """Shape (S,): place of each token in the flattened padded batch."""
+    longest: int  # tokens of the longest sequence, prompt and completion
+    source: np.ndarray = field(repr=False)  # shape (S,): place of each token in the flattened padded batch
     weights: np.ndarray = field(repr=False)
     """Shape (S,): how many tokens of the padded batch a token stands for."""
     device: torch.device

@@ -54,8 +54,7 @@ _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSettings:
-    is_on: bool
-    """`shared_prompts: auto`."""
+    is_on: bool  # `shared_prompts: auto`
     reason: str | None = None
     autocast: Callable[[], AbstractContextManager[Any]]
     most_tokens: int | None = None

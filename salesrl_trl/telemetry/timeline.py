@@ -79,12 +79,10 @@ class StepTimes:
 
     started: float
     """Time at which the device had done all work before the step: seconds on the scale of `time.perf_counter`."""
-    ended: float
-    """Time at which the device had done all work of the step."""
+    ended: float  # time at which the device had done all work of the step
     seconds: dict[str, float]
     """By phase, with `UNACCOUNTED`. They sum to `wall`."""
-    complete: bool = True
-    """False where the end of the run cut the step off."""
+    complete: bool = True  # false where the end of the run cut the step off
 
     @property
     def wall(self) -> float:

@@ -41,8 +41,7 @@ class Stopping:
     device: torch.device
     capture: Callable[[], StepSnapshot]  # the state at the end of an optimizer step
     restore: Callable[[StepSnapshot], None]
-    can_undo: bool
-    """Whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not."""
+    can_undo: bool  # whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not
     survived: BaseException | None = None  # after this error a checkpoint was saved
     _snapshot: StepSnapshot | None = None
     _first: int = 0

@@ -54,12 +54,12 @@ LEAST_SHARE = 0.5
 
 
 class WeightChange(TrainerCallback):
-    """Logs the share of the weights that the first steps of a run changed, and warns if it is below `least_share`.
+    """Logs the share of the weights that the first steps of a run changed, and warns if it is below `LEAST_SHARE`.
     Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies, from the first step
     with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The share covers all ranks."""
 
-    def __init__(self, accelerator: Accelerator, least_share: float, log: Callable[[dict[str, float]], None]) -> None:
-        self._accelerator, self._least_share, self._log = accelerator, least_share, log
+    def __init__(self, accelerator: Accelerator, log: Callable[[dict[str, float]], None]) -> None:
+        self._accelerator, self._log = accelerator, log
         self._samples: dict[int, _Sample] = {}
         self._steps = 0
         self._stepped = False
@@ -135,10 +135,10 @@ class WeightChange(TrainerCallback):
         level = logging.INFO
         if _rounds_stochastically(self._optimizer):
             line += "; it rounds stochastically, so that weights move by the right amount on average"
-        elif share < self._least_share:
+        elif share < LEAST_SHARE:
             level = logging.WARNING
             line += (
-                f": fewer than {100 * self._least_share:g} % of them. Updates are lost to the weights' number format, "
+                f": fewer than {100 * LEAST_SHARE:g} % of them. Updates are lost to the weights' number format, "
                 "or are far too small. Train float32 weights, or raise the learning rate."
             )
         _log_on_main(level, line)

@@ -25,12 +25,10 @@ class Policy:
     put an adapter on the model."""
 
     model: PreTrainedModel  # not set before TRL has loaded it
-    weight_check: WeightCheck
-    """Compares vLLM's weights with those in training, once."""
+    weight_check: WeightCheck  # compares vLLM's weights with those in training, once
     first_weights: str | None
     """A digest of the weights of the reference policy, or of an adapter's base: a resumed run must have the same."""
-    shape: str
-    """Number of weights, and a digest of their names and shapes."""
+    shape: str  # number of weights, and a digest of their names and shapes
 
     def __init__(self, args: SalesGRPOConfig, has_kl: bool, gets_adapter: bool) -> None:
         self._args = args

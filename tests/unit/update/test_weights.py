@@ -27,11 +27,11 @@ def _one_process():
 class Run:
     """Steps of an optimizer with the callback beside it, as transformers calls it."""
 
-    def __init__(self, optimizer, least_share=0.5):
+    def __init__(self, optimizer):
         self.optimizer, self.step, self.shares = optimizer, 0, []
         self.args = SimpleNamespace(learning_rate=optimizer.param_groups[0]["lr"])
         log = lambda entry: self.shares.append((self.step, entry[CHANGED_SHARE]))  # noqa: E731
-        self.callback = WeightChange(Accelerator(cpu=True), least_share, log)
+        self.callback = WeightChange(Accelerator(cpu=True), log)
         # wrapped, as accelerate and DeepSpeed do
         self.callback.on_train_begin(self.args, None, None, optimizer=SimpleNamespace(optimizer=optimizer))
 
