@@ -5,7 +5,9 @@ import typing
 
 import pytest
 
+from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.config.checks import load_object
 from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.config.rollouts import why_in_trls_order, why_not_divisible
 from salesrl_trl.config.trl_settings import reshaped_sampling
@@ -13,6 +15,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
 from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.reward.service.budget import CALLS, USD, Limit
 
 
 def training(**kwargs):
@@ -293,3 +296,60 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, reason):
     args = training(**settings)
     told = why_in_trls_order(args, **losses) or why_not_divisible(args, whole_batch=None)
     assert told is None if reason is None else told.startswith(reason)
+
+
+def test_a_dotted_path_brings_what_it_names():
+    assert load_object("salesrl_trl.errors.ConfigError", "kl_law") is ConfigError
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("Law", r"`kl_law` is 'Law'. Expected a dotted path"),
+        ("no_such_module.Law", r"no module 'no_such_module'.*PYTHONPATH"),
+        ("salesrl_trl.no_such_module.Law", r"no module 'salesrl_trl.no_such_module'"),
+        ("salesrl_trl.errors.Law", r"'salesrl_trl.errors' has no 'Law'"),
+    ],
+)
+def test_a_path_that_leads_nowhere_says_where_it_ends(path, message):
+    with pytest.raises(ConfigError, match=message):
+        load_object(path, "kl_law")
+
+
+PRICED = {**PROVIDER, "usd_per_million_prompt_tokens": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_calls": 0}, "`max_calls` is 0. Expected a number, at least 1"),
+        ({"max_usd": -1.0}, "`max_usd` is -1.0. Expected a number, more than 0"),
+        ({"max_usd": 1.0}, "no judge has a price. Expected `usd_per_million_prompt_tokens`"),
+        ({"max_usd": 1.0, "judge_providers": [PROVIDER]}, "no judge has a price"),
+        ({"judge_providers": [{**PROVIDER, "max_usd": 1.0}]}, "the provider has no price"),
+        ({"judge_providers": [{**PRICED, "tokens_per_minute": 0}]}, r"\[a\].tokens_per_minute` is 0"),
+        ({"judge_providers": [{**PRICED, "max_calls": -3}]}, r"\[a\].max_calls` is -3"),
+        ({"judge_providers": [{**PROVIDER, "usd_per_million_prompt_tokens": -1.0}]}, "Expected a number, 0 or more"),
+        ({"judge_providers": [{**PRICED, "max_usd": "1e2"}]}, r"\[a\].max_usd` is '1e2'. Expected a number"),
+        ({"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),
+        ({"max_usd": float("inf"), "judge_providers": [PRICED]}, "`max_usd` is inf"),
+        ({"max_calls": 9, "reward_funcs": ["my.function"]}, "Expected `sales` among them"),
+    ],
+)
+def test_a_limit_that_limits_nothing_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardConfig(**settings)
+
+
+def test_limits_have_the_names_of_their_settings(tmp_path):
+    own = {**PRICED, "max_calls": 5, "max_usd": 0.5}
+    config = RewardConfig(max_calls=9, max_usd=2.0, judge_providers=[own, {**PROVIDER, "name": "b"}])
+    assert budget_of(config, tmp_path).limits == (
+        Limit(name="max_calls", kind=CALLS, most=9),
+        Limit(name="max_usd", kind=USD, most=2.0),
+        Limit(name="judge_providers[a].max_calls", kind=CALLS, most=5, service="judge_a"),
+        Limit(name="judge_providers[a].max_usd", kind=USD, most=0.5, service="judge_a"),
+    )
+    assert budget_of(RewardConfig(), tmp_path) is None
+    for judge in ({**PROVIDER, "tokens_per_minute": 9}, PRICED):
+        assert budget_of(RewardConfig(judge_providers=[judge]), tmp_path).limits == ()

@@ -34,9 +34,6 @@ def take(size):
     return pull
 
 
-# Schedule
-
-
 def test_a_window_over_several_steps_is_one_batch():
     """num_iterations 2, steps_per_generation 4, gradient accumulation 2: 8 micro-steps, 4 optimizer steps."""
     schedule = RolloutSchedule(1, window=8)
@@ -77,9 +74,6 @@ def test_a_restart_returns_the_rollouts_that_nobody_will_train_on():
     assert schedule.restart(0, 0, has_batch=False) == ["left"]
     assert schedule.restart(0, 0, has_batch=False) == []
     assert schedule.due(0, 0) == []
-
-
-# UpdatesAhead
 
 
 @dataclass
@@ -160,9 +154,6 @@ def test_however_far_ahead_the_same_steps_come_in_the_same_order(lengths, size, 
     assert ahead == [min(depth, len(trained) - number) for number in range(1, len(trained) + 1)]
 
 
-# Both, as the trainer uses them
-
-
 @dataclass
 class Game:
     """What came of a run that was played through."""
@@ -240,9 +231,6 @@ def test_every_batch_is_launched_once_as_early_as_may_be_and_is_there_when_it_is
 def test_lookahead_changes_neither_what_is_trained_on_nor_where_batches_begin(lookahead, **run):
     ahead, plain = train(lookahead=lookahead, **run), train(lookahead=0, **{**run, "references_ahead": False})
     assert (ahead.batches, ahead.windows, ahead.wanted) == (plain.batches, plain.windows, plain.wanted)
-
-
-# Parts
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,7 @@ import math
 
 import pytest
 
-from salesrl_trl.names import (
-    MEMORY,
-    MFU_MODEL,
-    MFU_STEP,
-    REWARD_EXPOSED,
-    REWARD_HIDDEN,
-    REWARD_SECONDS,
-    THROUGHPUT,
-    Phase,
-)
+from salesrl_trl import names
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.perf import added, perf_figures, time_figures
 
@@ -22,14 +13,14 @@ NAN = math.nan
 
 def sums(phases=None, memory=(1.0, 2.0, 3.0, 4.0), **given):
     figures = {"steps": 2, "makespan": 6.0, "exposed": 5.0, "batches": 2, "flops": 4e12, "tokens": 100.0}
-    figures |= {"samples": 8.0, **dict(zip(MEMORY, memory, strict=True)), **given}
-    return dict.fromkeys(Phase, 0.0) | (phases or {}) | figures
+    figures |= {"samples": 8.0, **dict(zip(names.MEMORY, memory, strict=True)), **given}
+    return dict.fromkeys(names.Phase, 0.0) | (phases or {}) | figures
 
 
 def test_phases_are_means_over_ranks_and_steps_and_sum_to_the_step():
     ranks = [sums({"forward": 2.0, "reward_wait": 6.0}), sums({"forward": 6.0, "reward_wait": 2.0})]
     figures = time_figures(ranks)
-    assert set(figures) == {*perf.TIMES, REWARD_SECONDS}
+    assert set(figures) == {*perf.TIMES, names.REWARD_SECONDS}
     # (2 + 6) / 2 ranks / 2 steps, and the same for the wait
     assert figures["time/forward_s"] == figures["time/reward_wait_s"] == 2.0
     assert figures["time/step_s"] == 4.0
@@ -39,21 +30,22 @@ def test_hidden_and_exposed_rewards_are_the_slowest_ranks_and_sum_to_its_makespa
     ranks = [sums(makespan=6.0, exposed=5.0), sums(makespan=10.0, exposed=4.0), sums(makespan=8.0, exposed=8.0)]
     figures = time_figures(ranks)
     # two batches: 10 / 2, of which 4 / 2 exposed
-    assert (figures[REWARD_SECONDS], figures[REWARD_EXPOSED], figures[REWARD_HIDDEN]) == (5.0, 2.0, 3.0)
+    parts = (names.REWARD_SECONDS, names.REWARD_EXPOSED, names.REWARD_HIDDEN)
+    assert [figures[name] for name in parts] == [5.0, 2.0, 3.0]
 
 
 def test_without_a_scored_batch_there_is_no_time_of_rewards():
     figures = time_figures([sums({"forward": 2.0}, batches=0, makespan=0.0, exposed=0.0)])
-    assert REWARD_SECONDS not in figures  # what the batch itself reported stays
-    assert math.isnan(figures[REWARD_EXPOSED])
-    assert math.isnan(figures[REWARD_HIDDEN])
+    assert names.REWARD_SECONDS not in figures  # what the batch itself reported stays
+    assert math.isnan(figures[names.REWARD_EXPOSED])
+    assert math.isnan(figures[names.REWARD_HIDDEN])
 
 
 def test_without_a_step_every_name_is_there_and_nothing_is_made_up():
     times, throughput = time_figures([sums(steps=0)]), perf_figures([sums(steps=0, memory=(NAN, NAN, NAN, 4.0))], 1e15)
     assert set(times) == set(perf.TIMES)
     assert all(math.isnan(value) for value in times.values())
-    assert set(throughput) == {*THROUGHPUT, *MEMORY}
+    assert set(throughput) == {*names.THROUGHPUT, *names.MEMORY}
     assert [name for name, value in throughput.items() if not math.isnan(value)] == ["memory/host_gib"]
 
 
@@ -71,14 +63,14 @@ def test_throughput_of_two_ranks():
     assert figures["perf/tokens_per_s"] == 2 * 100 / 10
     assert figures["perf/samples_per_s"] == 2 * 8 / 10
     # 4 TFLOP in 3 s of 10 TFLOP/s, and in 10 s, however many ranks do so
-    assert figures[MFU_MODEL] == pytest.approx(4 / 30)
-    assert figures[MFU_STEP] == pytest.approx(4 / 100)
+    assert figures[names.MFU_MODEL] == pytest.approx(4 / 30)
+    assert figures[names.MFU_STEP] == pytest.approx(4 / 100)
 
 
 def test_memory_is_the_fullest_ranks_wherever_it_stands():
     ranks = [sums(memory=(NAN, NAN, NAN, 1.0)), sums(memory=(1.0, 5.0, 7.0, 2.0)), sums(memory=(2.0, 4.0, 6.0, 0.5))]
     figures = perf_figures(ranks, None)
-    assert [figures[name] for name in MEMORY] == [2.0, 5.0, 7.0, 2.0]
+    assert [figures[name] for name in names.MEMORY] == [2.0, 5.0, 7.0, 2.0]
 
 
 def test_two_stretches_add_up_and_memory_is_the_later_with_the_higher_peak():
@@ -87,4 +79,4 @@ def test_two_stretches_add_up_and_memory_is_the_later_with_the_higher_peak():
     assert set(both[0]) == set(perf.COLUMNS)
     assert both[0]["forward"] == 4.0
     assert [both[0][name] for name in ("steps", "batches", "flops", "tokens")] == [5, 4, 8e12, 200.0]
-    assert [both[0][name] for name in MEMORY] == [5.0, 6.0, 9.0, 8.0]
+    assert [both[0][name] for name in names.MEMORY] == [5.0, 6.0, 9.0, 8.0]

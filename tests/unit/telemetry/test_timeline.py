@@ -49,6 +49,12 @@ def spend(clock, seconds):
     clock.now += seconds
 
 
+def ended(timeline):
+    timeline.step_ends()
+    (step,) = timeline.drain_steps()
+    return step
+
+
 def test_the_parts_of_a_step_sum_to_it_and_the_rest_is_told(clock, timeline):
     timeline.starts()
     spend(clock, 1)  # nobody's
@@ -60,8 +66,7 @@ def test_the_parts_of_a_step_sum_to_it_and_the_rest_is_told(clock, timeline):
     spend(clock, 16)  # nobody's
     with timeline.phase("forward"):
         spend(clock, 32)
-    timeline.step_ends()
-    (step,) = timeline.drain_steps()
+    step = ended(timeline)
     # generation without the push inside it: 2 + 8; nobody's: 1 + 16
     assert step.seconds == {UNACCOUNTED: 17, "generation": 10, "weight_push": 4, "forward": 32}
     assert step.wall == 63 == sum(step.seconds.values())
@@ -73,8 +78,7 @@ def test_what_lies_inside_an_evaluation_is_evaluation(clock, timeline):
         spend(clock, 1)
         with timeline.phase("generation"):
             spend(clock, 2)
-    timeline.step_ends()
-    (step,) = timeline.drain_steps()
+    step = ended(timeline)
     assert step.seconds == {UNACCOUNTED: 0, "evaluation": 3}
     assert {span.name: span.seconds for span in timeline.drain_spans()} == {"evaluation": 3, "generation": 2}
 
@@ -86,8 +90,7 @@ def test_a_phase_may_begin_in_one_place_and_end_in_another(clock, timeline):
     timeline.end("optimizer")
     timeline.end("optimizer")  # once is enough
     spend(clock, 1)
-    timeline.step_ends()
-    assert timeline.drain_steps()[0].seconds == {UNACCOUNTED: 1, "optimizer": 3}
+    assert ended(timeline).seconds == {UNACCOUNTED: 1, "optimizer": 3}
 
 
 def test_a_phase_over_the_end_of_a_step_belongs_to_both(clock, timeline):
@@ -112,8 +115,7 @@ def test_time_is_the_devices_where_it_works_behind_the_host(clock, timeline):
     with timeline.phase("reward_wait"):
         spend(clock, 6)
         clock.behind = 0.0  # at the host's 7 s it has long been idle
-    timeline.step_ends()
-    (step,) = timeline.drain_steps()
+    step = ended(timeline)
     # forward from 0 to 5, the wait from 5 to 7: rewards that ran from 1 to 7 were hidden for 4 s of 6
     assert step.seconds == {UNACCOUNTED: 0, "forward": 5, "reward_wait": 2}
     wait = next(span for span in timeline.drain_spans() if span.name == "reward_wait")
@@ -303,6 +305,5 @@ def test_any_nesting_of_phases_sums_to_the_wall_time(tree):
 
     timeline.starts()
     run(tree)
-    timeline.step_ends()
-    (step,) = timeline.drain_steps()
+    step = ended(timeline)
     assert sum(step.seconds.values()) == step.wall == clock.now
