@@ -1,4 +1,4 @@
-"""From ranks' sums to the figures of a step."""
+"""From ranks' sums to the figures of a step, and sums that are kept from one log line to the next."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 
 from salesrl_trl import names
 from salesrl_trl.telemetry import perf
+from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
 from salesrl_trl.telemetry.perf import added, perf_figures, time_figures
 
 NAN = math.nan
@@ -80,3 +81,17 @@ def test_two_stretches_add_up_and_memory_is_the_later_with_the_higher_peak():
     assert both[0]["forward"] == 4.0
     assert [both[0][name] for name in ("steps", "batches", "flops", "tokens")] == [5, 4, 8e12, 200.0]
     assert [both[0][name] for name in names.MEMORY] == [5.0, 6.0, 9.0, 8.0]
+
+
+def test_a_mean_weighs_by_count_and_a_maximum_is_kept_until_the_flush():
+    aggregates = StepAggregates(("reward/fairness", names.STALENESS_MAX))
+    for name, total, count in (("reward/fairness", 1.0, 1), ("reward/fairness", 0.5, 3), (names.STALENESS_MAX, 3, 1)):
+        aggregates.add(name, total, count)
+    aggregates.add(names.STALENESS_MAX, 2, 1)
+    assert aggregates.flush() == {"reward/fairness": 0.375, names.STALENESS_MAX: 3}
+    assert all(math.isnan(figure) for figure in aggregates.flush().values())
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.95, 4.0), (1.0, 4.0)])
+def test_a_percentile_is_the_value_at_or_below_which_the_share_lies(share, value):
+    assert percentile([4.0, 1.0, 3.0, 2.0], share) == value

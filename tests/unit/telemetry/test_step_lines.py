@@ -1,9 +1,12 @@
 """The lines of a step, and of an epoch."""
 
 import logging
+import re
+import subprocess
 from collections import Counter
 
 import pytest
+from support.forked import COLD_PYTHON
 from transformers import TrainerControl, TrainerState
 
 from salesrl_trl.names import Phase
@@ -131,3 +134,20 @@ def test_an_epochs_totals_are_those_of_its_log_lines_and_start_over(caplog, is_m
             "reward_wait 25% | failures none",
         ][: 2 * is_main]
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        ("", r"\d\d:\d\d:\d\d step\n"),
+        ("logging.basicConfig(level='INFO', format='mine: %(message)s');", "mine: step\n"),
+    ],
+    ids=["nothing set up", "logging of the program's own"],
+)
+def test_a_line_is_shown_once(before, line):
+    script = (
+        f"import logging; from salesrl_trl.telemetry.logs import show_lines; {before} show_lines(); show_lines();"
+        "logging.getLogger('salesrl_trl.trainer').info('step')"
+    )
+    done = subprocess.run([COLD_PYTHON, "-c", script], capture_output=True, text=True, check=True)
+    assert re.fullmatch(line, done.stderr)
