@@ -218,7 +218,6 @@ def test_every_number_and_switch_of_the_package_is_of_its_type():
      "http://user:sk-1%40host", "http://host/v1?key=sk-1", "sk-1"],
 )  # fmt: skip
 def test_an_address_that_is_refused_is_not_shown(address):
-    """A key may stand in it."""
     for setting in (
         {"rag_base_url": address},
         {"judge_base_url": address},

@@ -24,8 +24,6 @@ def sampled(prompts, logprobs=None):
 
 
 class Loop:
-    """Notes what it is asked."""
-
     def __init__(self):
         self.started, self.references, self.given_up = [], [], 0
 

@@ -50,7 +50,6 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
     [(["budget_spent"], True, True), (["budget_spent"], False, False), (["deadline"], True, False)],
 )
 def test_only_the_account_says_that_a_budget_is_spent(reasons, is_reached, is_refused):
-    """A function may return that reason, and a record may hold it."""
     control = control_of(is_reached=lambda: is_reached)
     assert control.is_refused_by_budget(reasons) is is_refused
     assert not control_of().is_refused_by_budget(reasons)  # without a budget

@@ -20,7 +20,6 @@ NAN = math.nan
 
 @pytest.fixture(autouse=True)
 def _one_process():
-    """What accelerate's loggers ask for who they are."""
     PartialState(cpu=True)
 
 
