@@ -114,9 +114,8 @@ def test_while_too_little_is_scored_some_rank_waits():
 
 
 def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
-    waiting = ScoredGroups(4, micro_batch=2, group=2)
+    waiting, output = ScoredGroups(4, micro_batch=2, group=2), batch_of(4)
     waiting.record(settled("0011"), 0, 0.9, WANTED)
-    output = batch_of(4)
     waiting.release(output)
     micro_batch = waiting.next()
     assert micro_batch["completion_ids"].tolist() == [[6, 7, 8], [9, 10, 11]]

@@ -71,7 +71,6 @@ def test_at_a_rate_of_1e_6_float32_weights_move_and_bf16_weights_do_not(caplog, 
     run = Run(torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0))
     run.steps(loss_of(model), 12)
     assert [step for step, _ in run.shares] == [1, 10]
-    print({step: f"{share:.2%}" for step, share in run.shares}, dtype)
     assert all(least <= share <= most for _, share in run.shares)
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     if dtype is torch.float32:
