@@ -1,8 +1,6 @@
-"""Checkpoints: whole or not there, and of which run.
+"""Checkpoints: whole or not there, and of which run. transformers decides when one is written.
 
-- `keeper`: saves them, with the package's own files beside those of transformers, and chooses the one to go on from.
+- `keeper`: saves them, with the package's own files, and chooses the one to go on from. The trainer calls it.
 - `whole`: the manifest, and which folder is a whole checkpoint.
 - `identity`: the inputs on which a checkpoint depends.
-
-Refuses to decide when a checkpoint is written: transformers does. The trainer calls `keeper`.
 """

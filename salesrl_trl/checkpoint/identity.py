@@ -1,8 +1,7 @@
-"""The identity of a run: the inputs that its checkpoints depend on.
+"""The identity of a run: the inputs that its checkpoints depend on. `keeper` calls it.
 
-Owns which differences between a checkpoint and a resumed run are refused, and which are only logged. Refused are
-differences that would repeat or lose a prompt, or change the reference: rows, their branches, the settings that decide
-the order of prompts, and the first weights. `keeper` calls it.
+Owns which differences between a checkpoint and a resumed run are refused, and which are logged. Refused are those that
+would repeat or lose a prompt, or change the reference: rows, branches, settings that order prompts, first weights.
 """
 
 import contextlib

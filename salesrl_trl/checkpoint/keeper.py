@@ -1,16 +1,14 @@
 """The checkpoints of a run: written beside the others, put in place when they are whole, deleted when they are old.
 
-Owns the way of a checkpoint into the output folder, the package's own files in it, and the choice of the one that a
-run goes on from. A run that stopped inside a generation batch resumes with the completions that it had not trained on,
-and with `save_rollouts` with those that were generated ahead. Refuses to decide when one is saved: transformers does.
-`whole` owns the manifest, and `identity` says whether a checkpoint is of this run. The trainer calls `Keeper`.
+A run that stopped inside a generation batch resumes with the completions that it had not trained on, and with
+`save_rollouts` with those that were generated ahead.
 """
 
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -32,8 +30,7 @@ from salesrl_trl.update.ranks import on_any_rank
 
 logger = get_logger(__name__)
 
-Batches = list[dict[str, object]]
-"""The slices of a generation batch, as TRL keeps them."""
+Batches = list[dict[str, object]]  # the slices of a generation batch, as TRL keeps them
 
 
 class Keeper:
@@ -54,7 +51,7 @@ class Keeper:
         self._identity_of = identity
         self._is_skipping = is_skipping
         self._in_flight = in_flight
-        self._kept: Mapping[int, KeptRollouts] = {}
+        self._kept: dict[int, KeptRollouts] = {}
         self._output_dir = Path(args.output_dir)
         self._is_main, self._leads_node = args.process_index == 0, args.local_process_index == 0
         self._last: Path | None = None
@@ -96,18 +93,62 @@ class Keeper:
             if self._kl is not None:
                 self._kl.save(folder)
         if is_inside and not self._is_skipping():
-            save_under_way(folder, self._args.process_index, self._args.arrangement, slices)
-        if self._args.save_rollouts:
-            in_flight = self._in_flight(micro_step, update)
-            save_rollouts(folder, self._args.process_index, self._args.arrangement, in_flight)
+            self._save_part(folder, UNDER_WAY_FILE, batches=slices)
+        if not self._args.save_rollouts:
+            return
+        rollouts = {
+            first: {
+                "rows": rollout.rows,
+                "step": rollout.step,
+                "generated": list(rollout.sampled.generated),
+                "metrics": {name: [*map(float, values)] for name, values in rollout.sampled.metrics.items()},
+                "tokens": int(rollout.sampled.tokens),
+                "behaviour_logps": rollout.behaviour_logps,
+            }
+            for first, rollout in self._in_flight(micro_step, update).items()
+            if not rollout.sampled.vision
+        }
+        self._save_part(folder, ROLLOUTS_FILE, rollouts=rollouts)
 
     def load_parts(self, folder: Path, micro_step: int) -> Batches | None:
-        """Go on with the state of the KL. Returns the generation batch under way, if there is one; a collective."""
+        """Go on with the state of the KL. Returns the generation batch under way, if there is one; a collective.
+        Without a batch TRL generates one, which is a collective: `None` on all ranks if any has none."""
         if self._kl is not None:
             self._kl.load(folder)
-        place = (folder, self._args.process_index, self._args.arrangement, self._args.device)
-        self._kept = load_rollouts(*place)
-        return load_under_way(*place) if micro_step % self._args.window else None
+        saved = self._load_part(folder, ROLLOUTS_FILE)
+        self._kept = {}
+        if saved is not None:
+            for first, kept in saved["rollouts"].items():
+                sampled = Sampled(generated=tuple(kept["generated"]), metrics=kept["metrics"], tokens=kept["tokens"])
+                self._kept[first] = KeptRollouts(
+                    rows=kept["rows"], step=kept["step"], sampled=sampled, behaviour_logps=kept["behaviour_logps"]
+                )
+            logger.info(f"going on with {len(self._kept)} rollouts in flight")
+        if not micro_step % self._args.window:
+            return None
+        saved = self._load_part(folder, UNDER_WAY_FILE)
+        if saved is None:
+            logger.warning(
+                f"{folder} lies inside a generation batch. It does not hold the completions of this batch, or holds "
+                "them for another number of processes or other batch sizes: they are generated anew, from the same "
+                "prompts"
+            )
+        return None if saved is None else cast(Batches, saved["batches"])
+
+    def _save_part(self, folder: Path, name: str, **content: object) -> None:
+        """Save this process's part, with the `arrangement` of batches that it holds for."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / name.format(rank=self._args.process_index)
+        torch.save({"arrangement": self._args.arrangement, **content}, path)
+
+    def _load_part(self, folder: Path, name: str) -> dict[str, Any] | None:
+        """This process's part. `None` on all ranks if any has none of this arrangement; a collective."""
+        path = folder / name.format(rank=self._args.process_index)
+        state: dict[str, Any] | None = None
+        if path.is_file():
+            state = torch.load(path, map_location=self._args.device, weights_only=True)
+        is_usable = state is not None and state["arrangement"] == self._args.arrangement
+        return None if on_any_rank(not is_usable, self._args.device) else state
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
         """The rollouts in flight that `load_parts` has read, once."""
@@ -119,12 +160,17 @@ class Keeper:
             shutil.rmtree(self._output_dir / SAVING_FOLDER, ignore_errors=True)
 
     def _on_all_ranks(self, folder: Path, work: Callable[[], None]) -> None:
-        """Call `work`. If it fails on one rank, raise on all of them."""
+        """Call `work`. If it fails on one rank, raise on all of them, with the operating system's own error if it is
+        the cause."""
         error, reason = None, None
         try:
             work()
         except Exception as failure:
-            error, reason = failure, _reason(failure)
+            cause: BaseException | None = failure
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            text = " ".join(str(cause or failure).split())[:300]
+            error, reason = failure, f"{type(cause or failure).__name__}: {text}"
         reasons = [text for text in gather_object([reason]) if text is not None]
         if not reasons:
             return
@@ -160,15 +206,6 @@ class Keeper:
             gone.parent.mkdir(exist_ok=True)
             folder.rename(gone)  # first of all: a folder that is deleted in part looks like a damaged one
             shutil.rmtree(gone, ignore_errors=True)
-
-
-def _reason(failure: BaseException) -> str:
-    """What failed: the operating system's own error, if it is the cause."""
-    cause: BaseException | None = failure
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    error = cause or failure
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 T = TypeVar("T")
@@ -211,71 +248,3 @@ def _agreed(work: Callable[[], T]) -> T:
         raise ConfigError(refusals[0])
     first: T = gathered[0][0]
     return first
-
-
-def save_under_way(folder: Path, rank: int, arrangement: list[int], batches: Batches) -> None:
-    """Save the slices of one process's generation batch. Only slices of the same `arrangement`, the figures that
-    decide how a batch is divided, can be used again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"arrangement": arrangement, "batches": batches}, folder / UNDER_WAY_FILE.format(rank=rank))
-
-
-def load_under_way(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> Batches | None:
-    """The slices of `save_under_way`. `None` on all ranks if any has none of this arrangement: without a batch TRL
-    generates one, which is a collective. A collective."""
-    state = _read(folder / UNDER_WAY_FILE.format(rank=rank), arrangement, device)
-    if not on_any_rank(state is None, device):
-        assert state is not None
-        batches: Batches = state["batches"]
-        return batches
-    logger.warning(
-        f"{folder} lies inside a generation batch. It does not hold the completions of this batch, or holds them for "
-        "another number of processes or other batch sizes: they are generated anew, from the same prompts"
-    )
-    return None
-
-
-def save_rollouts(folder: Path, rank: int, arrangement: list[int], in_flight: Mapping[int, KeptRollouts]) -> None:
-    """Save one process's rollouts in flight, from `Pipeline.in_flight`. Those with pictures are left out."""
-    rollouts = {
-        first: {
-            "rows": rollout.rows,
-            "step": rollout.step,
-            "generated": list(rollout.sampled.generated),
-            "metrics": {name: [float(value) for value in values] for name, values in rollout.sampled.metrics.items()},
-            "tokens": int(rollout.sampled.tokens),
-            "behaviour_logps": rollout.behaviour_logps,
-        }
-        for first, rollout in in_flight.items()
-        if not rollout.sampled.vision
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"arrangement": arrangement, "rollouts": rollouts}, folder / ROLLOUTS_FILE.format(rank=rank))
-
-
-def load_rollouts(folder: Path, rank: int, arrangement: list[int], device: torch.device) -> dict[int, KeptRollouts]:
-    """The rollouts of `save_rollouts`; a collective. No rank gets any if a rank has none of this arrangement."""
-    state = _read(folder / ROLLOUTS_FILE.format(rank=rank), arrangement, device)
-    if on_any_rank(state is None, device):
-        return {}
-    assert state is not None
-    rollouts = {
-        first: KeptRollouts(
-            rows=rollout["rows"],
-            step=rollout["step"],
-            sampled=Sampled(
-                generated=tuple(rollout["generated"]), metrics=rollout["metrics"], tokens=rollout["tokens"]
-            ),
-            behaviour_logps=rollout["behaviour_logps"],
-        )
-        for first, rollout in state["rollouts"].items()
-    }
-    logger.info(f"going on with {len(rollouts)} rollouts in flight")
-    return rollouts
-
-
-def _read(path: Path, arrangement: list[int], device: torch.device) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    return state if state["arrangement"] == arrangement else None

@@ -1,7 +1,7 @@
-"""Whole checkpoints: which folders are one, and which of them a run goes on from.
+"""Whole checkpoints: which folders are one, and which of them a run goes on from. `keeper` writes them.
 
 Owns the manifest: size and digest of each file, and the checkpoint's number among those of its folder. Refuses a
-folder that lacks a file of its manifest, or has other bytes. `keeper` writes checkpoints.
+folder that lacks a file of its manifest, or has other bytes.
 """
 
 import difflib
@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 """Go on from the newest whole checkpoint, or from the start if there is none."""
-STATE_FILE = "trainer_state.json"
-"""transformers' name of the file with the counts of steps."""
+STATE_FILE = "trainer_state.json"  # transformers' file with the counts of steps
 READ_IF_THERE = (
     "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE,
 )  # fmt: skip
@@ -42,15 +41,12 @@ class Manifest:
     number: int
     """Orders the checkpoints of all runs of a folder, whatever the clock showed. 0 in a manifest without one."""
     processes: int
-    files: Mapping[str, tuple[int, str]]
-    """Bytes and digest of each file, by its name."""
-    has_optimizer: bool
-    """Whether it holds more than the model, so that a run can go on from it."""
+    files: Mapping[str, tuple[int, str]]  # bytes and digest of each file, by its name
+    has_optimizer: bool  # whether it holds more than the model, so that a run can go on from it
 
 
 def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None) -> None:
-    """Write the manifest of a checkpoint whose files are complete. `output_dir`: where the checkpoints before it
-    are."""
+    """Write the manifest of a checkpoint whose files are complete. `output_dir` holds the checkpoints before it."""
     before = (_read(folder) for folder in folders(output_dir or folder.parent))
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in _names(folder)
@@ -175,20 +171,17 @@ def find(
 
 
 def _warn_of_foreign_files(checkpoint: Path | None) -> None:
-    """Log which files lie in the checkpoint that a run goes on from, and do not belong to it."""
     manifest = None if checkpoint is None else _read(checkpoint)
     if checkpoint is not None and isinstance(manifest, Manifest) and (foreign := _foreign(checkpoint, manifest)):
         logger.warning(f"goes on from {checkpoint}; these files there are ignored: {', '.join(sorted(foreign))}")
 
 
 def _names(folder: Path) -> list[str]:
-    """The files of a checkpoint, without the manifest."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return [name for name in names if name != MANIFEST_FILE]
 
 
 def _foreign(checkpoint: Path, manifest: Manifest) -> set[str]:
-    """The files that lie in a checkpoint and do not belong to it."""
     return {*_names(checkpoint)} - manifest.files.keys()
 
 

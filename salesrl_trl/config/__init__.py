@@ -1,11 +1,7 @@
-"""The settings of a recipe: fields, units and checks.
+"""The settings of a recipe: fields, units and checks. Other packages import the classes from here.
 
-Owns validation and nothing else. Other classes receive plain arguments, never these objects. Fields of TRL and
-transformers stay in `GRPOConfig` and `ModelConfig`.
-
-Each concern has a module. `training`, `reward` and `data` use those of their parts. Other packages import from here. A
-class is imported when it is first named: `SalesGRPOConfig` brings torch, which takes seconds, and a tool that asks
-services needs none.
+Owns validation alone: other classes get plain arguments. Fields of TRL and transformers stay in `GRPOConfig` and
+`ModelConfig`. A class is imported when it is first named: `SalesGRPOConfig` brings torch, which takes seconds.
 """
 
 from importlib import import_module
@@ -27,14 +23,7 @@ _MODULES = {
     "TelemetryConfig": "telemetry",
 }
 
-__all__ = [
-    "ALL_STEPS",
-    "DataConfig",
-    "JudgeProviderConfig",
-    "RewardConfig",
-    "SalesGRPOConfig",
-    "TelemetryConfig",
-]
+__all__ = ["ALL_STEPS", "DataConfig", "JudgeProviderConfig", "RewardConfig", "SalesGRPOConfig", "TelemetryConfig"]
 
 
 def __getattr__(name: str) -> object:

@@ -61,19 +61,16 @@ def check_url(setting: str, url: str | None) -> None:
         return
     fault = address_fault(url)
     check(fault is None, f"`{setting}` holds {fault}.")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or half of an IPv6 address
+        has_host = False
     check(  # without showing it: a key may stand there by mistake
-        re.fullmatch(r"https?://\S+", url) is not None and _has_host(url),
+        re.fullmatch(r"https?://\S+", url) is not None and has_host,
         f"`{setting}` is no address. Expected one that starts with http:// or https://, with a host, and behind a "
         "colon nothing but its port.",
     )
-
-
-def _has_host(url: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or half of an IPv6 address
-        return False
 
 
 def structure(setting: str, value: object, kind: type[Kind]) -> Kind:

@@ -27,7 +27,6 @@ class Start(Enum):
 
 
 def engine_start(args: SalesGRPOConfig) -> Start:
-    """What the colocated engine makes at its start."""
     eager = args.parsed_engine_kwargs().get("enforce_eager")
     if eager is None:
         return Start.EAGER if args.device.type == "cpu" else Start.GRAPHS
@@ -51,10 +50,8 @@ def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
 
 
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
-    """Arguments of `vllm.LLM` beside those of TRL, for this policy as it was loaded.
-
-    Raises `ConfigError` if options of a colocated engine are given for a server.
-    """
+    """Arguments of `vllm.LLM` beside those of TRL, for this policy as it was loaded. Raises `ConfigError` if options
+    of a colocated engine are given for a server."""
     from salesrl_trl.generation.vllm import pushes_all_weights
 
     extra = args.parsed_engine_kwargs()

@@ -1,11 +1,10 @@
 """Settings of one judge among several. `config.reward` reads them from `judge_providers`."""
 
-import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from salesrl_trl.config.checks import check, check_url, structure
+from salesrl_trl.config.checks import check, check_url
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, check_settings
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 
@@ -50,7 +49,6 @@ class JudgeProviderConfig:
 
     @property
     def has_price(self) -> bool:
-        """Whether its tokens cost something."""
         return self.usd_per_million_prompt_tokens > 0 or self.usd_per_million_completion_tokens > 0
 
     def __post_init__(self) -> None:
@@ -66,27 +64,3 @@ class JudgeProviderConfig:
             f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens`: without one nothing is ever spent.",
         )
-
-
-def judge_providers_of(setting: object) -> list[JudgeProviderConfig]:
-    """The entries of `judge_providers`, checked; empty without any. Raises `ConfigError` for an entry that lacks a
-    field, has an unknown one, or does not fit the others."""
-    if setting is None:
-        return []
-    known = {field.name for field in dataclasses.fields(JudgeProviderConfig)}
-    providers = []
-    for entry in structure("judge_providers", setting, list):
-        check(isinstance(entry, dict), f"`judge_providers` holds a {type(entry).__name__}. Expected mappings.")
-        lacking, unknown = {"name", "base_url", "model"} - entry.keys(), entry.keys() - known
-        check(
-            not lacking and not unknown,
-            f"a provider of `judge_providers` lacks {sorted(lacking)} and has unknown {sorted(unknown)}. Expected "
-            f"name, base_url and model, and perhaps {', '.join(sorted(known - {'name', 'base_url', 'model'}))}.",
-        )
-        providers.append(JudgeProviderConfig(**entry))
-    names = [provider.name for provider in providers]
-    check(
-        bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
-        f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
-    )
-    return providers

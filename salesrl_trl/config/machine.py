@@ -4,7 +4,6 @@ Owns these decisions and the lines that report them, for `training` and the bann
 """
 
 import os
-from typing import NamedTuple
 
 import torch
 from accelerate.utils import str_to_bool
@@ -16,19 +15,10 @@ _OLDEST_WITH_BF16 = (8, 0)
 """CUDA compute capability of Ampere. Older cards emulate bf16, which is slower than float32."""
 
 
-class Settled(NamedTuple):
-    """Device and precision that this machine will use."""
-
-    use_cpu: bool
-    bf16: bool
-    fp16: bool
-    notes: list[str]
-    """Lines about differences from the wish, with their reasons."""
-
-
-def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
-    """Settle the device and the precision on this machine. Without a GPU the CPU is used in any case. A `bf16` of
-    `None` is TRL's default: bf16, unless `fp16` is set.
+def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bool, list[str]]:
+    """Settle the device and the precision on this machine: `use_cpu`, `bf16`, `fp16`, and lines about differences from
+    the wish, with their reasons. Without a GPU the CPU is used in any case. A `bf16` of `None` is TRL's default: bf16,
+    unless `fp16` is set.
 
     accelerate and DeepSpeed follow the result too: it replaces the precision in the environment variables that
     `accelerate launch` sets for this process. Raises `ConfigError` if this node has more processes than GPUs, or FSDP
@@ -46,7 +36,10 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
             notes.append(f"precision: float32. The settings ask for {wish}, and this run is on a CPU")
     elif not on_cpu:
         _check_processes()
-        if wish == "bf16" and not _has_bf16():
+        # transformers checks the chips of other makers
+        is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if wish == "bf16" and is_nvidia and torch.cuda.get_device_capability(local) < _OLDEST_WITH_BF16:
             precision = "float32"
             notes.append(f"precision: float32. The settings ask for bf16, which {torch.cuda.get_device_name()} lacks")
     if on_cpu and str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
@@ -61,11 +54,10 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> Settled:
     if configured is not None and configured not in ("no", precision) and not (configured == wish and (bf16 or fp16)):
         why = "this run is on a CPU" if on_cpu else "the settings decide"
         notes.append(f"accelerate's configuration has mixed_precision {configured}: not used, {why}")
-    return Settled(on_cpu, precision == "bf16", precision == "fp16", notes)
+    return on_cpu, precision == "bf16", precision == "fp16", notes
 
 
 def has_fsdp() -> bool:
-    """Whether an accelerate configuration asks for FSDP."""
     return bool(str_to_bool(os.environ.get("ACCELERATE_USE_FSDP", "false")))
 
 
@@ -81,12 +73,6 @@ def _check_fsdp(on_cpu: bool) -> None:
             "loads weights, and the reference policy of all others has none. Expected false, as in "
             "accelerate_configs/fsdp2.yaml."
         )
-
-
-def _has_bf16() -> bool:
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return True  # transformers checks the chips of other makers
-    return torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0"))) >= _OLDEST_WITH_BF16
 
 
 def _check_processes() -> None:

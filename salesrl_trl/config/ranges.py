@@ -44,7 +44,6 @@ class Range(NamedTuple):
 
 
 Count = Annotated[int, Range(1)]
-"""At least 1."""
 NumberOrNone = Annotated[int, Range(0)]
 """Of steps, for example; 0 for none."""
 Positive = Annotated[float, Range(MORE_THAN_0)]
@@ -82,13 +81,13 @@ TRAINING = {
     "vllm_server_timeout": Range(0, _THREE_YEARS_S, "these are seconds"),
     "ddp_timeout": Range(1, _THREE_YEARS_S, "these are seconds"),
 }  # fmt: skip
-"""Ranges of `GRPOConfig`."""
+"""Of `GRPOConfig`."""
 LORA = {
     "lora_r": Range(1),
     "lora_alpha": Range(1, 10_000, "an adapter's output is multiplied by `lora_alpha` / `lora_r`"),
     "lora_dropout": Range(0, LESS_THAN_1, "it is the share of inputs that are left out"),
 }
-"""Ranges of `ModelConfig`."""
+"""Of `ModelConfig`."""
 
 
 def check_ranges(config: object, ranges: dict[str, Range]) -> None:

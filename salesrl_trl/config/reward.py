@@ -6,12 +6,12 @@ branches.
 
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from salesrl_trl.config.checks import check, check_url, structure
-from salesrl_trl.config.judge import JudgeProviderConfig, judge_providers_of
+from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings, check_value
 from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError
@@ -215,7 +215,9 @@ class RewardConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         self._check_replay()
+        self._check_action()
         self.parsed_attempts()
+        providers = self.parsed_judge_providers()
         check(
             self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
             "`knowledge_file` is given beside `rag_base_url`: only the embedded RAG service reads it. Expected one of "
@@ -223,7 +225,6 @@ class RewardConfig:
         )
         for kind in self.verbose:
             check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
-        self._check_action()
         check(
             self.judge_providers is None or self.judge_base_url is None,
             "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
@@ -234,11 +235,6 @@ class RewardConfig:
             "`judge` is given beside `judge_base_url`, `judge_providers` or `judge_api_key_env`. Expected one kind of "
             "judge: a class of your own needs no address and no key.",
         )
-        self._check_budget(self.parsed_judge_providers())
-        self.parsed_branch_weights()
-
-    def _check_budget(self, providers: list[JudgeProviderConfig]) -> None:
-        """Refuse limits that limit nothing."""
         for name in ("max_calls", "max_usd"):
             check(
                 getattr(self, name) is None or self.uses_services,
@@ -250,6 +246,7 @@ class RewardConfig:
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
+        self.parsed_branch_weights()
 
     def parsed_attempts(self) -> dict[str, int]:
         """The attempts of a call, by service: `rag` and `judge`."""
@@ -264,8 +261,28 @@ class RewardConfig:
         return attempts
 
     def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
-        """`judge_providers`, checked; empty without any."""
-        return judge_providers_of(self.judge_providers)
+        """`judge_providers`, checked; empty without any. Raises `ConfigError` for an entry that lacks a field, has an
+        unknown one, or does not fit the others."""
+        if self.judge_providers is None:
+            return []
+        needed = {"name", "base_url", "model"}
+        known = {field.name for field in fields(JudgeProviderConfig)}
+        providers = []
+        for entry in structure("judge_providers", self.judge_providers, list):
+            check(isinstance(entry, dict), f"`judge_providers` holds a {type(entry).__name__}. Expected mappings.")
+            lacking, unknown = needed - entry.keys(), entry.keys() - known
+            check(
+                not lacking and not unknown,
+                f"a provider of `judge_providers` lacks {sorted(lacking)} and has unknown {sorted(unknown)}. Expected "
+                f"name, base_url and model, and perhaps {', '.join(sorted(known - needed))}.",
+            )
+            providers.append(JudgeProviderConfig(**entry))
+        names = [provider.name for provider in providers]
+        check(
+            bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
+            f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
+        )
+        return providers
 
     def parsed_branch_weights(self) -> dict[str, dict[str, float]]:
         """`branch_reward_weights`, checked without the branches; empty without any."""

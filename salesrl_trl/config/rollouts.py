@@ -20,7 +20,7 @@ from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.correction import CorrectionAtStep
 from salesrl_trl.rollout.groups import parts
 from salesrl_trl.rollout.model_passes import Passes
-from salesrl_trl.rollout.normaliser import TOKENS, UNITS, Normaliser
+from salesrl_trl.rollout.normaliser import MICRO_BATCHES, TOKENS, UNITS, Normaliser
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
@@ -126,10 +126,6 @@ def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
     return tied + hints if has_tied_head else hints
 
 
-SHARED_BY_A_MICRO_BATCH = ("bnpo",)
-"""Loss types in which a completion's weight depends on the other completions of its micro-batch."""
-
-
 def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
     """The first reason why an update depends on the order of its completions, or on their micro-batches. `None` if
     they may come in another order than TRL's. `entropy_bonus` and `aux_loss`: whether the loss has these terms."""
@@ -138,7 +134,7 @@ def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
         "an update has a part of a generation batch (`steps_per_generation`)":
             args.gradient_accumulation_steps % args.steps_per_generation != 0,
         f"`loss_type` {args.loss_type} weighs a completion by its micro-batch":
-            args.loss_type in SHARED_BY_A_MICRO_BATCH,
+            UNITS.get(args.loss_type) == MICRO_BATCHES,
         "`top_entropy_quantile` compares the tokens of a micro-batch": args.top_entropy_quantile != 1.0,
         "the entropy bonus is taken over a micro-batch": entropy_bonus,
         "the router's auxiliary loss is taken over a micro-batch": aux_loss,

@@ -98,11 +98,7 @@ class TelemetryConfig:
         )
 
     def check_branches(self, branches: list[str]) -> None:
-        """Check what depends on the branches.
-
-        Raises:
-            `ConfigError`: `quick_eval_best` is no figure, or one of your figures has the name of a branch.
-        """
+        """Raise `ConfigError` if `quick_eval_best` is no figure, or one of your figures has the name of a branch."""
         own = checked_figures(self.quick_eval().figures, branches)
         known = (REWARD, WORST_BRANCH, *branches, *(figure.name for figure in own))
         check(

@@ -1,13 +1,12 @@
 """Checks of TRL's and transformers' settings: numbers, sizes that go together, the schedule, sampling.
 
-Owns what would be refused later, or without advice: groups, micro-batches, generation batches and processes; the
-schedule of the learning rate, and what an adaptive one follows; parameters that reshape the distribution of tokens.
-`training` calls it, `preflight` for evaluations, and the trainer after an evaluation.
+Owns what would be refused later, or without advice. `training` calls it, `preflight` for evaluations, and the trainer
+after an evaluation.
 """
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import get_scheduler
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 RUN_MODES = ("train", "rollouts", "rewards")
 _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores made-up texts."
 
-_EVERY = ("logging", "save", "eval")
-"""What happens every so many steps, if its strategy is `steps`."""
+_EVERY = ("logging", "save", "eval")  # each happens every so many steps, if its strategy is `steps`
 
 
 def check_numbers(args: GRPOConfig) -> None:
@@ -143,13 +141,7 @@ def settle_schedule(args: GRPOConfig) -> None:
         ) from error
 
 
-class Schedule(Protocol):
-    """An adaptive schedule."""
-
-    def step(self, value: float) -> None: ...
-
-
-def follow(figures: Mapping[str, float | None], args: GRPOConfig, schedule: Schedule | None) -> None:
+def follow(figures: Mapping[str, float | None], args: GRPOConfig, schedule: Any) -> None:
     """Let an adaptive schedule see an evaluation. One in which nothing could be scored moves nothing. `schedule` is
     `None` before the first step. Raises `ConfigError` where evaluations have no such figure."""
     if SchedulerType(args.lr_scheduler_type).value not in ADAPTIVE:

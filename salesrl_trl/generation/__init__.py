@@ -1,9 +1,5 @@
-"""From a prompt to tokens.
+"""From a prompt to tokens: the protocol of a generation engine, and TRL's engines behind it (`sampler`), what differs
+from TRL's generation with vLLM (`vllm`, `requests`, `merging`), and the folder of compiled code (`compiled`).
 
-- `sampler`: the protocol of a generation engine, and TRL's engines behind it.
-- `vllm`, `requests`, `merging`: what differs from TRL's generation with vLLM.
-- `compiled`: the folder of compiled code.
-
-Refuses to know what the tokens are for: no reward, no KL, no schedule. The trainer's parts (`wiring`) build a sampler,
-and `rollout` calls it.
+Refuses to know what the tokens are for: no reward, no KL, no schedule.
 """

@@ -1,8 +1,7 @@
 """The folder of compiled code: kernels and graphs that later starts load in place of compiling them again.
 
-Owns the environment variables that name it, and the notes about the engines that were compiled. The settings, the
-banner and the warming call it. Compiles nothing: vLLM, torch, Triton, FlashInfer and CUDA's driver write the files.
-Standard library only.
+Owns the environment variables that name it, and the notes about engines that were compiled. vLLM, torch, Triton,
+FlashInfer and CUDA's driver write the files. Standard library only.
 """
 
 import contextlib
@@ -11,13 +10,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir, installed
 
-AUTO = "auto"
-"""The setting for `compiled` in the package's cache folder."""
+AUTO = "auto"  # `compiled` in the package's cache folder
 FOLDERS = {
     "VLLM_CACHE_ROOT": "vllm",  # torch.compile's results of the engine, what is known of a model's class, autotuning
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -31,19 +28,6 @@ _CONSTANT = {"VLLM_XLA_CACHE_PATH": "unused"}
 _ENGINES = "engines"
 
 
-class FolderContent(NamedTuple):
-    files: int
-    mib: float
-    engines: int
-    """Number of notes about engines that were compiled."""
-
-    def __str__(self) -> str:
-        if not self.files:
-            return "cold"
-        engines = f"{self.engines} compiled engine{'s' * (self.engines != 1)}"
-        return f"{self.files} files, {self.mib:.0f} MiB, {engines}"
-
-
 def folder_of(setting: str | None) -> Path | None:
     """The folder that `compile_cache_dir` means, for the versions that are installed; `None` without the setting."""
     if not setting:
@@ -53,8 +37,7 @@ def folder_of(setting: str | None) -> Path | None:
 
 
 def use(folder: Path) -> None:
-    """Let all compilers of this process and its children keep results in the folder. `ConfigError` if it can't be
-    written."""
+    """Let all compilers of this process and its children keep results there. `ConfigError` if it can't be written."""
     try:
         for name in (*FOLDERS.values(), _ENGINES):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -69,12 +52,14 @@ def use(folder: Path) -> None:
     os.environ |= {name: str(folder / subfolder) for name, subfolder in FOLDERS.items()} | _CONSTANT
 
 
-def content_of(folder: Path) -> FolderContent:
-    files = [os.path.join(path, name) for path, _, names in os.walk(folder) for name in names]
-    engines = sum(Path(file).parent == folder / _ENGINES for file in files)
-    return FolderContent(
-        len(files), sum(os.path.getsize(file) for file in files if os.path.isfile(file)) / 2**20, engines
-    )
+def content_of(folder: Path) -> str:
+    """`12 files, 34 MiB, 1 compiled engine`, or `cold`."""
+    files = [Path(path, name) for path, _, names in os.walk(folder) for name in names]
+    if not files:
+        return "cold"
+    mib = sum(file.stat().st_size for file in files if file.is_file()) / 2**20
+    engines = sum(file.parent == folder / _ENGINES for file in files)
+    return f"{len(files)} files, {mib:.0f} MiB, {engines} compiled engine{'s' * (engines != 1)}"
 
 
 def has_engine(folder: Path, engine: Mapping[str, object]) -> bool:

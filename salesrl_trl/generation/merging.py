@@ -1,6 +1,4 @@
-"""The policy's weights with its adapter, computed without a change of its base model.
-
-Owns how an adapter is merged for a push to vLLM. `vllm` calls it. Refuses to push, and to write the base.
+"""The policy's weights with its adapter, computed without a change of its base model. `vllm` calls it.
 
 TRL merges the adapter into the base in place, and subtracts it after the push. In 16 bits both round, so the base
 drifts from push to push. The base is the reference of the KL, and what a saved adapter is loaded onto.
@@ -26,9 +24,8 @@ def merged_beside(model: Any) -> Iterator[None]:
     """While active, a merge of the adapter leaves the base as it is.
 
     Between `merge_adapter` and `unmerge_adapter`, `named_parameters` yields merged weights in place of the base's, and
-    none of adapters. Each is computed when it is asked for, by peft's own `merge` on float32 copies of its layer: `W +
-    delta` in float32, rounded once to the number format of `W`. Weights in bitsandbytes' 4 bits are quantised again,
-    as by peft.
+    none of adapters. Each is computed when it is asked for, by peft's own `merge` on float32 copies of its layer,
+    rounded once to the number format of the weight. Weights in bitsandbytes' 4 bits are quantised again, as by peft.
     """
     merge, named_parameters = model.merge_adapter, model.named_parameters
 
@@ -65,7 +62,9 @@ def _merged(
     places: dict[torch.Tensor, list[_Place]] = {}
     for layer in layers:
         for name, parameter in layer.get_base_layer().named_parameters(recurse=False):
-            if _is_changed(layer, name):
+            has_bias = any(getattr(layer, "lora_bias", {"": True}).values())
+            is_merged = getattr(layer, "parameter_name", name) == name and (name != "bias" or has_bias)
+            if is_merged:
                 places.setdefault(parameter, []).append((layer, name))
     for name, parameter in parameters:
         if parameter in places:
@@ -73,13 +72,6 @@ def _merged(
             yield name.replace(".token_adapter", ""), _merged_weight(parameter, places[parameter])
         elif parameter not in adapters:
             yield name, parameter
-
-
-def _is_changed(layer: Any, name: str) -> bool:
-    """Whether a merge of the layer changes this parameter of its base."""
-    if name == "bias" and not any(getattr(layer, "lora_bias", {"": True}).values()):
-        return False
-    return bool(getattr(layer, "parameter_name", name) == name)
 
 
 @torch.no_grad()

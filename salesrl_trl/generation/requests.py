@@ -1,8 +1,5 @@
-"""Completions that are requested from a vLLM server one by one, in the background.
-
-Owns the threads, and the order of completions. Knows neither vLLM nor TRL: `vllm` starts the requests and says how one
-is sent.
-"""
+"""Completions that are requested from a vLLM server one by one, in the background: the threads, and the order of
+completions."""
 
 import contextlib
 import math
@@ -43,8 +40,7 @@ class Requests:
         self.lane = lane
         self._given_up = False
         self.started = time.perf_counter()
-        self.ended = math.nan
-        """When the last completion had come, on the same clock."""
+        self.ended = math.nan  # when the last completion had come, on the same clock
         self._threads = [Thread(target=self._work, daemon=True) for _ in range(min(count, MOST_REQUESTS))]
         self._threads.append(Thread(target=self._collect, daemon=True))
         for thread in self._threads:

@@ -1,15 +1,7 @@
 """From prompts to completions: the protocol of a generation engine, and TRL's own engines behind it.
 
-Owns how generation is started, when a completion is reported, and greedy sampling. Refuses to know what completions
-are for: rewards, KL and the schedule belong to other packages.
-
-| sampler | a completion is reported | the trainer waits |
-|---|---|---|
-| `WholeBatch` | never: all come with the result | in `start` |
-| `Streamed` | when it is finished | in `start` |
-| `Background` | when it is finished, from another thread | in `Handle.result` |
-
-Another engine is a class with the two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
+Owns how generation is started, when a completion is reported, and greedy sampling. Another engine is a class with the
+two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
 """
 
 import contextlib
@@ -40,12 +32,13 @@ TokenSource = Callable[[list[list[int]], int], Tokens]
 """From token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is repeated for
 each of its completions, so that each of the B has one."""
 
+Ask = Callable[[Sequence[object], Finished], Requests]
 SAMPLING_FLAGS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
-"""Attributes of transformers' `GenerationConfig` that have no meaning without sampling."""
+"""Of transformers' `GenerationConfig`; they have no meaning without sampling."""
 SAMPLING_KWARGS = frozenset({"temperature", "top_p", "top_k", "min_p", "n", "best_of"})
-"""Entries of `generation_kwargs` that greedy sampling leaves out."""
+"""Of `generation_kwargs`; greedy sampling leaves them out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +49,8 @@ class Sampled:
     """Eight lists. Each has length B, or is empty."""
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     """TRL's figures of this generation. Logged with the step that trains on the batch."""
-    tokens: int = 0
-    """Tokens of prompts and completions on all ranks, as TRL counts them."""
-    span: Span | None = None
-    """The time of a generation in the background."""
+    tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
+    span: Span | None = None  # the time of a generation in the background
     vision: Mapping[str, Any] = field(default_factory=dict)
     """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and
     fields with a value for each token of a prompt, a list of B lists."""
@@ -136,10 +127,6 @@ class Generate(Protocol):
         """Generate one completion for each of B prompts. `tokens` takes the place of TRL's engines."""
 
 
-class Ask(Protocol):
-    def __call__(self, prompts: Sequence[object], finished: Finished) -> Requests: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upstream:
     """The parts of TRL that a sampler of your own may use."""
@@ -209,7 +196,7 @@ class Ready:
 
 
 class WholeBatch:
-    """TRL's own generation (`_generate`), a whole batch at once."""
+    """TRL's own generation (`_generate`), a whole batch at once: none is reported before."""
 
     def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig) -> None:
         self._generate = generate

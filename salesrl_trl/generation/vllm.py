@@ -1,15 +1,6 @@
-"""vLLM, in the trainer's process or as a server.
+"""vLLM, in the trainer's process or as a server: what differs from TRL's `VLLMGeneration`.
 
-Owns what differs from TRL's `VLLMGeneration`:
-
-- engine options that TRL does not pass through;
-- each completion is reported when it is finished;
-- requests to a server go on in the background;
-- prompts with pictures have one token for each picture;
-- the weight push of an adapter (`generation.merging`), and that on a CPU.
-
-Refuses to decide when to generate, and what to do with a completion. vLLM is imported only while an engine is built,
-so that this module costs nothing without it.
+vLLM is imported only while an engine is built, so that this module costs nothing without it.
 """
 
 import contextlib
@@ -47,8 +38,8 @@ _Single = Callable[[int], Completions]
 class SalesVLLMGeneration(VLLMGeneration):
     """TRL's vLLM generation, with engine options, single requests to a server, and a weight push on a CPU.
 
-    - `_init_vllm` builds the engine with `engine_options` (from `config.engine`) beside TRL's own arguments. Every
-      process gets a client of the server, with as many connections as it has requests in flight.
+    - Beside TRL's arguments the engine gets `engine_options` (from `config.engine`). Every process has a client of the
+      server, with as many connections as it has requests in flight.
     - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
       and for an engine that quantises, it reloads all weights through the worker: parameters are repacked after
@@ -134,12 +125,9 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def streamed(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
-        """While active, report each completion as soon as it is finished.
-
-        `finished` is called with its place in the batch and its token ids: between two steps of a colocated engine, or
-        from another thread with a server. `size`: completions of this process. Those that tensor parallelism generates
-        for others are not reported.
-        """
+        """While active, report each completion as soon as it is finished. `finished` is called with its place in the
+        batch and its token ids: between two steps of a colocated engine, or from another thread with a server. `size`:
+        completions of this process. Those that tensor parallelism generates for others are not reported."""
         if self.mode != "server":
             with self._stepped(finished, size):
                 yield

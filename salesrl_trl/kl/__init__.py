@@ -2,7 +2,5 @@
 
 - `estimators`, `penalty`: the KL of a token, and the penalty inside TRL's loss.
 - `law`, `controller`: what moves the coefficients, and the windows over which the KL is measured.
-- `branched`: all of this in one object, which the trainer calls.
-
-Refuses to compute a loss, and to add up over ranks: TRL and the trainer do.
+- `branched`: all of this in one object. The trainer adds up over ranks.
 """

@@ -1,14 +1,8 @@
 """The KL of all branches during training: penalty, windows, controller and saved state in one place.
 
-Owns the order of an optimizer step's KL work:
-
-1. `penalty` makes the penalty of a micro-batch, with the current coefficients.
-2. `add` adds the micro-batch's sums, after its loss was computed.
-3. `drain_sums` gives the step's sums of this rank. `Components.end_kl_step` adds them up over ranks.
-4. `end_step` takes those totals, moves the coefficients and logs each move.
-
-Owns no arithmetic (`penalty.py`, `controller.py`), no figures (`update.ledger`), no collective and no trainer. Called
-by `wiring.components`.
+Of an optimizer step: `penalty` and `add` for each micro-batch, `drain_sums` for this rank's sums, which
+`Components.end_kl_step` adds up over ranks, and `end_step` takes the totals, moves the coefficients and logs each
+move.
 """
 
 import json

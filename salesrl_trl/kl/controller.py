@@ -1,8 +1,7 @@
 """The windows over which a branch's KL is measured, and the coefficients that a law moves at their ends.
 
 Pure: no torch, clock, file or collective. The same measurements give the same decisions, on every rank and after a
-resume. Owns neither the measurement (`penalty.py`) nor its sum over ranks (`Components.end_kl_step`
-sums) nor the law (`law.py`). Called by `branched`.
+resume. Called by `branched`.
 """
 
 import math
@@ -33,13 +32,10 @@ class WindowSettings:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     branch: str
-    kl: float
-    """Of the window, in nats per token."""
+    kl: float  # of the window, in nats per token
     target: KLTarget
-    before: float
-    """Of the window, as asked for."""
-    after: float
-    """What the law asks for from the next step on."""
+    before: float  # of the window, as asked for
+    after: float  # what the law asks for from the next step on
 
     def __str__(self) -> str:
         place = "in" if self.target.contains(self.kl) else "outside"
@@ -133,12 +129,8 @@ class BranchController:
         return {"beta": self.asked, **window, "law": law, "law_state": self._law_state}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from `state_dict`.
-
-        - A coefficient outside today's reach is moved to the nearer end.
-        - Without a law the coefficient stays the configured one.
-        - A law of another class starts with an empty state.
-        """
+        """Go on from `state_dict`. A coefficient outside today's reach is moved to the nearer end; without a law it
+        stays the configured one. A law of another class starts with an empty state."""
         for name in self._STATE:
             setattr(self, name, state[name.removeprefix("_")])
         if self._law is not None:

@@ -1,7 +1,5 @@
 """Estimates of the KL divergence between policy and reference from single tokens, and their penalty in a loss.
 
-Called by `penalty` and `rollout.greedy`.
-
 Pure functions of tensors. With x = log pi_ref(token) - log pi(token) of a token that pi sampled
 (J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html):
 

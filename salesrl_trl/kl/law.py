@@ -1,10 +1,7 @@
-"""The target of a branch's KL, and the law that moves the branch's coefficient.
-
-Owns the band (`KLTarget`), the interface of a law (`KLLaw`) and the packaged law (`AdaptiveLaw`). A law of your own is
-one class with the method `move`; docs/KL.md has an example.
+"""The target of a branch's KL (`KLTarget`), and the law that moves its coefficient (`KLLaw`, `AdaptiveLaw`).
 
 Pure: no torch, clock, file or collective, and no state of its own. The same arguments give the same coefficient, on
-every rank and after a resume. Called by `controller`.
+every rank and after a resume. Called by `controller`. docs/KL.md has an example of a law of your own.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
-"""The branches' KL inside TRL's loss.
+"""The branches' KL inside TRL's loss: the per-token penalty, and the sums behind figures and control.
 
-Owns the per-token penalty, the per-branch sums behind figures and control, and the object that brings the penalty into
-`GRPOTrainer._compute_loss`. Owns no normaliser: TRL has one for each `loss_type`. Called by `branched`.
+Owns no normaliser: TRL has one for each `loss_type`. Called by `branched`.
 """
 
 from collections.abc import Sequence
@@ -25,12 +24,10 @@ _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logp
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PenaltySettings:
     estimator: str = "k3"
-    clamp: float = 10.0
-    """Largest log-ratio in nats before the exponential; 0 for no clamp."""
+    clamp: float = 10.0  # largest log-ratio in nats before the exponential; 0 for no clamp
     bias_correction: bool = True
     """Multiply by the importance ratio, as TRL does with `use_bias_correction_kl`."""
-    level: str = "token"
-    """TRL's `importance_sampling_level`: `token` or `sequence`."""
+    level: str = "token"  # TRL's `importance_sampling_level`: `token` or `sequence`
     off_policy: bool = False
     """Whether earlier weights may have sampled. Penalty and measured KL are then multiplied by the ratio to them."""
 
@@ -39,20 +36,15 @@ class BranchPenalty:
     """Takes the place of the number `beta` in TRL's `_compute_loss`, for one micro-batch.
 
     TRL uses that number in two ways only (`tests/upstream` pins them): `beta != 0.0`, and `beta * per_token_kl` where
-    the KL joins the per-token loss. Here the product is the branches' penalty instead:
+    the KL joins the per-token loss. Here the product is the sum over branches b of beta_b * penalty_b, shape (B, T).
+    All that follows in the loss stays TRL's own. The policy's log-probs come from TRL's one forward pass, through
+    `record_logps`.
 
-        sum over branches b of beta_b * penalty_b        (B, T)
-
-    All that follows in the loss, the normaliser of each `loss_type` included, stays TRL's own. The policy's log-probs
-    come from TRL's one forward pass, through `record_logps`.
-
-    With `off_policy`, an earlier policy has sampled. The penalty is then also multiplied by a ratio: the policy at the
-    start of the step over that sampler. This is TRL's `importance_sampling_ratio`, with the bounds of the policy's
-    loss.
+    With `off_policy`, an earlier policy has sampled. The penalty is then also multiplied by the policy at the start of
+    the step over that sampler: TRL's `importance_sampling_ratio`, with the bounds of the policy's loss.
 
     `inputs` is TRL's micro-batch, with `branch_ids` of shape (B,). `shares` say by branch id how much the rewards of
-    each branch count. Every policy loss of TRL is in proportion to the advantages, so these are multiplied. Without
-    shares, or if all are 1, they stay untouched.
+    each branch count: advantages are multiplied, to which every policy loss of TRL is in proportion.
     """
 
     def __init__(
@@ -119,15 +111,12 @@ class BranchPenalty:
         self._weight = self._weight * (own if sampler_ratio is None else stale * own)
 
     def sums(self) -> torch.Tensor:
-        """The measured sums of each branch, without a gradient.
+        """The measured sums of each branch, without a gradient: shape (branches, 5), float64. Columns, as in `SUMS`:
 
-        Returns:
-            `torch.Tensor` of shape (branches, 5), float64. Columns, as in `SUMS`:
-
-            - the penalty without its coefficient, and k1, both in nats;
-            - the number of tokens whose log-ratio lies beyond the clamp, and of all tokens;
-            - the weights of the tokens, by which the sums of both KLs are divided. On-policy a weight is 1, otherwise
-              the ratio to the sampler, and 0 for a token that TRL's correction removes.
+        - the penalty without its coefficient, and k1, both in nats;
+        - the number of tokens whose log-ratio lies beyond the clamp, and of all tokens;
+        - the weights of the tokens, by which the sums of both KLs are divided. On-policy a weight is 1, otherwise
+          the ratio to the sampler, and 0 for a token that TRL's correction removes.
         """
         log_ratio, clamp = self._log_ratio.detach(), self._settings.clamp
         clamped = log_ratio.abs() > (clamp or torch.inf)

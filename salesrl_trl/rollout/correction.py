@@ -1,8 +1,7 @@
 """TRL's correction for the sampler's distribution, from the log-probs of the pass that trains.
 
 TRL makes a pass of its own for the policy's log-probs before an update (old log-probs). Where the update is the only
-one of its generation batch, the pass that trains gives the same ones: the weights are the same. Owns the importance
-ratio and its figures for that case. They are TRL's.
+one of its generation batch, the pass that trains gives the same ones. The ratio and its figures are TRL's.
 """
 
 from collections.abc import MutableMapping

@@ -1,8 +1,5 @@
-"""The policy in training as the subject of quick evaluations.
-
-Owns the way from TRL's output for a batch of rows to answers: rewards, lengths, and the KL along each answer. The
-wiring hands in callables that generate and score a batch without a trace in training.
-"""
+"""The policy in training as the subject of quick evaluations: from TRL's output for a batch of rows to answers with
+rewards, lengths and KL."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,11 +19,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredBatch:
-    """A batch of rows that was answered and scored, B of them, in their order."""
+    """A batch of B rows that was answered and scored, in their order."""
 
     output: Tensors
-    completion_ids: Sequence[Sequence[int]]
-    """Tokens of each answer, with the one that ends it."""
+    completion_ids: Sequence[Sequence[int]]  # tokens of each answer, with the one that ends it
     rewards: Sequence[Reward]
 
 
@@ -40,7 +36,6 @@ class GreedySubject:
     logps_of: Callable[[Tensors], torch.Tensor]
     """Log-probs of a batch's answers under the policy, shape (B, C). Called where TRL has not computed them."""
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
-    """Texts without special tokens."""
     branch_of: Callable[[Example], str]
     ends: frozenset[int]
     batch_size: int
@@ -48,7 +43,6 @@ class GreedySubject:
     betas: Callable[[], Mapping[str, float]]
     save: Callable[[Path], None]
     log: Callable[[Mapping[str, float | None]], None]
-    """Logs figures, without those that TRL gathers for a step."""
 
     def answer(self, rows: Sequence[Example]) -> list[Answered]:
         batches = [rows[first : first + self.batch_size] for first in range(0, len(rows), self.batch_size)]

@@ -1,8 +1,5 @@
-"""A generation batch that is trained on part by part: groups whose rewards are in come first.
-
-Owns which parts are ready, and the queue of micro-batches. Refuses to wait (`rollout_scoring` does) and to compute
-advantages (TRL does).
-"""
+"""A generation batch that is trained on part by part: which parts are ready, and the queue of micro-batches. TRL
+computes advantages."""
 
 import math
 from collections import deque

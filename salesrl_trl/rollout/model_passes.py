@@ -1,7 +1,6 @@
 """The passes through the model for one update: which are made, and which are left out.
 
-Owns the choice between one pass for a micro-batch and one for several, and whether the pass that trains also gives the
-old log-probs. `shared_prompts` makes the passes, `correction` computes what follows from the old log-probs.
+`shared_prompts` makes the passes, `correction` computes what follows from the old log-probs.
 """
 
 import math
@@ -19,10 +18,8 @@ from salesrl_trl.update.ledger import Ledger
 
 class Passes:
     """The passes of one trainer, made by `prompts`. `most_tokens`, `weights` and `is_light`: as in `Ahead`.
-
     `correction` is that of the pass that trains; `None` where TRL's own pass for old log-probs is needed. `in_order`:
-    a group's completions stay together. Else TRL shuffles a generation batch.
-    """
+    a group's completions stay together. Else TRL shuffles a generation batch."""
 
     def __init__(
         self,

@@ -1,16 +1,8 @@
-"""The size of an update whose failed completions are out of its loss.
+"""The size of an update whose failed completions are out of its loss. The trainer's overrides of a micro-step call it.
 
-No token of a failed completion counts. But TRL's loss still divides by what an update holds: by completions, tokens or
-micro-batches (`UNITS`), over all ranks. Here the update becomes as large as that of the same batch without them:
-
-    factor = units of the update / units of what is left
-
-- Where the whole update is known when it begins, the factor is in the loss of each micro-batch.
-- Where it is not, the gradient is multiplied by it once, before it is clipped: scored groups came first, or an update
-  has several generation batches.
-
-Owns the factor. Refuses to decide which completions failed (`rollout_scoring`), and to compute a loss (TRL). The
-trainer's overrides of a micro-step call it.
+No token of a failed completion counts, but TRL's loss still divides by what an update holds (`UNITS`), over all ranks.
+The update becomes as large as without them by the factor: units of the update / units of what is left. It is in each
+micro-batch's loss where the update is known when it begins. Else the gradient is multiplied before it is clipped.
 """
 
 import math

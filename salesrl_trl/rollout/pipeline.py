@@ -1,11 +1,6 @@
-"""Rollouts in flight: launched early, collected late.
+"""Rollouts in flight, launched early and collected late: the generation, and each completion's reward from the moment
+the completion is finished. `reading_ahead` decides when one may be launched; TRL uses completions and rewards."""
 
-Owns what lies between a generation batch's prompts and the moment it is trained on: the generation, and each
-completion's reward from the moment the completion is finished. Refuses to decide when a rollout may be launched
-(`reading_ahead` does), and to use completions and rewards (TRL does).
-"""
-
-import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,11 +26,9 @@ from salesrl_trl.types import Example
 class Rollout:
     """Completions of one generation batch, from the moment they are asked for until they have been trained on."""
 
-    inputs: list[Example]
-    """B rows."""
+    inputs: list[Example]  # B rows
     rewards: RewardBatch
-    step: int
-    """Optimizer steps that the weights had taken which sampled them."""
+    step: int  # optimizer steps that the weights had taken which sampled them
     is_trained_on: bool
     handle: Handle | None = None
     """The generation. `None` where TRL generates inside its own scoring."""
@@ -47,8 +40,7 @@ class Rollout:
     repeated."""
     is_corrected_at_step: bool = False
     """Whether the pass that trains gives the old log-probs. `logps` then has NaN for them."""
-    groups: ScoredGroups | None = None
-    """Set while the batch is trained on part by part."""
+    groups: ScoredGroups | None = None  # set while the batch is trained on part by part
     result: BatchResult | None = None
     completions: Sequence[Completion] = ()
     """The completions as TRL has them, B of them, once it has asked for their rewards."""
@@ -56,8 +48,7 @@ class Rollout:
     """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
     failed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
-    is_in_parts: bool = False
-    """Whether TRL has gone over the batch before all rewards were in."""
+    is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in
     group: int = 1
     """Completions of a prompt. They are neighbours."""
     is_reported: bool = False
@@ -83,8 +74,7 @@ class Rollout:
 class KeptRollouts:
     """A rollout of an earlier start of the run."""
 
-    rows: list[int]
-    """The row of each of the B completions, by the numbers of `keys_of`."""
+    rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
     step: int
     sampled: Sampled
     behaviour_logps: torch.Tensor | None
@@ -100,22 +90,18 @@ class Pipeline:
     timeline: Timeline
     decode: Callable[[Sequence[int]], str]
     """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
-    window: int
-    """Micro-steps between two generation batches."""
-    lookahead: int
-    """Optimizer steps that rollouts may be ahead."""
+    window: int  # micro-steps between two generation batches
+    lookahead: int  # optimizer steps that rollouts may be ahead
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
-    record_span: Callable[[Span], None]
-    """Gets the time of a generation that went on beside training."""
+    record_span: Callable[[Span], None]  # gets the time of a generation that went on beside training
     group: Callable[[], int] = lambda: 1
     """Completions of a prompt at the moment, in training or in an evaluation."""
     reward_arguments: Callable[[], Mapping[str, object]] = dict
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
     inside_trl: bool = False
     """Whether TRL generates inside its own scoring: completions with tools, and prompts from an environment."""
-    dataloader: Iterable[object] = ()
-    """What training goes through once, and then perhaps once more."""
+    dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _taken: dict[int, Rollout] = field(default_factory=dict)
 
@@ -153,8 +139,18 @@ class Pipeline:
             for window in self._schedule.add(micro_batches):
                 self.reward_loop.prepare(self._rows(window.inputs))
 
-        following = functools.partial(_next_epoch, self.dataloader)
-        return self.updates.next(epoch, iterator, following, pull, steps_left, record, _draw_as_a_dataloader)
+        def following() -> Iterator[object]:
+            # Torch's generator stays as it is: a dataloader draws from it when it begins, and `draw` makes that draw
+            # when the epoch begins. So samples are those without a lookahead.
+            with torch.random.fork_rng(devices=[]):
+                micro_batches = iter(self.dataloader)
+                first = list(itertools.islice(micro_batches, 1))
+            return itertools.chain(first, micro_batches)
+
+        def draw() -> None:
+            torch.empty((), dtype=torch.int64).random_()  # with it `DataLoader` seeds its workers
+
+        return self.updates.next(epoch, iterator, following, pull, steps_left, record, draw)
 
     def launch_due(self, micro_step: int, update: int) -> None:
         """Generate what may be generated by now, and start its rewards. Completions of an earlier start of the run are
@@ -270,21 +266,6 @@ class Pipeline:
         """The rows with their pictures in the prompts, and with what functions may ask for beside columns."""
         further = self.reward_arguments()
         return [{**row, "prompt": prompt, **further} for row, prompt in zip(rows, prompts_of(rows), strict=True)]
-
-
-def _next_epoch(dataloader: Iterable[object]) -> Iterator[object]:
-    """The micro-batches of the epoch after the one in training. Leaves torch's generator as it is: a dataloader draws
-    from it when it begins, and `_draw_as_a_dataloader` makes that draw when the epoch begins. So samples are those
-    without a lookahead."""
-    with torch.random.fork_rng(devices=[]):
-        iterator = iter(dataloader)
-        first = list(itertools.islice(iterator, 1))
-    return itertools.chain(first, iterator)
-
-
-def _draw_as_a_dataloader() -> None:
-    """The draw from torch's generator with which `DataLoader` seeds its workers, whether it has any or not."""
-    torch.empty((), dtype=torch.int64).random_()
 
 
 def keys_of(inputs: Sequence[Example]) -> list[int]:

@@ -1,8 +1,5 @@
 """What is trained on next: the order of prompts, micro-batches that are read ahead, and the generation batches among
-them that may be generated now.
-
-Owns the staleness bound. Knows no model. The pipeline generates.
-"""
+them that may be generated now. Owns the staleness bound. The pipeline generates."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +21,8 @@ Update = tuple[MicroBatches, object]
 class GenerationWindow(Generic[R]):
     """A generation batch to come."""
 
-    first: int
-    """Micro-step at which it is first trained on."""
-    update: int
-    """Optimizer steps done by then."""
+    first: int  # micro-step at which it is first trained on
+    update: int  # optimizer steps done by then
     inputs: list[Example]
     rollout: R | None = None
 

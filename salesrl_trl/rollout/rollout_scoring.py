@@ -1,15 +1,8 @@
 """The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them.
 
-The trainer's overrides call this module in the order of a batch:
-
-    train_on, evaluate        a generation batch begins
-      _scored                 TRL's `_generate_and_score_completions`, and what is added to its output
-        rewards               inside it, in place of TRL's `_calculate_rewards`
-    next_micro_batches        while the batch is trained on: groups that are scored come first
-
-Owns which rollout TRL is at work on, the additions to its output, and the plain values that the record gets of it.
-Refuses to generate (`pipeline`), to score a completion (the reward) and to compute advantages: TRL does, and
-`_hybrid_advantages` puts those of `update.advantages` in their place where a reference counts.
+The trainer's overrides call it. `train_on` and `evaluate` begin a batch, TRL's scoring inside them asks for `rewards`,
+and `next_micro_batches` hands out groups that are scored first. The reward scores a completion, and TRL computes
+advantages; `_hybrid_advantages` replaces them where a reference counts.
 """
 
 import copy
@@ -84,13 +77,10 @@ class RolloutScoring:
     run_control: RunControl
     settings: ScoringSettings
     device: torch.device
-    """Of collectives."""
     score: Callable[[Rollout], Output]
-    """TRL's own method."""
     advantages: Callable[[], MutableSequence[float]]
     """This column of TRL's table of completions, whose last rows are those of the batch."""
-    rollout: Rollout | None = None
-    """The rollout that TRL is at work on; `None` in between."""
+    rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
     in_parts: bool = False
     """Whether the generation batch in training was begun before all its rewards were in."""
     _waiting: Rollout | None = None
@@ -350,6 +340,13 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
     first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
     ids = None if rollout.sampled is None else rollout.sampled.completion_ids
+
+    def numbers() -> list[float | None]:
+        if advantages is None:
+            return [None] * len(rewards)
+        known = zip(advantages.tolist(), rewards, strict=True)
+        return [None if reward.value is None else number for number, reward in known]
+
     entries = [
         Entry(
             row=recorded_name(example),
@@ -378,14 +375,6 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
         number=scores.number,
         staleness=update - rollout.step,
         entries=entries,
-        advantages=lambda: _numbers(advantages, rewards),
+        advantages=numbers,
         calls=rollout.result.report.calls,
     )
-
-
-def _numbers(advantages: torch.Tensor | None, rewards: Sequence[Reward]) -> list[float | None]:
-    if advantages is None:
-        return [None] * len(rewards)
-    return [
-        None if reward.value is None else number for number, reward in zip(advantages.tolist(), rewards, strict=True)
-    ]

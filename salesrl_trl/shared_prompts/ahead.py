@@ -1,9 +1,8 @@
-"""One pass for several micro-batches of an update.
+"""One pass for several micro-batches of an update. The trainer calls `Ahead` through `rollout.model_passes`.
 
-Owns how the pass is divided: each micro-batch has its own loss and its own call of `backward`, as in TRL. The backward
-passes of all but the last one end at the log-probs, where their gradients wait. The last one goes on through the model
-with all of them. The weights do not move inside an update, so the gradient is the sum that TRL accumulates. The
-trainer calls `Ahead` through `rollout.model_passes`.
+Each micro-batch has its own loss and its own `backward`, as in TRL. Those of all but the last one end at the
+log-probs, where their gradients wait. The last one goes on through the model with all of them. The weights do not move
+inside an update, so the gradient is the sum that TRL accumulates.
 """
 
 import contextlib
@@ -117,13 +116,15 @@ class Ahead:
         count = 1 if alone else self._together(groups, batch)
         size = len(own.ids)
         groups = [part for group in groups if (part := group.below(count * size)).rows]
-        has_prompt = _first_of(groups, count * size)
+        firsts = {group.rows[0] for group in groups}
+        has_prompt = [row in firsts for row in range(count * size)]
         self.has_prompt = has_prompt[:size]
         if count == 1:
             return self._prompts.of(model, own, groups, **wanted)
         batch = Columns(batch.ids[: count * size], batch.mask[: count * size], batch.width)
-        ends_update = count == self._left + 1
-        with _syncing(model) if ends_update else contextlib.nullcontext():
+        # A pass through DDP prepares for the backward pass that sums over ranks: the update's last one.
+        syncs = count == self._left + 1 and hasattr(model, "require_backward_grad_sync")
+        with patched(model, "require_backward_grad_sync", True) if syncs else contextlib.nullcontext():
             logps, entropies, _ = self._prompts.of(model, batch, groups, compute_entropy=True)
         assert entropies is not None
         (first_logps, first_entropies), *rest = _divided(logps, entropies, size)
@@ -152,14 +153,3 @@ def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tu
     waiting = [tensor.detach().requires_grad_() for pair in firsts for tensor in pair]
     joined = _Joined.apply(*last, waiting, *(tensor for pair in firsts for tensor in pair))  # type: ignore[no-untyped-call]
     return [*zip(waiting[::2], waiting[1::2], strict=True), joined]
-
-
-def _first_of(groups: Sequence[Group], size: int) -> list[bool]:
-    firsts = {group.rows[0] for group in groups}
-    return [row in firsts for row in range(size)]
-
-
-def _syncing(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """While active, a pass through DDP prepares for the backward pass that sums over ranks: the update's last one."""
-    flag = "require_backward_grad_sync"
-    return patched(model, flag, True) if hasattr(model, flag) else contextlib.nullcontext()

@@ -1,24 +1,15 @@
-"""Flash attention over a row with shared prefixes.
+"""Flash attention over a row with shared prefixes, by PyTorch's own kernels. Called by `shared_attention`.
 
-Owns how its two parts are joined, forward and backward. The kernels are PyTorch's own; nothing is compiled here.
-Called by `shared_attention`.
-
-A token of a segment sees its prefix, and its own segment up to itself. Both are attention over parts of various
-lengths, which flash attention computes without padding and without a mask:
-
-- each prefix and each segment sees itself, causally;
-- all segments of a group together see their prefix, without a mask.
-
-Two softmaxes over parts of the keys make one over all: each is weighted by its share of the normaliser. Backward,
-flash attention computes the probabilities anew from the normaliser that it is given. With the joined normaliser and
-the joined output, each part gives its share of the gradient (FlashAttention, Dao et al. 2022, appendix B.2).
+Each prefix and each segment sees itself, causally; all segments of a group together see their prefix, without a mask.
+Two softmaxes over parts of the keys make one over all: each is weighted by its share of the normaliser. Backward, each
+part gives its share of the gradient from the joined normaliser and output (Dao et al. 2022, appendix B.2).
 """
 
 from typing import Any
 
 import torch
 
-from salesrl_trl.shared_prompts.row_layout import Layout
+from salesrl_trl.shared_prompts.row_layout import Bounds, Layout
 
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -41,7 +32,7 @@ def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     )
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: "Bounds", scale: float) -> tuple[Any, ...]:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float) -> tuple[Any, ...]:
     """PyTorch's kernel: output of shape (tokens, heads, channels), log of the normaliser of shape (heads, tokens),
     float32, and the state of its random generator."""
     q_bounds, k_bounds, most_q, most_k, is_causal = bounds
@@ -58,7 +49,7 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     normaliser: torch.Tensor,
-    bounds: "Bounds",
+    bounds: Bounds,
     state: tuple[torch.Tensor, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,19 +58,6 @@ def backward(
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, normaliser, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, *state, scale=scale
     )
-
-
-Bounds = tuple[torch.Tensor, torch.Tensor, int, int, bool]
-"""Where the parts of queries and of keys begin and end (int32), the longest of both, and whether it is causal."""
-
-
-def _own(layout: Layout) -> Bounds:
-    bounds, most = layout.parts
-    return bounds, bounds, most, most, True
-
-
-def _crossing(layout: Layout) -> Bounds:
-    return (*layout.crossings, False)
 
 
 class SharedFlash(torch.autograd.Function):
@@ -91,12 +69,12 @@ class SharedFlash(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
     ) -> torch.Tensor:
         out: torch.Tensor
-        out, normaliser, *state = forward(query, key, value, _own(layout), scale)
+        out, normaliser, *state = forward(query, key, value, layout.parts, scale)
         crossing_state: list[torch.Tensor] = []
         if layout.prefixes:
             head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
             far, far_normaliser, *crossing_state = forward(
-                query[head:tail], key[:head], value[:head], _crossing(layout), scale
+                query[head:tail], key[:head], value[:head], layout.crossings, scale
             )
             near, near_normaliser = out[head:tail], normaliser[:, head:tail]
             joined = torch.logaddexp(near_normaliser, far_normaliser)  # (heads, tokens)
@@ -111,12 +89,12 @@ class SharedFlash(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, normaliser, *states = ctx.saved_tensors
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
-        own = backward(grad, query, key, value, out, normaliser, _own(layout), tuple(states[:2]), scale)
+        own = backward(grad, query, key, value, out, normaliser, layout.parts, tuple(states[:2]), scale)
         if layout.prefixes:
             head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
             crossing = backward(
                 grad[head:tail], query[head:tail], key[:head], value[:head], out[head:tail],
-                normaliser[:, head:tail].contiguous(), _crossing(layout), tuple(states[2:]), scale,
+                normaliser[:, head:tail].contiguous(), layout.crossings, tuple(states[2:]), scale,
             )  # fmt: skip
             for total, part, rows in zip(own, crossing, (slice(head, tail), slice(head), slice(head)), strict=True):
                 total[rows] += part

@@ -22,15 +22,15 @@ import torch
 
 IGNORED = -100
 """Label of a token whose prediction nobody asks for."""
+Bounds = tuple[torch.Tensor, torch.Tensor, int, int, bool]
+"""Where the parts of queries and of keys begin and end (int32), the longest of both, and whether it is causal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     prompt: int
-    rows: tuple[int, ...]
-    """Rows of the padded batch."""
-    completions: tuple[int, ...]
-    """Tokens of each completion."""
+    rows: tuple[int, ...]  # rows of the padded batch
+    completions: tuple[int, ...]  # tokens of each completion
 
     @property
     def tokens(self) -> int:
@@ -68,14 +68,11 @@ def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int)
 class Layout:
     """A row of S tokens: all prefixes, then all segments. Groups without a prefix come last."""
 
-    prefixes: tuple[int, ...]
-    """Tokens of each prefix, of groups that have one."""
+    prefixes: tuple[int, ...]  # tokens of each prefix, of groups that have one
     segments: tuple[tuple[int, ...], ...]
     """By group: tokens of its segments. The groups with a prefix come first, in the same order."""
-    longest: int
-    """Tokens of the longest sequence, prompt and completion."""
-    source: np.ndarray = field(repr=False)
-    """Shape (S,): place of each token in the flattened padded batch."""
+    longest: int  # tokens of the longest sequence, prompt and completion
+    source: np.ndarray = field(repr=False)  # shape (S,): place of each token in the flattened padded batch
     weights: np.ndarray = field(repr=False)
     """Shape (S,): how many tokens of the padded batch a token stands for."""
     device: torch.device
@@ -97,17 +94,17 @@ class Layout:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
 
     @cached_property
-    def parts(self) -> tuple[torch.Tensor, int]:
-        """Bounds of the prefixes and segments, and the length of the longest. Each attends to itself."""
+    def parts(self) -> Bounds:
+        """Of the prefixes and segments. Each attends to itself."""
         lengths = [*self.prefixes, *(length for group in self.segments for length in group)]
-        return self.bounds(lengths), max(lengths)
+        bounds, most = self.bounds(lengths), max(lengths)
+        return bounds, bounds, most, most, True
 
     @cached_property
-    def crossings(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Bounds of each group's segments together and of its prefix, and the lengths of the longest of both. The
-        segments attend to the prefix."""
+    def crossings(self) -> Bounds:
+        """Of each group's segments together, which attend to its prefix."""
         together = [sum(segment) for segment in self.segments[: len(self.prefixes)]]
-        return self.bounds(together), self.bounds(self.prefixes), max(together), max(self.prefixes)
+        return self.bounds(together), self.bounds(self.prefixes), max(together), max(self.prefixes), False
 
     @cached_property
     def padded(self) -> "Padded":

@@ -1,8 +1,7 @@
-"""Attention over a row with shared prefixes, behind transformers' attention interface.
+"""Attention over a row with shared prefixes, behind transformers' attention interface. `shared_passes` installs it.
 
-Owns what a layer of the model does with a row. On a GPU in 16 bits `flash` computes it. Elsewhere PyTorch's attention
-computes it in two padded batches: over the prefixes, and over the segments behind copies of their prefix's keys.
-`shared_passes` installs it.
+On a GPU in 16 bits `flash` computes it. Elsewhere PyTorch's attention does, in two padded batches: over the prefixes,
+and over the segments behind copies of their prefix's keys.
 """
 
 import functools

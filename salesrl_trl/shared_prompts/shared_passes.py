@@ -1,8 +1,7 @@
-"""Log-probs of a padded batch, with each prompt once through the model.
+"""Log-probs of a padded batch, with each prompt once through the model. `rollout.model_passes` calls it.
 
 Owns which batches go this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
-fused head gives log-probs and entropies of the row, at its temperature, in its chunks. The trainer calls it through
-`rollout.model_passes`.
+fused head gives log-probs and entropies of the row, at its temperature, in its chunks.
 """
 
 import contextlib
@@ -55,8 +54,7 @@ _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSettings:
-    is_on: bool
-    """`shared_prompts: auto`."""
+    is_on: bool  # `shared_prompts: auto`
     reason: str | None = None
     autocast: Callable[[], AbstractContextManager[Any]]
     most_tokens: int | None = None
@@ -78,8 +76,7 @@ class SharedPrompts:
         self._attention = ""
         self._has_dropout = has_dropout(model)
         self.is_checked = False
-        self._is_due = True
-        """Whether the next batch with a shared prompt is compared."""
+        self._is_due = True  # the next batch with a shared prompt is compared
         self._updates = 0
         self._reported: set[str] = set()
         reason = settings.reason or why_not_shared(model) if settings.is_on else None

@@ -1,7 +1,5 @@
-"""Which models and settings can't share prompts, and why.
-
-Owns the reasons. `shared_passes` asks for them, and its comparison at first use finds what no reason foresees.
-"""
+"""Which models and settings can't share prompts, and why. The comparison of `shared_passes` finds what no reason
+foresees."""
 
 from collections.abc import Callable, Iterator, Sequence
 

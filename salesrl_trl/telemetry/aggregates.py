@@ -1,8 +1,6 @@
-"""Sums that are kept from one log line to the next.
+"""Sums that are kept from one log line to the next. `reward`, `kl` and `update` add their own figures.
 
-Owns the way from what was added to the figures of a line. An aggregate keeps its sum and its count until it is logged,
-so that batches of unequal size have the right weights. Knows no reward and no KL:
-`reward`, `kl` and `update` add their own figures.
+An aggregate keeps its sum and its count until it is logged, so that batches of unequal size have the right weights.
 """
 
 import math

@@ -1,8 +1,5 @@
-"""Readings of the device and its machine: when a mark was reached, how full its memory is, how busy they are.
-
-Owns the events behind a timeline's marks on a GPU, and the samples and counters of `instruments`. `names` owns the
-tags.
-"""
+"""Readings of the device and its machine, for `instruments`: when a mark was reached, how full memory is, how busy GPU
+and disks are."""
 
 import contextlib
 import math
@@ -24,11 +21,9 @@ by less than half of this."""
 
 class EventClock:
     """A clock whose marks are CUDA events. Recording one takes some microseconds and never waits for the device.
-
-    Events give the time between marks. One fact ties this scale to the host's: the device reaches no mark before the
-    host has issued it. An idle device reaches a mark at once. In GRPO the device is idle in each step, while it waits
-    for rewards. So the largest difference between host and device time is exact.
-    """
+    Events give the time between marks. The device reaches no mark before the host has issued it, and an idle one
+    reaches it at once. In GRPO it is idle in each step, while it waits for rewards. So the largest difference between
+    host and device time is exact."""
 
     def __init__(self) -> None:
         self._anchor: Mark | None = None
@@ -81,11 +76,9 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
-    """Memory in GiB, by the names in `names.MEMORY`.
-
-    Three figures of the device, NaN without a GPU: allocated, reserved, and most allocated since `forget_peak`. They
-    include a colocated vLLM's allocations through PyTorch. The fourth is the host memory of this process.
-    """
+    """Memory in GiB, by the names in `names.MEMORY`: of the device allocated, reserved, and most allocated since
+    `forget_peak`, NaN without a GPU, with a colocated vLLM's allocations through PyTorch; and the host memory of this
+    process."""
     host = _PROCESS.memory_info().rss / GIB
     if device.type != "cuda":
         return (float("nan"), float("nan"), float("nan"), host)
@@ -96,7 +89,6 @@ def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Count the most allocated memory from now on, for all callers of PyTorch."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -110,10 +102,8 @@ class MachineUse:
         self._since, self._disk = time.perf_counter(), _disk_bytes()
 
     def sample(self) -> str:
-        """Read the GPU's utilisation over the last second: `"GPU 97 % busy"`. From any thread, the heartbeat's.
-
-        Empty without a GPU, without the package `pynvml`, or if the driver does not say.
-        """
+        """Read the GPU's utilisation over the last second: `"GPU 97 % busy"`, from the heartbeat's thread. Empty
+        without a GPU, without the package `pynvml`, or if the driver does not say."""
         if self._device.type == "cuda":
             with contextlib.suppress(Exception):  # there is no sample then
                 busy = torch.cuda.utilization(self._device)

@@ -1,19 +1,8 @@
-"""The FLOPs of a training pass of a causal language model, as PyTorch counts them.
+"""The FLOPs of a training pass of a causal language model, as PyTorch counts them, for `instruments`.
 
-Owns the coefficients of a model, and the sums over a batch that they belong to. `instruments` asks for both. Measures
-no time, reads no device and logs nothing.
-
-These are model FLOPs as in PaLM (Chowdhery et al. 2022, appendix B): the matrix products that forward and backward
-pass need. A multiply and an add are two FLOPs. Not counted are:
-
-- work that is done a second time (gradient checkpointing, flash attention's backward pass), so that it lowers the
-  utilisation;
-- softmax, norms, activations and dropout;
-- the optimizer, generation and the reference's pass.
-
-`torch.utils.flop_counter` counts on a copy of the model without memory (torch's `meta` device), which is built from
-its configuration. So the weights may be sharded or quantised. The copy has the same adapter, and trains the same
-weights.
+Model FLOPs as in PaLM (Chowdhery et al. 2022, appendix B): the matrix products that forward and backward pass need.
+Work that is done a second time (gradient checkpointing) lowers the utilisation. The count runs on a copy without
+memory (torch's `meta` device), built from the configuration: weights may be sharded or quantised.
 """
 
 import copy
@@ -105,13 +94,15 @@ def model_flops(model: nn.Module) -> ModelFlops:
     before it costs, if both have the same weights and train the same of them. The first of such a row is apart: what
     comes before it may need no gradient.
 
-    Raises `UnknownFlops` for an encoder-decoder, a model that reads more than text, layers other than full or
-    sliding-window attention, and weights that are not those of its configuration. A model that can't run on `meta`
-    raises errors of its own.
+    Raises `UnknownFlops` for models whose tokens differ in cost in other ways. A model that can't run on `meta` raises
+    errors of its own.
     """
     base, windows = _base(model), _windows(_config(model))
     bare = _without_memory(model, base)
-    layers = _decoder_layers(bare, len(windows))
+    lists = (module for module in bare.modules() if isinstance(module, nn.ModuleList))
+    layers = next((modules for modules in lists if len(modules) == len(windows)), None)
+    if layers is None:
+        raise UnknownFlops(f"no list of {len(windows)} decoder layers was found in it")
     rows = [list(row) for _, row in itertools.groupby(layers, key=_weights)]
     shortest = _counts(bare, layers, [row[:2] for row in rows])
     total = shortest
@@ -132,11 +123,8 @@ def model_flops(model: nn.Module) -> ModelFlops:
 
 
 def _counts(model: nn.Module, layers: nn.ModuleList, rows: Sequence[Sequence[nn.Module]]) -> torch.Tensor:
-    """FLOPs of a forward and backward pass through these layers alone, shape (4,), float64.
-
-    Of a sequence with one completion token, of one twice and one thrice as long, and of the first one with two
-    completion tokens.
-    """
+    """FLOPs of a forward and backward pass through these layers alone, shape (4,), float64: of a sequence with one
+    completion token, of one twice and one thrice as long, and of the first one with two completion tokens."""
     del layers[:]
     layers.extend(itertools.chain.from_iterable(rows))
     counts = []
@@ -174,10 +162,8 @@ def _config(base: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """By layer, the number of tokens that a token sees; `None` for all.
-
-    In configs without `layer_types` (Mistral, Phi-3), `sliding_window` applies to every layer.
-    """
+    """By layer, the number of tokens that a token sees; `None` for all. In configs without `layer_types` (Mistral,
+    Phi-3), `sliding_window` applies to every layer."""
     width = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     alike = "full_attention" if width is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [alike] * config.num_hidden_layers
@@ -190,11 +176,8 @@ def _windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def _without_memory(model: nn.Module, base: PreTrainedModel) -> nn.Module:
-    """A copy on `meta`, with the active adapter, which trains what the model trains.
-
-    Attention and experts get the implementations that run on `meta`: plain products, as many for each token as without
-    them. Without gradient checkpointing, nothing is computed a second time.
-    """
+    """A copy on `meta`, with the active adapter, which trains what the model trains. Attention and experts are plain
+    products there, as many for each token, and nothing is computed a second time."""
     config = copy.deepcopy(base.config)
     config._attn_implementation, config._experts_implementation = "eager", "batched_mm"
     with torch.device("meta"):
@@ -224,13 +207,6 @@ def _with_adapter(bare: nn.Module, model: nn.Module) -> nn.Module:
     return adapted
 
 
-def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UnknownFlops(f"no list of {count} decoder layers was found in it")
-
-
 def _weights(layer: nn.Module) -> list[tuple[str, torch.Size, bool]]:
-    """What a layer's products depend on: its weights' names, shapes, and which are trained."""
+    """What a layer's products depend on."""
     return [(name, weight.shape, weight.requires_grad) for name, weight in layer.named_parameters()]

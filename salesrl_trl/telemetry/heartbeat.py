@@ -38,19 +38,13 @@ ADVICE: dict[str, str] = {
     Phase.CHECKPOINT: "the disk under output_dir",
     Phase.EVALUATION: "the held-out rows: max_eval_rows, per_device_eval_batch_size, num_generations_eval",
 }
-"""By phase."""
 
 
 class Heartbeat:
-    """Logs a line about a phase that lasts: after `after_s`, then each time its seconds have doubled.
-
-    Called from its thread, once a second or more often:
-
-    - `current`: returns the phase of now and its seconds;
-    - `where`: the text before the phase, `"step 3/100"`;
-    - `details`: by phase, more about it, for example the calls under way;
-    - `sample`: what the line says about the machine.
-    """
+    """Logs a line about a phase that lasts: after `after_s`, then each time its seconds have doubled. `current`
+    returns the phase of now and its seconds, `where` the text before it (`"step 3/100"`), `details` by phase more
+    about it, and `sample` what the line says about the machine. They are called from its thread, once a second or more
+    often."""
 
     def __init__(
         self,
@@ -70,11 +64,9 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait for its end."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()

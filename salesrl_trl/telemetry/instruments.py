@@ -1,8 +1,7 @@
-"""All measurements of a run in one object, for the trainer.
+"""All measurements of a run in one object. The trainer, its rollouts and `StepMarks` report each event.
 
 Owns the timeline, the lengths that were trained on, the trace and the heartbeat, gathers the ranks' sums, and says
-what a start took. `perf` owns the arithmetic of the figures. The trainer, its rollouts and `StepMarks` report each
-event.
+what a start took. `perf` owns the arithmetic of the figures.
 """
 
 import json
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -36,7 +34,7 @@ from salesrl_trl.timing import PHASES_TRACK, Span, overlap
 logger = logging.getLogger(__name__)
 
 DEFAULT_TRACED_STEPS = range(1, 51)
-"""For a trainer without instruments of its own. The recipes have the same default."""
+"""Without instruments of one's own, as in the recipes."""
 BATCHES_KEPT = 256
 """Micro-batches whose lengths are kept before they are summed."""
 
@@ -46,7 +44,6 @@ class InstrumentSettings:
     """Settings: which measurements, how often, and how much is kept."""
 
     enabled: bool = True
-    """Whether anything is measured."""
     perf_steps: int = 1
     """Steps between two lines with throughput, utilisation and memory. A line covers the steps since the last one."""
     trace_steps: range = range(0)
@@ -60,13 +57,6 @@ class InstrumentSettings:
     """Peak of the device, in FLOP/s, in place of the figure in the table of peaks."""
 
 
-class _Scored(NamedTuple):
-    """A batch of rewards: seconds from its first call to its last answer, and the trainer's waits in between."""
-
-    seconds: float
-    waits: list[tuple[float, float]]
-
-
 class Instruments:
     """A run's timeline and the figures from it.
 
@@ -75,11 +65,7 @@ class Instruments:
     """
 
     def __init__(
-        self,
-        settings: InstrumentSettings,
-        device: torch.device,
-        output_dir: Path,
-        recorder: Recorder | None = None,
+        self, settings: InstrumentSettings, device: torch.device, output_dir: Path, recorder: Recorder | None = None
     ) -> None:
         self.recorder = recorder
         self.timeline = Timeline(clock_of(device), perf.OPAQUE_PHASES)
@@ -92,7 +78,8 @@ class Instruments:
         self._flops: ModelFlops | None = None
         self._lengths: list[tuple[torch.Tensor, ...]] = []  # tokens of prompts and completions, and `has_prompt`
         self._trained: torch.Tensor | None = None  # sums since the last figures, on the device
-        self._batches: deque[_Scored] = deque(maxlen=MAX_STEPS_KEPT)  # since the last figures
+        # since the last figures: seconds from the first call to the last answer, and the trainer's waits in between
+        self._batches: deque[tuple[float, list[tuple[float, float]]]] = deque(maxlen=MAX_STEPS_KEPT)
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since the last throughput
         self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
@@ -149,11 +136,9 @@ class Instruments:
     def record_batch(
         self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, has_prompt: Sequence[bool] | None = None
     ) -> None:
-        """Record a micro-batch that goes through forward and backward. Does not wait for the device.
-
-        The masks have shapes (B, P) and (B, C). `has_prompt` is False for a completion whose prompt went through the
-        model with another one; without it, all are True.
-        """
+        """Record a micro-batch that goes through forward and backward, without a wait for the device. The masks have
+        shapes (B, P) and (B, C). `has_prompt` is False for a completion whose prompt went through the model with
+        another one."""
         if not self.timeline.enabled:
             return
         prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # (B,)
@@ -163,34 +148,28 @@ class Instruments:
             self._count_lengths()
 
     def record_generation(self, span: Span) -> None:
-        """Record the time in which the batch of this step was generated in the background."""
+        """A batch of this step was generated in the background."""
         if self.timeline.enabled:
             self._trace.add(self.step + 1, [span])
 
     def record_rewards(
         self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
     ) -> None:
-        """Record a scored batch of training.
-
-        Its first call began at `started`, of `time.perf_counter`; its last answer came `seconds` later. `waits` are
-        first and last time of each wait of the trainer's thread for it. `spans` are the stages of its completions.
-        """
+        """Record a scored batch of training. Its first call began at `started`, of `time.perf_counter`; its last
+        answer came `seconds` later. `waits`: first and last time of each wait of the trainer's thread for it. `spans`:
+        the stages of its completions."""
         if self.timeline.enabled:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
-            self._batches.append(_Scored(seconds, [wait for wait in cut if wait[0] < wait[1]]))
+            self._batches.append((seconds, [wait for wait in cut if wait[0] < wait[1]]))
             self._trace.add(self.step + 1, spans)  # they may have begun in earlier steps
 
     def step_ends(self) -> None:
-        """End an optimizer step."""
         self.timeline.step_ends()
         self.step += 1
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
-        """The figures of the steps since the last call, over all ranks; a collective.
-
-        They are the same on every rank, except those of `names.MACHINE`, which are its own. Empty while nothing is
-        measured.
-        """
+        """The figures of the steps since the last call, over all ranks; a collective. They are the same on every rank,
+        except those of `names.MACHINE`, which are its own. Empty while nothing is measured."""
         if not self.timeline.enabled:
             return {}
         steps = self.timeline.drain_steps()
@@ -210,7 +189,12 @@ class Instruments:
         figures = perf.time_figures(ranks)
         if self.step % self._settings.perf_steps == 0:
             figures |= perf.perf_figures(self._due, self._peak) | self._machine.drain()
-            self._check_utilisation(figures)
+            known = self._flops is not None and self._peak is not None
+            if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
+                self._warn_once(
+                    f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run "
+                    "behind the clock. No MFU is shown. Set `peak_tflops`."
+                )
             self._due = None
             forget_peak(self._device)
         return figures
@@ -250,7 +234,7 @@ class Instruments:
         batches, waits = list(self._batches), self._waits
         # The trainer's thread begins to wait when the host has issued all other work. The phase of the wait begins
         # when the device is done with this work.
-        exposed = sum(overlap(mine, wait) for batch in batches for mine in batch.waits for wait in waits)
+        exposed = sum(overlap(mine, wait) for _, own in batches for mine in own for wait in waits)
         self._batches.clear()
         self._waits = []
         tokens, samples, flops = 0.0, 0.0, math.nan
@@ -262,7 +246,7 @@ class Instruments:
         return {
             **seconds,
             perf.STEPS: len(steps),
-            perf.MAKESPAN: sum(batch.seconds for batch in batches),
+            perf.MAKESPAN: sum(makespan for makespan, _ in batches),
             perf.EXPOSED: exposed,
             perf.BATCHES: len(batches),
             perf.FLOPS: flops,
@@ -271,15 +255,6 @@ class Instruments:
             **dict(zip(MEMORY, memory_gib(self._device), strict=True)),
         }
 
-    def _check_utilisation(self, figures: dict[str, float]) -> None:
-        """Warn of a utilisation above 1: the peak is wrong, and no utilisation is shown."""
-        known = self._flops is not None and self._peak is not None
-        if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
-            self._warn_once(
-                f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run behind "
-                "the clock. No MFU is shown. Set `peak_tflops`."
-            )
-
     def _warn_once(self, line: str) -> None:
         if line not in self._warned:
             self._warned.add(line)
@@ -287,17 +262,11 @@ class Instruments:
 
 
 class StepMarks(TrainerCallback):
-    """Marks the start of a run, the end of each step, and the end of the run.
-
-    `prepare`, `begin` and `end` are called before the first mark of a run, after it, and when the run has ended.
-    """
+    """Marks the start of a run, the end of each step, and the end of the run. `prepare`, `begin` and `end` are called
+    before the first mark of a run, after it, and when the run has ended."""
 
     def __init__(
-        self,
-        instruments: Instruments,
-        prepare: Callable[[], None],
-        begin: Callable[[], None],
-        end: Callable[[], None],
+        self, instruments: Instruments, prepare: Callable[[], None], begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
         self._instruments = instruments
         self._prepare = prepare
@@ -334,11 +303,9 @@ def imports_so_far() -> Span:
 
 
 def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> None:
-    """Log the seconds of a start, from all spans until now and the first step, and write them to a file.
-
-    The phases go one after another; others go side by side with those, in other threads and processes. The time in
-    between is "other". A full disk does not end the run.
-    """
+    """Log the seconds of a start, from all spans until now and the first step, and write them to a file: `[Start] 31.4
+    s to the end of the first step: imports 9.0, first step 4.0, other 0.2; side by side ...`. Phases go one after
+    another, others beside them in other threads and processes. A full disk does not end the run."""
     known = sorted((span for span in spans if span.name in set(StartUp)), key=lambda span: span.started)
     phases, beside = dict[str, float](), dict[str, float]()
     for span in known:
@@ -346,7 +313,15 @@ def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> No
         sums[span.name] = sums.get(span.name, 0.0) + span.seconds
     total = first.ended - min([first.started, *(span.started for span in known)])
     evaluation = first.seconds.get(Phase.EVALUATION, 0.0)
-    logger.info(_line(total, phases, beside, first.wall, evaluation))
+
+    def shown(seconds_by_name: Mapping[str, float]) -> list[str]:
+        return [f"{name} {seconds:.1f}" for name, seconds in seconds_by_name.items() if seconds >= SHOWN_S]
+
+    evaluated = f" (evaluation {evaluation:.1f})" if evaluation else ""
+    other = max(total - sum(phases.values()) - first.wall, 0.0)
+    parts = ", ".join([*shown(phases), f"first step {first.wall:.1f}{evaluated}", f"other {other:.1f}"])
+    side = f"; side by side with these: {', '.join(shown(beside))}" if beside else ""
+    logger.info(f"[Start] {total:.1f} s to the end of the first step: {parts}{side}")
     figures = {
         "total_s": total,
         "phases_s": phases,
@@ -358,18 +333,3 @@ def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> No
         (output_dir / START_UP_FILE).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         logger.warning(f"{output_dir / START_UP_FILE} can't be written ({type(error).__name__})")
-
-
-def _line(
-    total: float, phases: Mapping[str, float], beside: Mapping[str, float], first_step: float, evaluation: float
-) -> str:
-    """`[Start] 31.4 s to the end of the first step: imports 9.0, engine 10.1, first step 4.0; side by side ...`"""
-
-    def shown(seconds_by_name: Mapping[str, float]) -> list[str]:
-        return [f"{name} {seconds:.1f}" for name, seconds in seconds_by_name.items() if seconds >= SHOWN_S]
-
-    evaluated = f" (evaluation {evaluation:.1f})" if evaluation else ""
-    other = max(total - sum(phases.values()) - first_step, 0.0)
-    parts = [*shown(phases), f"first step {first_step:.1f}{evaluated}", f"other {other:.1f}"]
-    side = f"; side by side with these: {', '.join(shown(beside))}" if beside else ""
-    return f"[Start] {total:.1f} s to the end of the first step: {', '.join(parts)}{side}"

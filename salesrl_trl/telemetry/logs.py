@@ -31,10 +31,9 @@ class LeaveOut(logging.Filter):
         return self._phrase not in record.getMessage()
 
 
-# Upstream warns of a row that could not be scored, with its prompt and completion: customers' text.
+# TRL warns of a row that could not be scored, with its prompt and completion: customers' text.
 _UNSCORABLE_ROW = LeaveOut("All reward functions returned None")
 
 
 def hide_unscorable_rows() -> None:
-    """Leave TRL's warning out that prints the prompt and the completion of a row that could not be scored."""
     logging.getLogger("trl.trainer.grpo_trainer").addFilter(_UNSCORABLE_ROW)  # a logger takes the same filter once

@@ -1,7 +1,5 @@
-"""Time, throughput, utilisation and memory: how the ranks' sums become figures, and the peaks of chips.
-
-Pure arithmetic, for `instruments`, which measures the sums. `names` owns the tags.
-"""
+"""Time, throughput, utilisation and memory: how the ranks' sums, which `instruments` measures, become figures, and the
+peaks of chips."""
 
 import math
 import re
@@ -44,23 +42,19 @@ MAKESPAN = "makespan"
 EXPOSED = "exposed"
 """Those seconds of the makespan in which the trainer waited."""
 BATCHES = "batches"
-"""Batches that were scored."""
 FLOPS = "flops"
-"""FLOPs of the policy's forward and backward passes; NaN where unknown."""
+"""Of the policy's forward and backward passes; NaN where unknown."""
 TOKENS = "tokens"
 """Prompt and completion tokens that were trained on, without padding."""
 SAMPLES = "samples"
-"""Completions that were trained on."""
 COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *MEMORY)
 """The order in which sums travel between ranks."""
 
 
 def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
     """Seconds per step and phase, and seconds of the rewards per batch: every name in `TIMES`, NaN if not measured.
-
     Phases are means over ranks, so that they sum to the step. The rewards' figures belong to the rank whose rewards
-    took longest, so that exposed and hidden sum to its makespan, `REWARD_SECONDS`. All ranks have the same steps.
-    """
+    took longest, so that exposed and hidden sum to its makespan, `REWARD_SECONDS`."""
     steps = ranks[0][STEPS]
     if not steps:
         return dict.fromkeys(TIMES, math.nan)
@@ -77,12 +71,9 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
 
 def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, float]:
     """Throughput of all ranks together, utilisation, and the memory of the fullest rank: every name in `THROUGHPUT`
-    and `MEMORY`, NaN where unknown. `peak_flops` is the peak of one device in bf16, in FLOP/s.
-
-    Both utilisations have the same numerator: the FLOPs that the policy's forward and backward passes need, without
-    recomputation, padding, generation and the other log-probs. `MFU_MODEL` divides by the peak over the time of these
-    passes, `MFU_STEP` by the peak over the time of the whole step.
-    """
+    and `MEMORY`, NaN where unknown. `peak_flops` is the peak of one device in bf16, in FLOP/s. `MFU_MODEL` divides the
+    FLOPs of the policy's forward and backward passes by the peak over their time, `MFU_STEP` by that over the whole
+    step."""
     seconds = {phase: _mean(ranks, phase) for phase in Phase}
     steps, wall = ranks[0][STEPS], sum(seconds.values())
     figures = dict.fromkeys((*THROUGHPUT, *MEMORY), math.nan)
@@ -120,11 +111,8 @@ def _mean(ranks: Sequence[Sums], name: str) -> float:
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float:
-    """Model FLOPs utilisation, a share of 1: `flops / (seconds * peak)`. NaN if it is unknown.
-
-    A share above 1 is impossible: peak, time or FLOPs are wrong. It becomes NaN. With a known peak, a positive time
-    and a finite number of FLOPs, NaN has no other cause, so that the caller can warn.
-    """
+    """Model FLOPs utilisation, a share of 1: `flops / (seconds * peak)`. NaN if it is unknown, or above 1, which is
+    impossible: peak, time or FLOPs are wrong."""
     if peak is None or not peak > 0 or not seconds > 0:
         return math.nan
     share = flops / (seconds * peak)
@@ -181,9 +169,7 @@ version have another peak."""
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Peak of a chip in FLOP/s with dense bf16; `None` for a chip that the table does not have.
-
-    The name is that of `torch.cuda.get_device_name()`, for example "NVIDIA H100 80GB HBM3".
-    """
+    """Peak of a chip in FLOP/s with dense bf16, by `torch.cuda.get_device_name()`; `None` for one that the table does
+    not have."""
     name = device_name.removeprefix("NVIDIA ")
     return next((peak.flops for peak in PEAK_BF16_FLOPS if re.fullmatch(peak.name, name)), None)

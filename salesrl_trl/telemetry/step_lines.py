@@ -1,8 +1,7 @@
 """The lines on the console: two per step, and one with the totals of an epoch.
 
-Owns their wording, the sums of an epoch, and that they replace transformers' printers. The figures come from the
-trainer's log: those of `names.FIGURES` that have words for the console, and others that are worded here.
-`wiring.components` builds the callbacks `StepLine` and `EpochLine`.
+Owns their wording and the sums of an epoch. The figures come from the trainer's log: those of `names.FIGURES` that
+have words for the console, and others that are worded here.
 """
 
 import logging
@@ -48,10 +47,8 @@ SHOWN_SHARE = 0.01
 
 
 def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None:
-    """Replace transformers' own console output by these callbacks.
-
-    transformers prints all figures of a step, here about two hundred, beside a progress bar. TensorBoard has them all.
-    """
+    """Replace transformers' own console output by these callbacks. transformers prints all figures of a step, here
+    about two hundred, beside a progress bar."""
     for stock in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(stock)
     for callback in callbacks:
@@ -59,11 +56,9 @@ def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None
 
 
 class StepLine(TrainerCallback):
-    """Logs two lines per step: `step_line` with the run's progress, and `judge_line`.
-
-    `providers` are those of the judge; `None` where no judge scores, and completions are no actions. `failures`
-    returns the failures since the last line, by reason.
-    """
+    """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
+    judge; `None` where no judge scores, and completions are no actions. `failures` returns the failures since the last
+    line, by reason."""
 
     def __init__(
         self, branches: Sequence[str], providers: Sequence[str] | None, failures: Callable[[], Mapping[str, int]]
@@ -134,12 +129,6 @@ def step_line(
     return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
 
 
-def tags_shown(branches: Sequence[str]) -> list[str]:
-    """The tags of all figures with words for the console."""
-    tags = [listed.tag for listed in FIGURES if listed.console]
-    return [name for tag in tags for name in (of_branches(tag, branches).values() if BRANCH in tag else [tag])]
-
-
 def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
     """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and without branches `reward 0.50`."""
     shown = []
@@ -155,10 +144,8 @@ def failures_shown(failures: Mapping[str, int]) -> str:
 
 
 def shares(logs: Logs) -> str:
-    """`reward_wait 78%, generation 14%, backward 5%`: shares of the step's wall time, the largest first.
-
-    Empty if the time was not measured.
-    """
+    """`reward_wait 78%, generation 14%, backward 5%`: shares of the step's wall time, the largest first. Empty if the
+    time was not measured."""
     wall = logs.get(STEP_SECONDS)
     if not wall:
         return ""
@@ -167,8 +154,7 @@ def shares(logs: Logs) -> str:
 
 
 def spent(logs: Logs) -> str:
-    """`spent 1,234 calls, 0.42 USD, at the end 81% of the limit`. Empty where nothing is limited and nothing has a
-    price."""
+    """`spent 1,234 calls, 0.42 USD, at the end 81% of the limit`. Empty without a limit and a price."""
     calls, forecast = logs.get(BUDGET_CALLS), logs.get(BUDGET_FORECAST)
     if calls is None:
         return ""
@@ -189,11 +175,8 @@ def clock(seconds: float) -> str:
 
 
 def judge_line(step: int, logs: Logs, providers: Sequence[str]) -> str:
-    """`[Judge@step5] time=3.2s providers={'openai': 8}`: figures of a generation batch.
-
-    The time is from the first request for a verdict to the last verdict. Each provider has its number of verdicts that
-    arrived since the last line; those of rollouts ahead may have come before.
-    """
+    """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
+    verdict, and the verdicts of each provider that arrived since the last line."""
     verdicts = {provider: logs.get(usage_of(provider, "verdicts")) or 0 for provider in providers}
     counts = {provider: int(count) if count == int(count) else round(count, 1) for provider, count in verdicts.items()}
     none = "" if any(counts.values()) else " (no verdict arrived since the last line)"
@@ -211,12 +194,9 @@ TOKENS = "num_tokens"
 
 class EpochLine(TrainerCallback):
     """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
-    failures by reason. Steps after an epoch's last log line count in the next epoch.
-
-    Every rank logs the same figures: under the same names at each epoch, and failures by reason in an entry of their
-    own, because new reasons may come. `failures` returns those since the last line; `log` gives figures to the
-    trackers.
-    """
+    failures by reason. Steps after an epoch's last log line count in the next epoch. Every rank logs the same names at
+    each epoch; failures by reason have an entry of their own, because new reasons may come. `failures` returns those
+    since the last line; `log` gives figures to the trackers."""
 
     def __init__(
         self,
@@ -239,7 +219,10 @@ class EpochLine(TrainerCallback):
     def _start_over(self) -> None:
         self._first_step, self._first_tokens = self._last_step, self._tokens
         self._seconds = dict.fromkeys((*map(time_of, Phase), STEP_SECONDS), 0.0)
-        self._sums = dict.fromkeys(tags_shown(self._branches), (0.0, 0))  # sum over steps, and steps
+        self._sums: dict[str, tuple[float, int]] = {}  # sum over steps, and steps
+        for tag in (listed.tag for listed in FIGURES if listed.console):
+            names = of_branches(tag, self._branches).values() if BRANCH in tag else [tag]
+            self._sums |= dict.fromkeys(names, (0.0, 0))
         self._counts = Counter[str]()
 
     def on_log(

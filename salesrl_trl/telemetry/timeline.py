@@ -1,11 +1,8 @@
-"""The phases of a step, which add up to its wall time.
-
-Owns the marks of a step and how they become times. Knows neither a model nor the meaning of a phase. Work on a GPU
-runs behind the host: there, a clock that is handed in says when the device reached a mark. Standard library only.
+"""The phases of a step, which add up to its wall time. Standard library only.
 
 A step is cut at marks: one wherever a phase begins or ends. The time between two marks belongs to the innermost phase
-that was open, or to `Phase.UNACCOUNTED`. So the parts of a step sum to its wall time by construction, and forgotten
-work shows up as unaccounted.
+that was open, or to `Phase.UNACCOUNTED`. So forgotten work shows up as unaccounted. Work on a GPU runs behind the
+host: there, a clock that is handed in says when the device reached a mark.
 """
 
 import functools
@@ -55,10 +52,8 @@ class Clock(Protocol):
         """A mark of now. Never waits."""
 
     def settle(self, marks: Sequence[Mark]) -> None:
-        """Set the `time` of each mark, on `time.perf_counter`'s scale. Waits for the last one.
-
-        The marks come in the order in which they were made. Their times never fall.
-        """
+        """Set the `time` of each mark, on `time.perf_counter`'s scale. Waits for the last one. The marks come in the
+        order in which they were made. Their times never fall."""
 
     def is_reached(self, mark: Mark) -> bool:
         """Whether `settle` would return without waiting for it."""
@@ -84,16 +79,13 @@ class StepTimes:
 
     started: float
     """Time at which the device had done all work before the step: seconds on the scale of `time.perf_counter`."""
-    ended: float
-    """Time at which the device had done all work of the step, on the same scale."""
+    ended: float  # time at which the device had done all work of the step
     seconds: dict[str, float]
     """By phase, with `UNACCOUNTED`. They sum to `wall`."""
-    complete: bool = True
-    """False where the end of the run cut the step off."""
+    complete: bool = True  # false where the end of the run cut the step off
 
     @property
     def wall(self) -> float:
-        """Seconds from start to end."""
         return self.ended - self.started
 
 
@@ -147,13 +139,9 @@ class SpanQueue:
 
 
 class Timeline(SpanQueue):
-    """Phases of steps on one thread, and spans of other threads.
-
-    `clock` says when marks were reached: by default the host's own. The phases in `opaque` own everything inside them:
-    an evaluation generates and scores too, but all of this time counts as evaluation.
-
-    `enabled` may be switched between steps. While it is off, nothing is marked and no step is counted.
-    """
+    """Phases of steps on one thread, and spans of other threads. The phases in `opaque` own everything inside them: an
+    evaluation generates and scores too, but all of this time counts as evaluation. `enabled` may be switched between
+    steps: while it is off, nothing is marked and no step is counted."""
 
     def __init__(self, clock: Clock | None = None, opaque: Iterable[str] = ()) -> None:
         super().__init__()
@@ -171,11 +159,9 @@ class Timeline(SpanQueue):
 
     @property
     def current(self) -> tuple[str, float] | None:
-        """The phase of now and its seconds on the host so far. From any thread.
-
-        The phase is the innermost open one, or the opaque phase around it. Between two phases of a step it is
-        `UNACCOUNTED`, with the seconds since the last phase ended. Outside of phases and steps, `None`.
-        """
+        """The phase of now and its seconds on the host so far, from any thread: the innermost open one, or the opaque
+        phase around it. Between two phases of a step it is `UNACCOUNTED`, with the seconds since the last phase ended.
+        Outside of phases and steps, `None`."""
         stack = self._stack
         if not stack:
             return None if self._step is None else (Phase.UNACCOUNTED, time.perf_counter() - self._cut_at)
@@ -247,9 +233,7 @@ class Timeline(SpanQueue):
 
     def close(self) -> StepTimes | None:
         """End all open phases as failed, and settle everything. Waits at most `CLOSE_PATIENCE_S` for the device.
-
-        Returns the step that was cut off, if there was one.
-        """
+        Returns the step that was cut off, if there was one."""
         while self._stack:
             self._stack[-1].timing.failed = True
             self._close(self._stack[-1])

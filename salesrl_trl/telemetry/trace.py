@@ -1,10 +1,7 @@
-"""The run as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
+"""The run as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing. `instruments` calls `StepTrace`.
 
-`StepTrace` owns the choice of spans, from all ranks, and the file's life; `instruments` calls it. `TraceWriter` owns
-the file's format and size, and the track of each span. The file is a valid JSON array after every write, so that the
-trace of a run that was cut off can be read.
-
-Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+The file is a valid JSON array after every write, so that the trace of a run that was cut off can be read. Format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import errno
@@ -26,17 +23,13 @@ logger = logging.getLogger(__name__)
 REWARDS_PROCESS = 100_000
 """Number of the process with the tracks of a rank's rewards: this plus the rank."""
 STEPS_TRACK = "steps"
-"""Track with one span for each step."""
 _TAIL = b"\n]\n"
 
 
 class TraceWriter:
-    """Writes spans of all ranks into one file.
-
-    Each rank is a process of the trace, with a track of phases and a track of steps. A second process has tracks for
-    each place in a batch of rewards. An existing file is replaced. Spans beyond `max_bytes` are left out, with a note
-    in the trace. `origin` is the time at which it begins, in seconds, on the scale that all ranks share.
-    """
+    """Writes spans of all ranks into one file. Each rank is a process of the trace, with a track of phases and one of
+    steps; a second process has tracks for each place in a batch of rewards. Spans beyond `max_bytes` are left out,
+    with a note. `origin`: the time at which it begins, in seconds, on the scale that all ranks share."""
 
     def __init__(self, path: Path, max_bytes: int, origin: float) -> None:
         self._max_bytes = max_bytes
@@ -55,9 +48,7 @@ class TraceWriter:
 
     def write(self, rank: int, spans: Iterable[Span], clock_offset: float = 0.0) -> None:
         """Add a rank's spans, in any order. `clock_offset` is added to its `time.perf_counter`, for the shared scale.
-
-        Raises `OSError` if the file can't be written. Its content is as before.
-        """
+        Raises `OSError` if the file can't be written; its content is as before."""
         events: list[str] = []
         for span in spans:
             process, track = self._places.get((rank, span.track)) or self._new_place(rank, span.track, events)
@@ -114,10 +105,8 @@ def _json(value: object) -> str:
 
 
 class StepTrace:
-    """Spans of the traced steps, whose numbers are in `steps`. Every rank has one; the main rank writes the file.
-
-    The file of an earlier start gets another name. `warn` logs each text once.
-    """
+    """Spans of the traced steps, whose numbers are in `steps`. Every rank has one; the main rank writes the file. The
+    file of an earlier start gets another name. `warn` logs each text once."""
 
     def __init__(self, path: Path, steps: range, max_bytes: int, warn: Callable[[str], None]) -> None:
         self._path = path
@@ -146,10 +135,8 @@ class StepTrace:
 
     def write(self, rank: int, last_step: int, steps: Sequence[StepTimes], spans: Sequence[Span]) -> None:
         """Gather the spans of traced steps on the main rank. A collective if there are traced steps, on all ranks
-        alike.
-
-        `steps` and `spans` are the timeline's since the last call. `last_step` is the number of the last of them.
-        """
+        alike. `steps` and `spans` are the timeline's since the last call, and `last_step` is the number of the last of
+        them."""
         first = last_step - len(steps) + 1
         traced = [step for number, step in enumerate(steps, start=first) if number in self._traced]
         if not traced:
@@ -205,7 +192,6 @@ class StepTrace:
 
 
 def _step_spans(last_step: int, steps: Sequence[StepTimes]) -> list[Span]:
-    """A span for each step."""
     first = last_step - sum(step.complete for step in steps) + 1
     return [
         Span(

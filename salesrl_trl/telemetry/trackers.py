@@ -1,8 +1,8 @@
 """What trackers get beside the figures, which transformers hands to them: tables of completions, and a layout.
 
-Owns how MLflow and SwanLab take tables, TensorBoard's groups under "Custom Scalars", the end of a tracker's run, and
-that no tracker ends a training. TRL hands tables to Weights & Biases and trackio. `build.building` has the settings.
-`wiring.components` builds it all. A tracker that `report_to` does not name is not imported.
+Owns how MLflow and SwanLab take tables (TRL hands them to others), TensorBoard's groups under "Custom Scalars", and
+that no tracker ends a training. `wiring.components` builds it all. A tracker that `report_to` does not name is not
+imported.
 """
 
 import contextlib
@@ -33,10 +33,8 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def spared(what: str, errors: type[Exception] = Exception) -> Iterator[None]:
-    """Inside the block an error ends the block alone, not the run. One line says so, the first time.
-
-    `what`: what gets figures or tables here, such as `"TensorBoard"`.
-    """
+    """Inside the block an error ends the block alone, not the run. One line says so, the first time. `what`: what gets
+    figures or tables here, such as `"TensorBoard"`."""
     try:
         yield
     except errors as error:
@@ -78,14 +76,9 @@ def _tabled(tracker: str, rows: Sequence[Mapping[str, object]], mode: str, step:
 
 
 class Trackers:
-    """The trackers of a trainer.
-
-    The runs of trackers stay open until `close`: the last figures, those of the held-out rows, come after training. At
-    its end transformers closes the run of MLflow, and these figures would begin another run. Without a run of trackio
-    TRL fails.
-
-    `names`: the trackers of `report_to`. `callbacks`: Callbacks of the trainer. Those of the trackers are among them.
-    """
+    """The trackers of a trainer: `names` from `report_to`, and its `callbacks`. The runs of trackers stay open until
+    `close`: the last figures, those of the held-out rows, come after training. At its end transformers closes the run
+    of MLflow, and these figures would begin another run. Without a run of trackio TRL fails."""
 
     def __init__(self, names: Iterable[str], callbacks: Iterable[TrainerCallback]) -> None:
         self._names = [*names]
@@ -110,11 +103,8 @@ class Trackers:
         self._ends[owner] = functools.partial(end, *args, **named)
 
     def log_table(self, output_dir: Path, mode: str, step: int, unique_prompts: bool) -> None:
-        """Hand on the table of completions that TRL wrote.
-
-        `mode`: `"train"` or `"eval"`. `step`: Optimizer steps done. `unique_prompts`: whether to show one completion
-        of each prompt.
-        """
+        """Hand on the table of completions that TRL wrote. `mode`: `"train"` or `"eval"`. `step`: optimizer steps
+        done. `unique_prompts`: whether to show one completion of each prompt."""
         if not {"mlflow", "swanlab"}.intersection(self._names):
             return
         path = output_dir / "completions" / f"completions_{step:05d}.parquet"
@@ -161,10 +151,8 @@ EDGES = (kl_of(BRANCH, "_low"), kl_of(BRANCH, "_high"))
 
 
 def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
-    """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart.
-
-    `words` says what the words in braces of `FIGURES` stand for. `banded`: the branches whose KL has a band.
-    """
+    """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart. `words` says what the words
+    in braces of `FIGURES` stand for. `banded`: the branches whose KL has a band."""
     layout: dict[str, dict[str, Chart]] = {category: {} for category in CATEGORIES}
     for figure in FIGURES:
         for choice in meanings(figure.tag, words) if figure.chart is not None else ():

@@ -1,8 +1,6 @@
 """Advantages with the frozen reference's reward as a part of the baseline, and sums of several rewards that compare.
 
-Pure functions of tensors, for `rollout.rollout_scoring` and `rejudge`. The advantages of plain GRPO are TRL's, made in
-`RolloutScoring._scored`. What changes them later: `_scored` for a batch that is skipped, `rollout.normaliser` for
-failed completions, `kl.penalty` for the share of a branch.
+Pure functions of tensors, for `rollout.rollout_scoring` and `rejudge`. The advantages of plain GRPO are TRL's.
 """
 
 import torch

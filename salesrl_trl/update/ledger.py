@@ -1,8 +1,7 @@
-"""The figures of the next log line, for training and for evaluations.
+"""The figures of the next log line, for training and for evaluations: sums, and failures by reason.
 
-Owns their sums, the failures by reason, and how the figures of a mode are set aside and brought back. It takes figures
-that are already the same on all ranks. It owns no collective, and knows neither trainer nor model. `rollout` and
-`wiring.components` record; the trainer's `log` flushes.
+They are already the same on all ranks: it owns no collective. `rollout` and `wiring.components` record; the trainer's
+`log` flushes.
 """
 
 import contextlib
@@ -46,7 +45,6 @@ class Ledger:
         self._reasons: set[str] = set()  # all reasons of training so far
 
     def add(self, mode: str, name: str, total: float, count: float = 1) -> None:
-        """Add a sum over `count` items to a figure of the line."""
         self._modes[mode].sums.add(name, total, count)
 
     def record_rewards(
@@ -73,12 +71,9 @@ class Ledger:
         shares: Sequence[float],
         control: KLControl,
     ) -> None:
-        """Add one optimizer step's KL.
-
-        `totals` are over all ranks, by branch id, then by `kl.penalty.SUMS`. `betas` are the coefficients in the loss
-        of this step, and `shares` say by how much the branches' rewards counted in it, both by branch id. `control`
-        has the bands, and the shares of steps in them.
-        """
+        """Add one optimizer step's KL. `totals` are over all ranks, by branch id, then by `kl.penalty.SUMS`. `betas`
+        are the coefficients in the loss of this step, and `shares` say by how much the branches' rewards counted in
+        it, both by branch id. `control` has the bands, and the shares of steps in them."""
         add = self._modes[mode].sums.add
         for branch, beta, share, (kl, k1, clamped, tokens, weight) in zip(
             control.branches, betas, shares, totals, strict=True

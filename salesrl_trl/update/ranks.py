@@ -1,7 +1,4 @@
-"""Decisions that all ranks make together.
-
-Owns the collectives for them. Called by `stopping`, `rollout.rollout_scoring` and `checkpoint.keeper`.
-"""
+"""Decisions that all ranks make together."""
 
 import torch
 from accelerate import PartialState
@@ -9,7 +6,7 @@ from accelerate.utils import gather
 
 
 def on_any_rank(condition: bool, device: torch.device) -> bool:
-    """Whether it is true on any rank; a collective."""
+    """A collective."""
     return bool(highest(condition, device))
 
 

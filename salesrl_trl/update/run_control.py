@@ -1,6 +1,5 @@
-"""Whether a generation batch counts, and whether the run goes on.
+"""Whether a generation batch counts, and whether the run goes on; the error that ends it.
 
-Owns which batches are skipped because too few rewards came, which figures are broken, and the error that ends a run.
 `rollout.rollout_scoring` reports batches, `update.stopping` requests and steps. They gather from other ranks.
 """
 
@@ -30,8 +29,6 @@ ADVICE = {
     "whether it knows the rows' tenant_id. "
 }
 """Advice by reason code, if the code alone does not explain the failure."""
-
-
 MAX_OUTAGE_S = 3600.0
 """`max_outage_s` of a training."""
 
@@ -64,17 +61,12 @@ class RunControl:
         self._spent = spent
         self._is_reached = is_reached
         self.wanted_fraction = settings.min_valid_reward_fraction
-        """Share of completions below which a batch is skipped."""
         self.restart()
 
     def restart(self) -> None:
-        """Begin a run."""
-        self.requested: str | None = None
-        """The signal or caller that asked this rank to stop."""
-        self.error: SalesRLError | None = None
-        """The error that ends the run after the step under way."""
-        self.is_skipping = False
-        """Whether the generation batch in training is left out of the loss."""
+        self.requested: str | None = None  # the signal or caller that asked this rank to stop
+        self.error: SalesRLError | None = None  # ends the run after the step under way
+        self.is_skipping = False  # the generation batch in training is left out of the loss
         self.is_spent = False
         """Whether `is_refused_by_budget` held on any rank, in training or in an evaluation."""
         self._moves = False
@@ -161,7 +153,6 @@ class RunControl:
         )
 
     def record_micro_batch(self) -> None:
-        """Record that a micro-batch of the last batch was trained on."""
         self._moves = self._moves or not self.is_skipping
 
     def drain_moves(self) -> bool:
@@ -217,5 +208,4 @@ class RunControl:
 
 
 def _counted(missing: Counter[str]) -> str:
-    """The most frequent reasons with their numbers."""
     return ", ".join(f"{reason} {count}" for reason, count in missing.most_common(5))

@@ -1,7 +1,4 @@
-"""What a run has spent: its figures, with a forecast, and its messages.
-
-Reads the account that the rewards' processes write. `components` asks for the figures, `run_control` for the words.
-"""
+"""What a run has spent by the account that the rewards' processes write: figures with a forecast, and messages."""
 
 import logging
 from collections.abc import Sequence
@@ -33,12 +30,9 @@ class Spending:
         return self._account
 
     def figures(self, step: int, last_step: int) -> dict[str, float]:
-        """The figures of a log line after `step` optimizer steps.
-
-        The forecast is the largest of all limits, with u: used by now, and u_0: used at the run's first line.
-
-            forecast = (u + (u - u_0) / (step - step_0) * (last_step - step)) / limit
-        """
+        """The figures of a log line after `step` optimizer steps. The forecast is the largest of all limits, with u
+        used by now and u_0 used at the run's first line: (u + (u - u_0) / (step - step_0) * (last_step - step)) /
+        limit."""
         if self._budget is None:
             return {}
         account = self.account()

@@ -1,7 +1,6 @@
 """The end of the last optimizer step: what a checkpoint holds beside weights and optimizer, as it was then.
 
-A step that is cut off in its middle is undone so. Weights and optimizer have not moved since. `stopping` has it taken
-after each step, and restored.
+`stopping` takes it after each step, and undoes a step that is cut off: weights and optimizer have not moved since.
 """
 
 import copy

@@ -1,11 +1,8 @@
-"""The end of a run that was asked to stop, or that an error stops.
+"""The end of a run that was asked to stop, or that an error stops. `run_control` owns the error with which it ends.
 
-Owns the way of a request, the step after which all ranks stop together, the undoing of a step that was cut off, and
-the callback by which skipped batches and stops act on TRL's loop. `run_control` decides whether a batch counts, and
-owns the error with which the run ends.
-
+Owns the way of a request, the step after which all ranks stop together, and the undoing of a step that was cut off.
 The other processes may be waiting, for example for rewards. So a request reaches them without a collective: a thread
-of each process (`spread_requests`) looks at a key in the store by which torch's processes found each other.
+of each (`spread_requests`) looks at a key in the store by which torch's processes found each other.
 """
 
 import contextlib
@@ -42,14 +39,10 @@ class Stopping:
     run_control: RunControl
     reward_loop: RewardLoop
     device: torch.device
-    capture: Callable[[], StepSnapshot]
-    """Returns the state at the end of an optimizer step."""
+    capture: Callable[[], StepSnapshot]  # the state at the end of an optimizer step
     restore: Callable[[StepSnapshot], None]
-    """Sets the trainer back to it."""
-    can_undo: bool
-    """Whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not."""
-    survived: BaseException | None = None
-    """The error after which a checkpoint was saved."""
+    can_undo: bool  # whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not
+    survived: BaseException | None = None  # after this error a checkpoint was saved
     _snapshot: StepSnapshot | None = None
     _first: int = 0
     _moves: bool = False
@@ -58,23 +51,18 @@ class Stopping:
     _save: Callable[[], None] = lambda: None
 
     def forget(self) -> None:
-        """Forget an earlier run."""
         self._snapshot, self._moves, self.survived = None, False, None
         self._held, self._interrupted = 0, False
 
     def begin(self) -> None:
-        """The first step of a run begins."""
         self._snapshot = self.capture()
         self._first = self._snapshot.step
 
     def request(self, reason: str) -> None:
         """End training on all ranks, with a checkpoint. From a signal handler too. `reason`: what asked, such as
-        `"SIGTERM"`.
-
-        Nothing is waited for: completions that are not scored by now are missing. One process ends where it is, by a
-        `StopRequested` in its main thread, between two moves of the optimizer. Of several, all end after the optimizer
-        step under way, which is undone if it was skipped.
-        """
+        `"SIGTERM"`. Nothing is waited for: completions that are not scored by now are missing. One process ends where
+        it is, by a `StopRequested` in its main thread, between two moves of the optimizer. Of several, all end after
+        the optimizer step under way, which is undone if it was skipped."""
         self.run_control.requested = reason
         self.reward_loop.cut_off(STOPPED)
         self._interrupt()
@@ -108,7 +96,6 @@ class Stopping:
         self._moves = not self.can_undo
 
     def optimizer_moves(self) -> None:
-        """The optimizer is about to move the weights."""
         self._moves = True
 
     def end_step(self) -> None:
@@ -245,12 +232,26 @@ def spread_requests(requested: Callable[[], str | None], stop: Callable[[str], N
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield
         return
-    # A separate connection: others may wait on the existing one.
+    # a connection of its own: others may wait on the existing one
     store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(PATIENCE)
-    over = threading.Event()
-    arguments = (store, f"salesrl_trl/stop/{number}", requested, stop, over)
-    thread = threading.Thread(target=_watch, args=arguments, name="stop notice", daemon=True)
+    key, over = f"salesrl_trl/stop/{number}", threading.Event()
+
+    def watch() -> None:
+        try:
+            while not over.wait(POLL_S):
+                reason = requested()
+                if reason is not None:
+                    store.set(key, reason)
+                    return
+                if store.check([key]):
+                    stop(store.get(key).decode())
+                    return
+        except RuntimeError as error:  # the first process is gone, so that collectives fail too
+            why = type(error).__name__
+            logger.warning(f"other processes can't be notified of a stop ({why}). They stop at the end of a step.")
+
+    thread = threading.Thread(target=watch, name="stop notice", daemon=True)
     thread.start()
     try:
         yield
@@ -273,25 +274,3 @@ def all_arrive(step: int) -> bool:
         return {store.get(key) for key in keys} == {str(step).encode()}
     except RuntimeError:  # in vain, or the process with the store is gone
         return False
-
-
-def _watch(
-    store: distributed_c10d.Store,
-    key: str,
-    requested: Callable[[], str | None],
-    stop: Callable[[str], None],
-    over: threading.Event,
-) -> None:
-    try:
-        while not over.wait(POLL_S):
-            reason = requested()
-            if reason is not None:
-                store.set(key, reason)
-                return
-            if store.check([key]):
-                stop(store.get(key).decode())
-                return
-    except RuntimeError as error:  # the first process is gone, so that collectives fail too
-        logger.warning(
-            f"other processes can't be notified of a stop ({type(error).__name__}). They stop at the end of a step."
-        )

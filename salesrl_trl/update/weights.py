@@ -1,8 +1,5 @@
-"""Checks of weights: whether training moves them, and whether vLLM samples from them.
-
-Owns both measurements and their messages. `preflight.memory` chooses the number format of the weights. Called by
-`wiring.components` and `wiring.policy`.
-"""
+"""Checks of weights: whether training moves them, and whether vLLM samples from them. `preflight.memory` chooses their
+number format."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -57,15 +54,12 @@ LEAST_SHARE = 0.5
 
 
 class WeightChange(TrainerCallback):
-    """Logs the share of the weights that the first steps of a run changed, and warns if it is below `least_share`.
+    """Logs the share of the weights that the first steps of a run changed, and warns if it is below `LEAST_SHARE`.
+    Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies, from the first step
+    with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The share covers all ranks."""
 
-    Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies. The sample is kept
-    from the first step with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The share
-    covers all ranks.
-    """
-
-    def __init__(self, accelerator: Accelerator, least_share: float, log: Callable[[dict[str, float]], None]) -> None:
-        self._accelerator, self._least_share, self._log = accelerator, least_share, log
+    def __init__(self, accelerator: Accelerator, log: Callable[[dict[str, float]], None]) -> None:
+        self._accelerator, self._log = accelerator, log
         self._samples: dict[int, _Sample] = {}
         self._steps = 0
         self._stepped = False
@@ -75,7 +69,9 @@ class WeightChange(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, *_: object, optimizer: object = None, **__: object) -> None:
         self._forget()  # a run before may have ended by an error
-        innermost = self._optimizer = _innermost(optimizer)
+        while hasattr(optimizer, "optimizer"):  # the wrappers of accelerate and DeepSpeed
+            optimizer = optimizer.optimizer
+        innermost = self._optimizer = cast(torch.optim.Optimizer, optimizer)
         self._steps = 0
         low = [weight for weight in _parameters(innermost) if weight.dtype in SIXTEEN_BITS]
         if low and not _rounds_stochastically(innermost):
@@ -139,10 +135,10 @@ class WeightChange(TrainerCallback):
         level = logging.INFO
         if _rounds_stochastically(self._optimizer):
             line += "; it rounds stochastically, so that weights move by the right amount on average"
-        elif share < self._least_share:
+        elif share < LEAST_SHARE:
             level = logging.WARNING
             line += (
-                f": fewer than {100 * self._least_share:g} % of them. Updates are lost to the weights' number format, "
+                f": fewer than {100 * LEAST_SHARE:g} % of them. Updates are lost to the weights' number format, "
                 "or are far too small. Train float32 weights, or raise the learning rate."
             )
         _log_on_main(level, line)
@@ -151,13 +147,6 @@ class WeightChange(TrainerCallback):
 def _log_on_main(level: int, line: str) -> None:
     if PartialState().is_main_process:
         logger.log(level, line)
-
-
-def _innermost(optimizer: object) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers of accelerate and DeepSpeed."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return cast(torch.optim.Optimizer, optimizer)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -180,13 +169,10 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 
 
 class WeightCheck:
-    """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training.
-
-    It does not see a push that does nothing where vLLM read the same weights from disk: one step at 1e-6 moves
-    log-probs by less than two number formats differ. TRL's `sampling/sampling_logp_difference/mean` then grows. The
-    preflight's stage `engine` sees it at once. `limit`: largest mean absolute difference in nats. `hints`: possible
-    reasons of one.
-    """
+    """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training. It does not see a
+    push that does nothing where vLLM read the same weights from disk: TRL's `sampling/sampling_logp_difference/mean`
+    then grows, and the preflight's stage `engine` sees it at once. `limit`: largest mean absolute difference in nats.
+    `hints`: possible reasons of one."""
 
     def __init__(self, limit: float, hints: str = "") -> None:
         self._limit = limit
@@ -196,7 +182,7 @@ class WeightCheck:
         """Mean absolute difference in nats, after a check that compared."""
 
     def skip(self, reason: str) -> None:
-        """Log the reason why there is nothing to compare, and end the check."""
+        """Log why there is nothing to compare, and end the check."""
         self.is_done = True
         _log_on_main(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
 

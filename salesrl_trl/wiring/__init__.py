@@ -1,9 +1,6 @@
-"""The trainer's parts, and how they get what they use of TRL's trainer.
+"""The trainer's parts, and how they get what they use of TRL's trainer. Refuses to override anything: `trainer` does.
 
-- `components`: builds the parts, says which part gets which, and describes what they use of TRL's trainer (`Hooks`).
+- `components`: builds the parts, says which part gets which, and describes what they use of TRL (`Hooks`).
 - `trl_access`: the trainer below the overrides, which makes `Hooks`.
-- `policy`: the policy while TRL builds its trainer.
-- `overrides`: puts the overrides of a class out of force for objects that want none.
-
-Refuses to override anything: `trainer` does.
+- `policy`, `overrides`: the policy while TRL builds its trainer, and overrides that some objects do without.
 """

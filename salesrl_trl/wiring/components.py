@@ -1,10 +1,7 @@
 """The components of a trainer, built and connected, and what they use of TRL's trainer (`Hooks`).
 
-Owns the order in which they are built, which one gets which, the sum of the KL over ranks, and what happens when a
-run fails. Holds no trainer. The trainer, its only user, builds one of these:
-
-1. `Components`, before TRL's trainer is built: what needs settings alone.
-2. `connect`, after it is built: what generates and scores by TRL's own methods.
+Owns the order in which they are built, which one gets which, the sum of the KL over ranks, and what happens when a run
+fails. Holds no trainer. The trainer builds `Components` before TRL's own, and calls `connect` after it.
 """
 
 import contextlib
@@ -62,7 +59,7 @@ from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl, RunControlS
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import SkipAndStop, Stopping
-from salesrl_trl.update.weights import LEAST_SHARE, WeightChange, raise_adapters
+from salesrl_trl.update.weights import WeightChange, raise_adapters
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -85,21 +82,18 @@ class Hooks:
     tools: str | None
     """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
     tokenizer: PreTrainedTokenizerBase
-    pad_to_multiple_of: int | None
-    """TRL's setting: padded tensors have a multiple of this many columns."""
+    pad_to_multiple_of: int | None  # TRL's setting: padded tensors have a multiple of this many columns
     eos_token_ids: Sequence[int]
     reward_weights: Sequence[float]
     reward_answered: Sequence[bool]
-    group: Callable[[], int]
-    """Completions of a prompt at the moment: in training, or in an evaluation."""
+    group: Callable[[], int]  # completions of a prompt at the moment: in training, or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]]
     """Returns what reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
     has_entropy_bonus: bool
     has_aux_loss: bool
     num_generations_eval: int
     generate: Generate
-    ask: Ask
-    """The same for a server, without waiting."""
+    ask: Ask  # the same for a server, without waiting
     logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
     """Log-probs of a batch's completions under the current policy, shape (B, T)."""
     score: Callable[[Rollout], Output]
@@ -284,7 +278,7 @@ class Components:
                 is_cut=lambda: self.run_control.is_spent,
             ),
             ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
-            WeightChange(trl.accelerator, LEAST_SHARE, trl.log),
+            WeightChange(trl.accelerator, trl.log),
         ]
 
     def _begin(self) -> None:

@@ -9,10 +9,8 @@ T = TypeVar("T")
 
 
 def in_force_if(attribute: str) -> Callable[[type[T]], type[T]]:
-    """A class decorator: for an object whose `attribute` is false, every override is the base class's own method.
-
-    `__init__` is in force for all. A method that the base does not have is left as it is.
-    """
+    """A class decorator: for an object whose `attribute` is false, every override but `__init__` is the base class's
+    own method."""
 
     def decorated(kind: type[T]) -> type[T]:
         for name, override in [*vars(kind).items()]:

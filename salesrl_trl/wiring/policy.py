@@ -1,8 +1,5 @@
-"""The policy while TRL builds its trainer: loaded by TRL or given, looked at, and handed to vLLM.
-
-Owns what has to be known of the policy before TRL puts an adapter on it, the loading of its reference, and the options
-that vLLM's engine gets. `components` calls it.
-"""
+"""The policy while TRL builds its trainer: loaded by TRL or given, looked at, and handed to vLLM. `components` calls
+it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,14 +24,11 @@ class Policy:
     """The policy of one trainer. `has_kl`: the loss has a KL, so that a reference is needed. `gets_adapter`: TRL will
     put an adapter on the model."""
 
-    model: PreTrainedModel
-    """The policy. Not set before TRL has loaded it."""
-    weight_check: WeightCheck
-    """Compares vLLM's weights with those in training, once."""
+    model: PreTrainedModel  # not set before TRL has loaded it
+    weight_check: WeightCheck  # compares vLLM's weights with those in training, once
     first_weights: str | None
     """A digest of the weights of the reference policy, or of an adapter's base: a resumed run must have the same."""
-    shape: str
-    """Number of weights, and a digest of their names and shapes."""
+    shape: str  # number of weights, and a digest of their names and shapes
 
     def __init__(self, args: SalesGRPOConfig, has_kl: bool, gets_adapter: bool) -> None:
         self._args = args
@@ -44,11 +38,9 @@ class Policy:
     @contextlib.contextmanager
     def building(self, model: PreTrainedModel | str) -> Iterator[None]:
         """While active, a TRL trainer under construction gets our engine options and reference policy. `model`: the
-        policy, or its id, by which TRL loads it.
-
-        TRL loads a reference, and takes its log-probs, if `beta` is not 0. In a single process TRL would spread models
-        over all visible GPUs (`device_map="auto"`). Here they go to one device.
-        """
+        policy, or its id, by which TRL loads it. TRL loads a reference, and takes its log-probs, if `beta` is not 0.
+        In a single process TRL would spread models over all visible GPUs (`device_map="auto"`). Here they go to one
+        device."""
         args, load = self._args, upstream_trainer.create_model_from_path
         is_loaded = not isinstance(model, str)
         if not isinstance(model, str):
@@ -81,11 +73,8 @@ class Policy:
 
 
 class Reference:
-    """Tells the reference policy from the one in training.
-
-    `model` is the policy, with its adapter if there is one. `ref_model` is TRL's copy. With an adapter there is no
-    copy: the policy without its adapter is the reference.
-    """
+    """Tells the reference policy from the one in training. `model` is the policy, with its adapter if there is one.
+    `ref_model` is TRL's copy. With an adapter there is no copy: the policy without its adapter is the reference."""
 
     def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:
         self._ref_model = ref_model

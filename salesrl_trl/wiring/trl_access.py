@@ -1,7 +1,5 @@
-"""What the components use of TRL's trainer, as values and bound callables.
-
-Makes the `Hooks` of one trainer (`components` describes them). Overrides nothing: `trainer`, its only user, does.
-"""
+"""What the components use of TRL's trainer: makes the `Hooks` of one trainer. Overrides nothing: `trainer`, its only
+user, does."""
 
 import contextlib
 import copy
@@ -132,7 +130,6 @@ class TRLAccess(GRPOTrainer):
         return output
 
     def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
-        """Log-probs of a generation batch's completions under the current policy, shape (B, T)."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             arguments = logps_arguments(output, self.args.per_device_train_batch_size)
             return self._get_per_token_logps_and_entropies(self.model, **arguments)[0]

@@ -40,28 +40,19 @@ def flip(path):
     path.write_bytes(content)
 
 
+def touch(name):
+    return lambda folder: (folder / name).touch()
+
+
 DAMAGES = {
     "a flipped bit": (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is not what was saved"),
-    "an edited number": (
-        lambda folder: flip(folder / "trainer_state.json"),
-        "trainer_state.json is not what was saved",
-    ),
     "a cut": (lambda folder: os.truncate(folder / "optimizer.pt", 17), "optimizer.pt is not as long as when it was"),
     "an empty file": (lambda folder: os.truncate(folder / "global_step3/mp_rank_00.pt", 0), "mp_rank_00.pt is not as"),
     "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "missing files": (lambda folder: [(folder / name).unlink() for name in FILES], "and 3 more files are missing"),
-    "other weights": (
-        lambda folder: (folder / "pytorch_model.bin").touch(),
-        "pytorch_model.bin is not part of the checkpoint",
-    ),
-    "another's adapter": (
-        lambda folder: (folder / "global_step3/adapter_model.safetensors").touch(),
-        "adapter_model.safetensors is not part of the checkpoint, but would be loaded",
-    ),
-    "another's rollouts": (
-        lambda folder: (folder / "rollouts_1.pt").touch(),
-        "rollouts_1.pt is not part of the checkpoint",
-    ),
+    "other weights": (touch("pytorch_model.bin"), "pytorch_model.bin is not part of the checkpoint"),
+    "another's adapter": (touch("global_step3/adapter_model.safetensors"), "adapter_model.safetensors is not part of"),
+    "another's rollouts": (touch("rollouts_1.pt"), "rollouts_1.pt is not part of the checkpoint, but would be loaded"),
     "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it has no manifest.json"),
     "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json can't be read"),
     "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json can't be read"),

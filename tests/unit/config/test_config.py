@@ -5,15 +5,17 @@ import typing
 
 import pytest
 
+from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.config.checks import load_object
 from salesrl_trl.config.judge import JudgeProviderConfig
-from salesrl_trl.config.machine import Settled
 from salesrl_trl.config.rollouts import why_in_trls_order, why_not_divisible
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
 from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.reward.service.budget import CALLS, USD, Limit
 
 
 def training(**kwargs):
@@ -54,21 +56,10 @@ def test_the_defaults_work():
         ({"branch_kl": {"fairness": 0.1}}, "`branch_kl` of 'fairness' is 0.1. Expected `beta`"),
         ({"branch_kl": {"fairness": {"low": 0.1, "high": 0.2}}}, "Expected `beta`, and perhaps"),
         ({"branch_kl": {"fairness": {"beta": 0.1, "hi": 0.2}}}, "Expected `beta`, and perhaps"),
-        (
-            {"branch_kl": {"fairness": {"beta": 0.1, "low": 0.2, "high": 0.1}}},
-            "`branch_kl` of 'fairness': a KL band is 0.2 to 0.1",
-        ),
-        ({"branch_kl": {"fairness": {"beta": 0.1, "low": -0.2, "high": 0.1}}}, "`low` is -0.2"),
-        ({"branch_kl": {"fairness": {"beta": 0.1, "beta_min": 1, "beta_max": 0.5}}}, "`beta_min` is 1"),
-        (
-            {"beta": 0.1, "branch_kl": {"fairness": {"beta": 0.1}, "hallucination": {"beta": 0.1}}},
-            "`beta` has no effect",
-        ),
+        ({"branch_kl": {"fairness": {"beta": 0.1, "low": 0.2, "high": 0.1}}}, "of 'fairness': a KL band is 0.2 to"),
+        ({"branches": ["a"], "beta": 0.1, "branch_kl": {"a": {"beta": 0.1}}}, "`beta` has no effect"),
         ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, but log-probs are computed at .* 1.0"),
-        (
-            {"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'},
-            "has the logprobs_mode 'raw_logprobs'",
-        ),
+        ({"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'}, "mode 'raw_logprobs'"),
         ({"vllm_engine_kwargs": "{"}, "is not JSON"),
         ({"vllm_engine_kwargs": "[1]"}, "is a list. Expected a mapping"),
     ],
@@ -79,7 +70,7 @@ def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
 
 
 def test_weights_in_training_are_not_turned_into_16_bits(monkeypatch):
-    monkeypatch.setattr("salesrl_trl.config.training.settle", lambda *_: Settled(True, True, False, []))  # as on a GPU
+    monkeypatch.setattr("salesrl_trl.config.training.settle", lambda *_: (True, True, False, []))  # as on a GPU
     with pytest.raises(ConfigError, match="turns the weights in training into 16 bits"):
         training(use_transformers_continuous_batching=True)
 
@@ -89,14 +80,6 @@ def test_a_branch_that_is_not_named_has_the_coefficient_beta():
     assert list(targets) == ["fairness", "hallucination"]
     assert (targets["fairness"].beta, targets["fairness"].has_band) == (0.2, False)
     assert (targets["hallucination"].beta, targets["hallucination"].high) == (0.3, 0.15)
-
-
-def test_any_number_of_branches_has_a_coefficient_each():
-    branches = ["a", "b", "c"]
-    targets = training(branches=branches, branch_kl={name: {"beta": 0.1 * i} for i, name in enumerate(branches, 1)})
-    assert {name: target.beta for name, target in targets.kl_targets().items()} == pytest.approx(
-        {"a": 0.1, "b": 0.2, "c": 0.3}
-    )
 
 
 def test_no_coefficient_is_no_kl():
@@ -147,16 +130,10 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
     training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"vllm_engine_kwargs": {"quantization": "int3"}}, "Expected one of"),
-        ({"vllm_engine_kwargs": {"quantization": "fp8_per_channel"}}, "Expected none, or a GPU"),  # this is a CPU
-    ],
-)
-def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it(given, expected):
-    with pytest.raises(ConfigError, match=expected):
-        training(use_vllm=True, **given)
+def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it():
+    for quantization, expected in (("int3", "Expected one of"), ("fp8_per_channel", "Expected none, or a GPU")):
+        with pytest.raises(ConfigError, match=expected):  # this is a CPU
+            training(use_vllm=True, vllm_engine_kwargs={"quantization": quantization})
 
 
 def test_a_temperature_alone_reshapes_nothing():
@@ -237,18 +214,10 @@ def test_every_number_and_switch_of_the_package_is_of_its_type():
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "user:sk-1@host",
-        "http://user:sk-1@host",
-        "http://user:sk-1/@host",
-        "http://sk-1:x/v1",
-        "http://user:sk-1%40host",
-        "http://host/v1?key=sk-1",
-        "sk-1",
-    ],
-)
+    ["user:sk-1@host", "http://user:sk-1@host", "http://user:sk-1/@host", "http://sk-1:x/v1",
+     "http://user:sk-1%40host", "http://host/v1?key=sk-1", "sk-1"],
+)  # fmt: skip
 def test_an_address_that_is_refused_is_not_shown(address):
-    """A key may stand in it."""
     for setting in (
         {"rag_base_url": address},
         {"judge_base_url": address},
@@ -317,3 +286,60 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, reason):
     args = training(**settings)
     told = why_in_trls_order(args, **losses) or why_not_divisible(args, whole_batch=None)
     assert told is None if reason is None else told.startswith(reason)
+
+
+def test_a_dotted_path_brings_what_it_names():
+    assert load_object("salesrl_trl.errors.ConfigError", "kl_law") is ConfigError
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("Law", r"`kl_law` is 'Law'. Expected a dotted path"),
+        ("no_such_module.Law", r"no module 'no_such_module'.*PYTHONPATH"),
+        ("salesrl_trl.no_such_module.Law", r"no module 'salesrl_trl.no_such_module'"),
+        ("salesrl_trl.errors.Law", r"'salesrl_trl.errors' has no 'Law'"),
+    ],
+)
+def test_a_path_that_leads_nowhere_says_where_it_ends(path, message):
+    with pytest.raises(ConfigError, match=message):
+        load_object(path, "kl_law")
+
+
+PRICED = {**PROVIDER, "usd_per_million_prompt_tokens": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_calls": 0}, "`max_calls` is 0. Expected a number, at least 1"),
+        ({"max_usd": -1.0}, "`max_usd` is -1.0. Expected a number, more than 0"),
+        ({"max_usd": 1.0}, "no judge has a price. Expected `usd_per_million_prompt_tokens`"),
+        ({"max_usd": 1.0, "judge_providers": [PROVIDER]}, "no judge has a price"),
+        ({"judge_providers": [{**PROVIDER, "max_usd": 1.0}]}, "the provider has no price"),
+        ({"judge_providers": [{**PRICED, "tokens_per_minute": 0}]}, r"\[a\].tokens_per_minute` is 0"),
+        ({"judge_providers": [{**PRICED, "max_calls": -3}]}, r"\[a\].max_calls` is -3"),
+        ({"judge_providers": [{**PROVIDER, "usd_per_million_prompt_tokens": -1.0}]}, "Expected a number, 0 or more"),
+        ({"judge_providers": [{**PRICED, "max_usd": "1e2"}]}, r"\[a\].max_usd` is '1e2'. Expected a number"),
+        ({"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),
+        ({"max_usd": float("inf"), "judge_providers": [PRICED]}, "`max_usd` is inf"),
+        ({"max_calls": 9, "reward_funcs": ["my.function"]}, "Expected `sales` among them"),
+    ],
+)
+def test_a_limit_that_limits_nothing_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardConfig(**settings)
+
+
+def test_limits_have_the_names_of_their_settings(tmp_path):
+    own = {**PRICED, "max_calls": 5, "max_usd": 0.5}
+    config = RewardConfig(max_calls=9, max_usd=2.0, judge_providers=[own, {**PROVIDER, "name": "b"}])
+    assert budget_of(config, tmp_path).limits == (
+        Limit(name="max_calls", kind=CALLS, most=9),
+        Limit(name="max_usd", kind=USD, most=2.0),
+        Limit(name="judge_providers[a].max_calls", kind=CALLS, most=5, service="judge_a"),
+        Limit(name="judge_providers[a].max_usd", kind=USD, most=0.5, service="judge_a"),
+    )
+    assert budget_of(RewardConfig(), tmp_path) is None
+    for judge in ({**PROVIDER, "tokens_per_minute": 9}, PRICED):
+        assert budget_of(RewardConfig(judge_providers=[judge]), tmp_path).limits == ()

@@ -92,14 +92,14 @@ def test_an_engine_is_known_by_what_vllm_compiles_it_for(config, tmp_path):
 
 
 def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path):
-    assert str(compiled.content_of(tmp_path / "nothing")) == "cold"
+    assert compiled.content_of(tmp_path / "nothing") == "cold"
     args = config(compile_cache_dir=str(tmp_path / "compiled"))
     assert {os.environ[name] for name in compiled.FOLDERS} == {
         str(args.compiled / folder) for folder in compiled.FOLDERS.values()
     }
     (args.compiled / "triton" / "kernel").write_bytes(bytes(2**20))
     compiled.keep_engine(args.compiled, {"model": "policy"})
-    assert str(compiled.content_of(args.compiled)) == "2 files, 1 MiB, 1 compiled engine"
+    assert compiled.content_of(args.compiled) == "2 files, 1 MiB, 1 compiled engine"
 
 
 def test_without_the_setting_each_library_keeps_its_own_place(config):

@@ -15,12 +15,8 @@ from salesrl_trl.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _launched_alone(monkeypatch):
-    for name in (
-        "ACCELERATE_USE_CPU",
-        "ACCELERATE_MIXED_PRECISION",
-        "ACCELERATE_CONFIG_DS_FIELDS",
-        "LOCAL_WORLD_SIZE",
-    ):
+    accelerates = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_CONFIG_DS_FIELDS")
+    for name in (*accelerates, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -40,35 +36,30 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "capability", "wish", "expected", "note"),
     [
-        (0, None, {"use_cpu": False, "bf16": True, "fp16": False}, (True, False, False), "on a CPU"),
-        (
-            0,
-            None,
-            {"use_cpu": False, "bf16": None, "fp16": True},
-            (True, False, False),
-            "ask for fp16, and this run is on a CPU",
-        ),
-        (0, None, {"use_cpu": False, "bf16": None, "fp16": False}, (True, False, False), ""),
-        (0, None, {"use_cpu": False, "bf16": False, "fp16": False}, (True, False, False), ""),
-        (1, (9, 0), {"use_cpu": False, "bf16": True, "fp16": False}, (False, True, False), ""),
-        (1, (9, 0), {"use_cpu": False, "bf16": None, "fp16": False}, (False, True, False), ""),
-        (1, (9, 0), {"use_cpu": False, "bf16": None, "fp16": True}, (False, False, True), ""),
-        (1, (9, 0), {"use_cpu": True, "bf16": True, "fp16": False}, (True, False, False), "on a CPU"),
-        (1, (7, 5), {"use_cpu": False, "bf16": True, "fp16": False}, (False, False, False), "which Tesla T4 lacks"),
+        (0, None, (False, True, False), (True, False, False), "on a CPU"),
+        (0, None, (False, None, True), (True, False, False), "ask for fp16, and this run is on a CPU"),
+        (0, None, (False, None, False), (True, False, False), ""),
+        (0, None, (False, False, False), (True, False, False), ""),
+        (1, (9, 0), (False, True, False), (False, True, False), ""),
+        (1, (9, 0), (False, None, False), (False, True, False), ""),
+        (1, (9, 0), (False, None, True), (False, False, True), ""),
+        (1, (9, 0), (True, True, False), (True, False, False), "on a CPU"),
+        (1, (7, 5), (False, True, False), (False, False, False), "which Tesla T4 lacks"),
     ],
 )
 def test_a_precision_is_a_wish(gpus, count, capability, wish, expected, note):
+    """Both are `use_cpu`, `bf16` and `fp16`."""
     gpus(count, capability)
-    settled = settle(**wish)
+    settled = settle(*wish)
     assert settled[:3] == expected
-    assert note in " ".join(settled.notes)
-    assert bool(settled.notes) == bool(note)
+    assert note in " ".join(settled[3])
+    assert bool(settled[3]) == bool(note)
 
 
 def test_accelerate_on_the_cpu_keeps_a_run_there_beside_an_idle_gpu(gpus, monkeypatch):
     gpus(1)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    assert settle(False, False, False).use_cpu
+    assert settle(False, False, False)[0]
 
 
 def test_on_a_cpu_deepspeed_compiles_nothing_at_the_start_and_that_is_said(gpus, monkeypatch):
@@ -80,7 +71,7 @@ def test_on_a_cpu_deepspeed_compiles_nothing_at_the_start_and_that_is_said(gpus,
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     builder = deepspeed.ops.op_builder.cpu.ShareMemCommBuilder
     monkeypatch.setattr(builder, "load", lambda self: pytest.fail("it was compiled"))
-    assert "are left out: gloo's do" in " ".join(settle(True, False, False).notes)
+    assert "are left out: gloo's do" in " ".join(settle(True, False, False)[3])
     backend = importlib.import_module("deepspeed.comm.torch")
     monkeypatch.setattr(backend, "get_accelerator", CPU_Accelerator)
     assert backend.build_shm_op() is None
@@ -97,19 +88,17 @@ def test_accelerates_precision_becomes_the_recipes(gpus, monkeypatch, told, wish
     settled = settle(False, wish, False)
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == then
     assert os.environ["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage,gradient_clipping"
-    assert ["not used" in note for note in settled.notes] == ([] if told in ("no", then) else [True])
+    assert ["not used" in note for note in settled[3]] == ([] if told in ("no", then) else [True])
 
 
 def test_accelerates_precision_is_not_dropped_on_a_cpu_without_a_word(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert settle(False, None, False).notes == [
+    assert settle(False, None, False)[3] == [
         "accelerate's configuration has mixed_precision bf16: not used, this run is on a CPU"
     ]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert settle(False, True, False).notes == [
-        "precision: float32. The settings ask for bf16, and this run is on a CPU"
-    ]
+    assert settle(False, True, False)[3] == ["precision: float32. The settings ask for bf16, and this run is on a CPU"]
 
 
 def test_more_processes_than_gpus_are_refused_before_cuda_is(gpus, monkeypatch):

@@ -21,9 +21,6 @@ def training(**given):
     return SalesGRPOConfig(**{**common, "per_device_train_batch_size": 8, **given})
 
 
-# The loader
-
-
 @pytest.mark.parametrize(("cores", "processes", "workers"), [(2, 1, 0), (16, 1, 4), (64, 4, 4), (192, 1, 16)])
 def test_workers_of_the_loader_are_a_quarter_of_the_process_s_cores(monkeypatch, cores, processes, workers):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
@@ -33,9 +30,6 @@ def test_workers_of_the_loader_are_a_quarter_of_the_process_s_cores(monkeypatch,
     assert config.dataloader_prefetch_factor == (4 if workers else None)
     assert not config.dataloader_pin_memory  # no GPU
     assert training(dataloader_num_workers=3).dataloader_num_workers == 3
-
-
-# The learning rate
 
 
 @pytest.mark.parametrize(
@@ -75,9 +69,6 @@ def test_an_engine_over_more_gpus_than_there_are_processes_is_refused(monkeypatc
     training(use_vllm=True, vllm_tensor_parallel_size=2, vllm_mode="server")  # the server's own setting counts
 
 
-# FSDP
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [({}, "this run is on a CPU"), ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "the reference policy of all others")],
@@ -88,9 +79,6 @@ def test_fsdp_that_would_train_something_else_is_refused(monkeypatch, variables,
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(variables))
     with pytest.raises(ConfigError, match=message):
         training(use_cpu=False)
-
-
-# Attention
 
 
 @pytest.fixture

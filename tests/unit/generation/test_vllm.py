@@ -17,6 +17,13 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.vllm import SalesVLLMGeneration, vllm_engine_options
 
 
+def bare(**members):
+    """A generation without an engine."""
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    vars(generation).update(members)
+    return generation
+
+
 def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():
     stock = upstream_trainer.VLLMGeneration
     with pytest.raises(RuntimeError), vllm_engine_options(lambda: {"seed": 1}):
@@ -34,9 +41,8 @@ def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch, po
         raise InterruptedError  # all that follows needs a model
 
     monkeypatch.setattr(upstream_vllm, "LLM", engine)
-    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
-    generation.engine_options = {"enforce_eager": True, "seed": 5}
-    vars(generation).update(
+    generation = bare(
+        engine_options={"enforce_eager": True, "seed": 5},
         mode="colocate", tensor_parallel_size=1, gpu_memory_utilization=0.5, max_model_length=64, max_num_seqs=4,
         enable_sleep_mode=False, model_impl="auto", trust_remote_code=False,
         model=SimpleNamespace(name_or_path="some/model"),
@@ -88,10 +94,8 @@ class Engine:
 
 
 def generation_on(engine, ranks=1):
-    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
-    generation.llm = SimpleNamespace(llm_engine=engine)
-    generation.mode, generation.tensor_parallel_size, generation.tp_group = "colocate", ranks, "the group"
-    return generation
+    llm = SimpleNamespace(llm_engine=engine)
+    return bare(llm=llm, mode="colocate", tensor_parallel_size=ranks, tp_group="the group")
 
 
 def generate(engine, count, first_id=0):
@@ -149,9 +153,6 @@ def test_the_engine_is_left_as_it_was_also_when_a_generation_fails(fails):
     assert told == []
 
 
-# A server
-
-
 def completion(place):
     """What TRL's client returns of one completion."""
     return {"prompt_ids": [[place]], "completion_ids": [[place, 7]], "logprobs": [[[-0.5]]], "logprob_token_ids": None}
@@ -187,14 +188,12 @@ def served(monkeypatch):
     """The generation of the second process; nothing may be gathered."""
     for name in ("gather_object", "broadcast_object_list"):
         monkeypatch.setattr(upstream_vllm, name, None)
-    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
-    vars(generation).update(
+    return bare(
         mode="server", vllm_client=Client(), accelerator=Process(), _collect=None, _under_way=[],
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
         generation_kwargs={"seed": 30}, structured_outputs_regex=None, _waits=True,
         _slots=threading.Semaphore(8),
     )  # fmt: skip
-    return generation
 
 
 PROMPTS = [[10], [10], [20], [20], [20], [20]]
@@ -308,9 +307,7 @@ def seeing_generation(monkeypatch, seen_as):
         return [seen_as(ids) for ids in prompts], [], [], []
 
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "generate", generate)
-    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
-    generation.mode, generation.processing_class, generation._collect = "colocate", Seeing(), None
-    return generation, asked
+    return bare(mode="colocate", processing_class=Seeing(), _collect=None), asked
 
 
 def test_vllm_gets_one_token_for_each_picture_and_puts_in_the_others(monkeypatch):
@@ -333,21 +330,20 @@ def test_with_new_weights_vllm_forgets_what_the_vision_tower_made_of_pictures(mo
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: None)
     dropped = []
     for processor in (Seeing(), object()):
-        generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
-        generation.mode, generation.processing_class, generation.engine_options = "colocate", processor, {}
-        generation.accelerator = SimpleNamespace(device=torch.device("cuda"))
         engine = SimpleNamespace(reset_encoder_cache=lambda processor=processor: dropped.append(processor))
-        generation.llm = SimpleNamespace(llm_engine=engine)
-        generation.sync_weights()
+        accelerator, llm = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(llm_engine=engine)
+        seen = {"processing_class": processor, "engine_options": {}}
+        bare(mode="colocate", accelerator=accelerator, llm=llm, **seen).sync_weights()
     assert [type(each) for each in dropped] == [Seeing]
 
 
 def test_an_engine_that_quantises_is_woken_and_reads_all_weights_anew():
     done = []
-    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
-    generation.mode, generation.engine_options = "colocate", {"quantization": "fp8_per_channel"}
-    generation.accelerator, generation.enable_sleep_mode = SimpleNamespace(device=torch.device("cuda")), True
-    generation._iter_named_params = lambda: iter([("a", 1), ("b", 2)])
+    generation = bare(
+        mode="colocate", engine_options={"quantization": "fp8_per_channel"}, enable_sleep_mode=True,
+        accelerator=SimpleNamespace(device=torch.device("cuda")),
+        _iter_named_params=lambda: iter([("a", 1), ("b", 2)]),
+    )  # fmt: skip
     worker = SimpleNamespace(reload_weights=lambda weights_iterator: done.append(list(weights_iterator)))
     executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
     generation.llm = SimpleNamespace(

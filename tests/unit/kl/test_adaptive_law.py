@@ -81,7 +81,6 @@ def test_a_window_with_few_tokens_moves_less():
 
 
 def test_it_does_not_wind_up_at_a_bound():
-    """However long a KL was out of reach, the coefficient leaves its bound in the same window after it came back."""
     left = []
     for windows in (20, 40, 200):
         branch = BranchController(

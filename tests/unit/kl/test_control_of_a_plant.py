@@ -8,17 +8,7 @@ import pytest
 
 from benchmarks.kl_laws import FactorLaw, ZieglerLaw
 from benchmarks.kl_plant import TARGETS, run
-from benchmarks.kl_simulate import (
-    LAWS,
-    PLANTS,
-    courses,
-    fresh,
-    in_band,
-    main,
-    too_high,
-    undershoot,
-    until_back,
-)
+from benchmarks.kl_simulate import LAWS, PLANTS, courses, fresh, in_band, main, too_high, undershoot, until_back
 from salesrl_trl.kl.law import AdaptiveLaw
 
 RUNS = 60
@@ -34,7 +24,6 @@ def test_a_kl_that_is_too_high_comes_back_sooner_than_under_the_laws_before_it()
     times = {
         law: median(until_back(*each) for each in back(law)) for law in (AdaptiveLaw(), FactorLaw(), ZieglerLaw())
     }
-    print("\n" + ", ".join(f"{type(law).__name__} {windows:g} windows" for law, windows in times.items()))
     packaged, *others = times.values()
     assert packaged < min(others)
 
@@ -42,7 +31,6 @@ def test_a_kl_that_is_too_high_comes_back_sooner_than_under_the_laws_before_it()
 def test_it_then_stays_and_seldom_falls_below_the_band():
     shares = [in_band(*each) for each in back(AdaptiveLaw())]
     under = fmean(undershoot(*each) > 0 for each in back(AdaptiveLaw()))
-    print(f"\nin band {fmean(shares):.3f}, worst {min(shares):.3f}; below it in {under:.3f} of the runs")
     assert fmean(shares) > 0.94
     assert min(shares) > 0.7
     assert under < 0.25
@@ -54,7 +42,6 @@ def test_a_fresh_policy_ends_in_its_band_and_with_a_fixed_coefficient_does_not()
         law: fmean(TARGETS[branch].contains(course.true[-1]) for branch, course in courses(law, fresh, RUNS, 120))
         for law in (AdaptiveLaw(), None)
     }
-    print(f"\nin band after 120 windows: {last}")
     assert last[AdaptiveLaw()] > 0.95
     assert last[None] < 0.6
 
@@ -67,7 +54,6 @@ def test_policies_it_was_not_tuned_on_are_held_too_and_not_said_to_stall(given, 
     found = courses(AdaptiveLaw(), functools.partial(too_high, **given), 20, windows)
     share = fmean(in_band(*each) for each in found)
     said = fmean(course.noticed is not None for _, course in found)
-    print(f"\n{given}: {share:.3f} in band, said of {said:.3f} to stall")
     assert share > least
     assert said < 0.05
 
@@ -82,7 +68,6 @@ def test_a_drive_that_grows_over_hundreds_of_updates_does_not_carry_the_kl_past_
         highest += [
             max(course.true[:60]) / TARGETS[name].high for name, course in run(AdaptiveLaw(), plant, 60).items()
         ]
-    print(f"\nhighest KL by upper edge: {sorted(highest)[-5:]}")
     assert fmean(each < 1.3 for each in highest) > 0.9
 
 

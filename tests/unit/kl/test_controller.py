@@ -45,7 +45,6 @@ def controller(target=TARGET, update_steps=1, cooldown_steps=0, **law):
         ({"low": 0.02, "high": 0.06, "least_share": 0.0}, "`least_share` is 0.0. Expected more than 0, up to 1"),
         ({"low": 0.02, "high": 0.06, "least_share": 1.5}, "`least_share` is 1.5"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06}, "no factor can raise"),
-        ({"beta": 0.0, "low": 0.02, "high": 0.06, "beta_max": 1.0}, "no factor can raise"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -58,10 +57,7 @@ def test_a_target_that_cannot_work_is_refused(settings, message):
     ("made_by", "named"),
     [
         *[(lambda n=number: WindowSettings(update_steps=n), "`kl_update_steps`") for number in (0, 2.5)],
-        *[
-            (lambda n=number: WindowSettings(cooldown_steps=n), "`kl_law_settings.cooldown_steps`")
-            for number in (-1, 0.5)
-        ],
+        *[(lambda n=n: WindowSettings(cooldown_steps=n), "`kl_law_settings.cooldown_steps`") for n in (-1, 0.5)],
         *[
             (lambda n=number: AdaptiveLaw(max_step=n), "`max_step` of `kl_law_settings`")
             for number in (1.0, 0.5, math.inf, math.nan, "2", True)

@@ -99,30 +99,25 @@ def test_a_clamp_of_0_is_trls_formula_bit_by_bit(importance):
     assert torch.equal(penalty(x, weights, "k3", 0), value if weights is None else value * torch.exp(weights))
 
 
+@pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize(
-    ("x", "estimator", "corrected", "value"),
+    ("x", "estimator", "value"),
     [
-        (10.0, "k3", False, 22015.46579),  # e^10 - 11
-        (11.0, "k3", False, 44040.93159),  # e^10 - 11 + (e^10 - 1)
-        (-10.0, "k3", False, 9.00004540),  # e^-10 + 9
-        (-11.0, "k3", False, 10.0),  # e^-10 + 9 + (1 - e^-10)
-        (-500.0, "k3", False, 498.97779943),  # e^-10 + 9 + 490 (1 - e^-10) = 499 - 489 x 0.0000453999
-        (11.0, "k2", False, 60.0),  # 50 + 10
-        (-12.0, "k2", False, 70.0),  # 50 + 2 x 10
-        (11.0, "k1", False, -11.0),  # -10 - 1
-        (-500.0, "k1", False, 500.0),  # 10 + 490
-        # with a ratio in front, here 2, the value is twice that; only its gradient is another
-        (10.0, "k3", True, 44030.93159),  # 2 (e^10 - 11)
-        (11.0, "k3", True, 88081.86318),  # 2 (e^10 - 11 + e^10 - 1)
-        (-11.0, "k3", True, 20.0),  # 2 (e^-10 + 9 + 1 - e^-10)
-        (11.0, "k2", True, 120.0),  # 2 (50 + 10)
-        (11.0, "k1", True, -22.0),  # 2 (-10 - 1)
-        (-11.0, "k1", True, 22.0),  # 2 (10 + 1)
+        (10.0, "k3", 22015.46579),  # e^10 - 11
+        (11.0, "k3", 44040.93159),  # e^10 - 11 + (e^10 - 1)
+        (-10.0, "k3", 9.00004540),  # e^-10 + 9
+        (-11.0, "k3", 10.0),  # e^-10 + 9 + (1 - e^-10)
+        (-500.0, "k3", 498.97779943),  # e^-10 + 9 + 490 (1 - e^-10) = 499 - 489 x 0.0000453999
+        (11.0, "k2", 60.0),  # 50 + 10
+        (-12.0, "k2", 70.0),  # 50 + 2 x 10
+        (11.0, "k1", -11.0),  # -10 - 1
+        (-500.0, "k1", 500.0),  # 10 + 490
     ],
 )
-def test_beyond_the_clamp_the_value_goes_on_as_a_straight_line(x, estimator, corrected, value):
+def test_beyond_the_clamp_the_value_goes_on_as_a_straight_line(x, estimator, value, corrected):
+    """With a ratio in front, here 2, the value is twice that; only its gradient is another."""
     seen, _ = slope(x, estimator, LN2 if corrected else None)
-    assert seen == pytest.approx(value, rel=1e-9, abs=1e-9)
+    assert seen == pytest.approx(value * (2 if corrected else 1), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize(

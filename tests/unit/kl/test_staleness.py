@@ -80,8 +80,6 @@ def test_gradient_and_measured_kl_are_those_of_the_policy_whoever_sampled(estima
         assert k1 == pytest.approx(true_kl, rel=1e-9)  # the sum over the sampler's tokens, weighed: an identity
         if estimator == "k3":
             assert kl == pytest.approx(true_kl, rel=1e-9)
-    before = sum(uncorrected) / len(uncorrected)
-    print(f"{estimator}, KL to the sampler {staleness}: gradient off by {before:.1%}, now {max(errors):.0e}")
     assert max(errors) < 1e-9
     if vllm or not correction:  # without vLLM the loss's own ratio is to the sampler, if the KL has it
         assert min(uncorrected) > 0.01

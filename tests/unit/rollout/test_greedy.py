@@ -19,8 +19,6 @@ LOG_RATIO = 0.5
 
 
 class Batches:
-    """Stands for the trainer."""
-
     def __init__(self, logps="old", reference=True):
         self.logps, self.reference = logps, reference
         self.sizes, self.asides, self.asked = [], 0, 0

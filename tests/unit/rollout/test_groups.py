@@ -11,9 +11,6 @@ from salesrl_trl.rollout.groups import ScoredGroups, parts
 WANTED = 0.5
 
 
-parts_of = ScoredGroups
-
-
 def batch_of(size, name="first"):
     """What TRL makes of a generation batch, told apart by `name`."""
     return {
@@ -29,6 +26,13 @@ def settled(*ranks):
     return torch.tensor([[mark == "1" for mark in rank] for rank in ranks])
 
 
+def look(waiting, marks, scored=0.9, name="first"):
+    """One rank looks once. Returns as `taken`."""
+    waiting.record(settled(marks), 0, scored, WANTED)
+    waiting.release(batch_of(len(marks), name))
+    return taken(waiting)
+
+
 def taken(waiting):
     """Rows of the micro-batches that are ready, in order."""
     found = []
@@ -38,55 +42,38 @@ def taken(waiting):
 
 
 def test_a_part_is_ready_when_all_of_it_is_settled():
-    waiting = parts_of(8, micro_batch=2, group=4)
-    waiting.record(settled("11101111"), 0, 0.9, WANTED)
-    waiting.release(batch_of(8))
-    assert taken(waiting) == [[4, 5], [6, 7]]
+    waiting = ScoredGroups(8, micro_batch=2, group=4)
+    assert look(waiting, "11101111") == [[4, 5], [6, 7]]
     assert waiting.remaining == [range(4)]
     assert not waiting.complete
     assert not waiting.is_empty
 
 
 def test_a_released_part_does_not_come_again_with_later_advantages():
-    waiting = parts_of(4, micro_batch=2, group=2)
-    waiting.record(settled("1100"), 0, 0.9, WANTED)
-    waiting.release(batch_of(4))
-    waiting.record(settled("1111"), 0, 1.0, WANTED)
+    waiting = ScoredGroups(4, micro_batch=2, group=2)
+    assert look(waiting, "1100") == [[0, 1]]
     waiting.release(batch_of(4, "second"))
-    assert taken(waiting) == [[0, 1], [102, 103]]
+    assert taken(waiting) == []  # a part is released by the look that found it ready alone
+    assert look(waiting, "1111", 1.0, "second") == [[102, 103]]
     assert waiting.is_empty
 
 
-def test_a_part_is_released_by_the_look_that_found_it_ready_alone():
-    waiting = parts_of(4, micro_batch=2, group=2)
-    waiting.record(settled("1100"), 0, 0.9, WANTED)
-    waiting.release(batch_of(4))
-    waiting.release(batch_of(4, "second"))
-    assert taken(waiting) == [[0, 1]]
-
-
 def test_nothing_is_ready_before_so_much_is_scored_that_the_batch_can_not_be_skipped():
-    waiting = parts_of(4, micro_batch=1, group=1)
-    waiting.record(settled("1100"), 0, 0.25, WANTED)  # one of them could not be scored
-    waiting.release(batch_of(4))
-    assert taken(waiting) == []
+    waiting = ScoredGroups(4, micro_batch=1, group=1)
+    assert look(waiting, "1100", 0.25) == []  # one of them could not be scored
     assert waiting.remaining == parts(4, 1, 1)
-    waiting.record(settled("1110"), 0, 0.5, WANTED)
-    waiting.release(batch_of(4))
-    assert taken(waiting) == [[0], [1], [2]]
+    assert look(waiting, "1110", 0.5) == [[0], [1], [2]]
 
 
 def test_when_all_is_settled_all_is_released_however_little_was_scored():
-    waiting = parts_of(4, micro_batch=2, group=2)
-    waiting.record(settled("1111"), 0, 0.25, WANTED)
+    waiting = ScoredGroups(4, micro_batch=2, group=2)
+    assert look(waiting, "1111", 0.25) == [[0, 1], [2, 3]]
     assert waiting.complete
-    waiting.release(batch_of(4))
-    assert taken(waiting) == [[0, 1], [2, 3]]
     assert waiting.is_empty
 
 
 def test_with_several_ranks_what_is_settled_on_a_rank_is_ready_there():
-    one, other = parts_of(6, micro_batch=2, group=2), parts_of(6, micro_batch=2, group=2)
+    one, other = ScoredGroups(6, micro_batch=2, group=2), ScoredGroups(6, micro_batch=2, group=2)
     for rows, first, second in (
         (("111100", "110011"), [[0, 1], [2, 3]], [[0, 1], [4, 5]]),
         (("111111", "110011"), [[4, 5]], []),  # complete on one rank, and not on the other
@@ -105,7 +92,7 @@ def waited_for(rows, scored_fraction):
     """Of each rank: the parts of which it waits for one."""
     found = []
     for rank in range(len(rows)):
-        waiting = parts_of(len(rows[0]), micro_batch=2, group=2)
+        waiting = ScoredGroups(len(rows[0]), micro_batch=2, group=2)
         waiting.record(settled(*rows), rank, scored_fraction, WANTED)
         found.append([part.start // 2 for part in waiting.pending])
     return found
@@ -127,9 +114,8 @@ def test_while_too_little_is_scored_some_rank_waits():
 
 
 def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
-    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting, output = ScoredGroups(4, micro_batch=2, group=2), batch_of(4)
     waiting.record(settled("0011"), 0, 0.9, WANTED)
-    output = batch_of(4)
     waiting.release(output)
     micro_batch = waiting.next()
     assert micro_batch["completion_ids"].tolist() == [[6, 7, 8], [9, 10, 11]]
@@ -143,7 +129,7 @@ def test_whatever_the_order_of_rewards_every_row_comes_once_with_its_whole_group
     micro_batch, group, count, ranks, random
 ):
     size = math.lcm(micro_batch, group) * count
-    waiting = parts_of(size, micro_batch, group)
+    waiting = ScoredGroups(size, micro_batch, group)
     marks = torch.zeros(ranks, size, dtype=torch.bool)
     order = [(rank, place) for rank in range(ranks) for place in range(size)]
     random.shuffle(order)
@@ -168,7 +154,7 @@ def test_a_micro_batch_has_the_pixels_of_its_own_pictures():
     grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2], [1, 2, 2]])
     of_patch = torch.arange(4).repeat_interleave(grids.prod(-1))
     pictures = {"num_images": [0, 1, 2, 1], "image_grid_thw": grids, "pixel_values": of_patch[:, None].float()}
-    waiting = parts_of(4, micro_batch=2, group=2)
+    waiting = ScoredGroups(4, micro_batch=2, group=2)
     waiting.record(settled("1111"), 0, 1.0, WANTED)
     waiting.release(batch_of(4) | pictures)
     first, second = waiting.next(), waiting.next()

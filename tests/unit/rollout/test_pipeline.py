@@ -4,12 +4,16 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 
-from salesrl_trl.checkpoint.keeper import load_rollouts, save_rollouts
+from salesrl_trl.checkpoint.keeper import Keeper
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
+from salesrl_trl.rollout.rollout_scoring import batch_of
 from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.types import Reward
 
 
 def sampled(prompts, logprobs=None):
@@ -20,8 +24,6 @@ def sampled(prompts, logprobs=None):
 
 
 class Loop:
-    """Notes what it is asked."""
-
     def __init__(self):
         self.started, self.references, self.given_up = [], [], 0
 
@@ -139,6 +141,14 @@ def test_completions_of_earlier_weights_need_log_probs():
     assert len(seen) == 2  # of a sampler that generates at once they are computed at once
 
 
+def keeper(folder, sizes, in_flight):
+    args = SimpleNamespace(
+        output_dir=str(folder), process_index=0, local_process_index=0, should_save=False, save_rollouts=True,
+        window=1, arrangement=sizes, device=torch.device("cpu"),
+    )  # fmt: skip
+    return Keeper(args, None, None, lambda: False, in_flight)
+
+
 def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_path):
     first = pipeline(Now(), lookahead=2)
     first.launch_due(0, 0)
@@ -150,9 +160,11 @@ def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_p
     # a step is undone: what it trains on comes again, and what it launched is no part of the checkpoint before it
     first.take(first._schedule._windows[0].inputs, 1, 1)
     assert list(first.in_flight(1, 1)) == [1, 2]
-    save_rollouts(tmp_path, 0, [1, 2], first.in_flight(1, 1))
-    kept = load_rollouts(tmp_path, 0, [1, 2], torch.device("cpu"))
-    assert load_rollouts(tmp_path, 0, [1, 3], torch.device("cpu")) == {}  # other batch sizes
+    saves, loads, differs = (keeper(tmp_path, sizes, first.in_flight) for sizes in ([1, 2], [1, 2], [1, 3]))
+    saves.add_parts(tmp_path, 1, 1, [])
+    assert loads.load_parts(tmp_path, 1) is differs.load_parts(tmp_path, 1) is None
+    kept = loads.drain_rollouts()
+    assert differs.drain_rollouts() == {}  # other batch sizes
 
     sampler = Now()
     second = pipeline(sampler, lookahead=2, kept={first - 1: each for first, each in kept.items()}, start=1)
@@ -185,3 +197,21 @@ def test_what_nobody_will_train_on_is_given_up():
     made.forget()
     assert sampler.given_up == 2
     assert made.reward_loop.given_up == before + 1
+
+
+GROUP, EACH = 4, 6
+"""Completions of a prompt, and of a rank: the second prompt's lie on two ranks."""
+
+
+@pytest.mark.parametrize(("rank", "groups"), [(0, [0, 0, 0, 0, 1, 1]), (1, [1, 1, 2, 2, 2, 2])])
+def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
+    monkeypatch.setattr(PartialState(), "process_index", rank)
+    rewards = SimpleNamespace(stages=[SimpleNamespace(completion_record=None)] * EACH, number=3)
+    result = SimpleNamespace(rewards=[Reward.scored(0.5)] * EACH, report=SimpleNamespace(calls=()))
+    rollout = SimpleNamespace(
+        inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,
+        group=GROUP, is_trained_on=True, mode="train", step=4,
+    )  # fmt: skip
+    found = batch_of(rollout, None, 5, Branches(("only",), "branch"))
+    assert [entry.prompt_group for entry in found.entries] == groups
+    assert (found.step, found.number, found.staleness) == (6, 3, 1)

@@ -114,19 +114,41 @@ def test_an_architecture_that_cant_is_told_and_goes_trls_way(kind, caplog):
     assert re.search(reason, caplog.text)
 
 
+def adapted(kind, **fields):
+    settings = kind(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **fields)
+    return get_peft_model(small("qwen2", **SMALL), settings)
+
+
+def split_over_devices():
+    model = small("qwen2", **SMALL)
+    model.model.layers[1].to("meta")
+    return model
+
+
 @pytest.mark.parametrize(
-    "adapter",
+    ("build", "given", "reason"),
     [
-        LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM"),
-        LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        # these adapters begin as if they were not there, so that a comparison would not see them
+        (lambda: adapted(LoraConfig, alora_invocation_tokens=[5]), {}, "follows the tokens of a whole sequence"),
+        (lambda: adapted(LilyConfig), {}, "follows the tokens of a whole sequence"),
+        (split_over_devices, {}, "the model is split over devices"),
+        (lambda: small("qwen2", **SMALL, attn_implementation="eager"), {}, "`eager`. Expected `sdpa`"),
+        (lambda: small("qwen2", **SMALL), {"reason": "of the compiler"}, "of the compiler"),
     ],
-    ids=["alora", "lily"],
+    ids=["alora", "lily", "devices", "eager", "settings"],
 )
-def test_an_adapter_that_follows_a_whole_sequence_goes_trls_way(adapter, caplog):
-    """It begins as if it were not there, so that a comparison would not see it."""
+def test_a_model_or_a_setting_that_cant_goes_trls_way(build, given, reason, caplog):
     with caplog.at_level(logging.INFO):
-        assert not shared(get_peft_model(small("qwen2", **SMALL), adapter)).is_on
-    assert "follows the tokens of a whole sequence" in caplog.text
+        prompts = shared(build(), **given)
+    assert not prompts.is_on
+    assert reason in caplog.text
+    assert prompts.log_probs(lambda *_, **__: "TRL's", None, *padded_batch(), WIDTH) == "TRL's"
+
+
+def test_a_batch_with_a_picture_goes_trls_way():
+    prompts, picture = shared(small("qwen2", **SMALL)), torch.ones(1)
+    theirs = prompts.log_probs(lambda *_, **__: "TRL's", None, *padded_batch(), WIDTH, pixel_values=picture)
+    assert theirs == "TRL's"
 
 
 def test_a_reference_with_another_attention_goes_trls_way(caplog):
@@ -193,11 +215,8 @@ def fails_on_rows(error):
 
 
 def test_a_pass_that_fails_is_no_end_but_memory_that_is_too_small_is(caplog):
-    model, batch = (
-        fails_on_rows(RuntimeError("Expected all tensors to be on the same device\nat once")),
-        padded_batch(),
-    )
-    prompts = shared(model)
+    model = fails_on_rows(RuntimeError("Expected all tensors to be on the same device\nat once"))
+    prompts, batch = shared(model), padded_batch()
     with caplog.at_level(logging.INFO), torch.no_grad():
         for _ in range(2):
             assert torch.equal(prompts.log_probs(trls_own, model, *batch, WIDTH)[0], trls_own(model, *batch, WIDTH)[0])
@@ -207,14 +226,6 @@ def test_a_pass_that_fails_is_no_end_but_memory_that_is_too_small_is(caplog):
     short = fails_on_rows(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
         shared(short).log_probs(trls_own, short, *batch, WIDTH)
-
-
-def test_a_policy_that_is_split_over_devices_goes_trls_way(caplog):
-    model = small("qwen2", **SMALL)
-    model.model.layers[1].to("meta")
-    with caplog.at_level(logging.INFO):
-        assert not shared(model).is_on
-    assert "the model is split over devices" in caplog.text
 
 
 @pytest.mark.parametrize("updates", [1, 2])  # 2: a warm-up's first one has a learning rate of 0
@@ -265,6 +276,13 @@ def test_completions_without_a_token_are_not_compared():
         assert prompts.is_checked == is_checked
 
 
+def split(ids, mask):
+    """TRL's micro-batch of a padded batch."""
+    prompt, completion = slice(None, -WIDTH), slice(-WIDTH, None)
+    return {"prompt_ids": ids[:, prompt], "prompt_mask": mask[:, prompt],
+            "completion_ids": ids[:, completion], "completion_mask": mask[:, completion]}  # fmt: skip
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("most_tokens", [1, 30, 1000])
@@ -278,13 +296,7 @@ def test_micro_batches_that_share_a_pass_keep_their_losses_and_the_gradient_is_t
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     prompts, (ids, mask) = shared(model), padded_batch()
-    batches = [
-        {
-            "prompt_ids": ids[rows, :-WIDTH], "prompt_mask": mask[rows, :-WIDTH],
-            "completion_ids": ids[rows, -WIDTH:], "completion_mask": mask[rows, -WIDTH:],
-        }
-        for rows in ([0, 3], [1, 4], [2, 5])
-    ]  # fmt: skip
+    batches = [split(ids[rows], mask[rows]) for rows in ([0, 3], [1, 4], [2, 5])]
     given = {"compute_entropy": True, "compute_aux_loss": False}
     with torch.no_grad():
         prompts.log_probs(trls_own, model, ids, mask, WIDTH)  # the comparison
@@ -319,9 +331,7 @@ def test_one_token_is_one_micro_batch_a_pass_even_where_nothing_is_there_to_pred
     model = small("qwen2", **SMALL)
     prompts, (ids, mask) = shared(model), padded_batch((1, 1), (0, 0))
     prompts.log_probs(trls_own, model, *padded_batch(), WIDTH)  # the comparison
-    split = {"prompt_ids": ids[:, :-WIDTH], "prompt_mask": mask[:, :-WIDTH], "completion_ids": ids[:, -WIDTH:],
-             "completion_mask": mask[:, -WIDTH:]}  # fmt: skip
-    batches, ahead, passes = [split, {**split}], Ahead(prompts, 1, 1), []
+    batches, ahead, passes = [split(ids, mask), split(ids, mask)], Ahead(prompts, 1, 1), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     for place, batch in enumerate(batches):
         ahead.begin(batches[place:], 2, is_last=place == 1)
@@ -332,9 +342,7 @@ def test_one_token_is_one_micro_batch_a_pass_even_where_nothing_is_there_to_pred
 def test_a_micro_batch_out_of_turn_is_refused():
     model = small("qwen2", **SMALL)
     prompts, (ids, mask) = shared(model), padded_batch()
-    split = {"prompt_ids": ids[:, :-WIDTH], "prompt_mask": mask[:, :-WIDTH], "completion_ids": ids[:, -WIDTH:],
-             "completion_mask": mask[:, -WIDTH:]}  # fmt: skip
-    first, second, other = ({name: each.clone() for name, each in split.items()} for _ in range(3))
+    first, second, other = (split(ids, mask) for _ in range(3))
     ahead = Ahead(prompts, 1000, 1)
     ahead.begin([first, second], 2, is_last=False)
     ahead.log_probs(trls_own, model, *Columns.of([first]), compute_entropy=True, compute_aux_loss=False)
@@ -342,22 +350,6 @@ def test_a_micro_batch_out_of_turn_is_refused():
         ahead.begin([other], 2, is_last=True)
     ahead.forget()
     ahead.begin([other], 1, is_last=True)
-
-
-def test_a_picture_an_eager_attention_and_settings_go_trls_way(caplog):
-    def upstream(*args, **kwargs):
-        return "TRL's"
-
-    batch = padded_batch()
-    with caplog.at_level(logging.INFO):
-        with_picture = shared(small("qwen2", **SMALL))
-        assert with_picture.log_probs(upstream, None, *batch, WIDTH, pixel_values=torch.ones(1)) == "TRL's"
-        eager = shared(small("qwen2", **SMALL, attn_implementation="eager"))
-        assert eager.log_probs(upstream, None, *batch, WIDTH) == "TRL's"
-        compiled = shared(small("qwen2", **SMALL), reason="of the compiler")
-        assert compiled.log_probs(upstream, None, *batch, WIDTH) == "TRL's"
-    assert "`eager`. Expected `sdpa`" in caplog.text
-    assert "of the compiler" in caplog.text
 
 
 def test_ranks_that_pass_together_make_as_many_passes_as_the_one_with_most():

@@ -71,17 +71,12 @@ def test_a_device_whose_clock_runs_fast_is_held_back():
         assert host <= reached <= host + 1e-3
 
 
-def test_the_last_mark_is_waited_for_once():
-    marks = [mark(1.0, 1.0), mark(2.0, 2.0)]
-    events = [each.event for each in marks]
-    times(EventClock(), marks)
-    assert [each.waited for each in events] == [False, True]
-
-
 def test_events_are_given_back_but_for_the_last_one_which_the_next_step_is_measured_from():
     clock = EventClock()
     first, second = [mark(1.0, 1.0), mark(2.0, 2.0)], [mark(3.0, 3.0), mark(4.0, 4.0)]
+    events = [each.event for each in first]
     times(clock, first)
+    assert [each.waited for each in events] == [False, True]  # for the last one alone
     assert [each.event is None for each in first] == [True, False]
     times(clock, second)
     assert [each.event is None for each in (*first, *second)] == [True, True, True, False]

@@ -12,8 +12,6 @@ from salesrl_trl.telemetry.trackers import Trackers
 
 
 class Failing:
-    """A callback whose events raise an error."""
-
     def __init__(self, error):
         self.error = error
 

@@ -87,7 +87,6 @@ def test_scaled_over_the_batch():
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_a_single_scored_completion_is_judged_by_the_reference_alone(scale):
-    """Whatever the scale: its own reward is no baseline for it, the reference's is."""
     rewards = [0.2, NAN, NAN, NAN, 0.3, 0.7, 0.3, 0.7]
     values, missing = advantages(rewards, [0.6] * 4 + [0.5] * 4, 0.5, scale=scale)
     # shift = 0.5 x (0.2 - 0.6) = -0.2. std of the batch of 0.2, 0.3, 0.7, 0.3, 0.7: mean 0.44, squares 0.0576 +

@@ -20,18 +20,17 @@ NAN = math.nan
 
 @pytest.fixture(autouse=True)
 def _one_process():
-    """What accelerate's loggers ask for who they are."""
     PartialState(cpu=True)
 
 
 class Run:
     """Steps of an optimizer with the callback beside it, as transformers calls it."""
 
-    def __init__(self, optimizer, least_share=0.5):
+    def __init__(self, optimizer):
         self.optimizer, self.step, self.shares = optimizer, 0, []
         self.args = SimpleNamespace(learning_rate=optimizer.param_groups[0]["lr"])
         log = lambda entry: self.shares.append((self.step, entry[CHANGED_SHARE]))  # noqa: E731
-        self.callback = WeightChange(Accelerator(cpu=True), least_share, log)
+        self.callback = WeightChange(Accelerator(cpu=True), log)
         # wrapped, as accelerate and DeepSpeed do
         self.callback.on_train_begin(self.args, None, None, optimizer=SimpleNamespace(optimizer=optimizer))
 
@@ -72,7 +71,6 @@ def test_at_a_rate_of_1e_6_float32_weights_move_and_bf16_weights_do_not(caplog, 
     run = Run(torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0))
     run.steps(loss_of(model), 12)
     assert [step for step, _ in run.shares] == [1, 10]
-    print({step: f"{share:.2%}" for step, share in run.shares}, dtype)
     assert all(least <= share <= most for _, share in run.shares)
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     if dtype is torch.float32:
