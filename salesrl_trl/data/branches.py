@@ -59,7 +59,6 @@ class Branches:
         return branch
 
     def of_rows(self, dataset: Dataset) -> list[str]:
-        """The branch of each row of a dataset."""
         if self.column not in dataset.column_names:
             return [self.names[0]] * len(dataset)
         return [self.of({self.column: value}) for value in dataset[self.column]]

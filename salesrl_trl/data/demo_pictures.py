@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 DEMO_PICTURES = "demo_pictures"
-"""Name of the dataset."""
 FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
 """The file of each split."""
 WIDTH, BAND = 224, 28

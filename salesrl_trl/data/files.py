@@ -30,8 +30,6 @@ MOST_LINE_BYTES = 64 * 2**20
 
 
 class Placed(NamedTuple):
-    """A record and its place."""
-
     record: Record
     line: int | None = None
     """Line in the file, counted from 1; `None` where a record is no line."""
@@ -43,7 +41,6 @@ def demo_path(name: str) -> Path:
 
 
 def demo_records(name: str) -> list[Record]:
-    """The records of a file of the packaged demo."""
     return [line.record for line in read_lines(demo_path(name))]
 
 

@@ -25,7 +25,6 @@ Count = Callable[[Sequence[Prompt]], list[int]]
 LONG_PROMPT_RULES = ("error", "drop", "truncate_oldest_turns")
 """Rules for a prompt above the limit: end the run, leave the row out, or leave its oldest turns out of the prompt."""
 BATCH_PROMPTS = 1024
-"""Prompts that are tokenized at once."""
 SHOWN_ROWS = 5
 
 
@@ -45,7 +44,6 @@ class FittingPrompts:
     rows: list[SalesRow]
     prompts: list[Prompt]
     lengths: list[int]
-    """Tokens of each prompt."""
     note: str | None
     """Line for the banner about rows or turns that were left out; `None` if there are none."""
 

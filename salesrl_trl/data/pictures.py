@@ -1,8 +1,6 @@
 """The pictures of a row: found, checked and measured.
 
-Owns the forms in which a dataset holds pictures, and the tokens that a policy spends on them. `rows` and the checks of
-prompts' lengths call it. Refuses to decode pictures: `datasets` does when a row is asked for, and `processor` makes
-pixels of them.
+Decodes none: `datasets` does when a row is asked for, and `processor` makes pixels of them.
 """
 
 import errno

@@ -20,7 +20,6 @@ from salesrl_trl.errors import DataError
 from salesrl_trl.types import SalesRow
 
 DEMO = "demo"
-"""Name of the packaged dataset."""
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 

@@ -1,11 +1,7 @@
 """From a row to the chat messages that the policy reads, by a template.
 
-Owns the form of a template, the fields that it may use, the messages about its errors, and the packaged templates (the
-folder `templates` beside this module). Checks of settings and `sources` call it. Refuses to know the tokenizer's chat
-template, which turns messages into tokens.
-
 A template is Jinja. Its text is the user message. The text in `{% block system %}`, which is optional, is the system
-message. White space around both is dropped.
+message. White space around both is dropped. The packaged ones are in the folder `templates` beside this module.
 """
 
 import difflib
@@ -132,7 +128,6 @@ def template_path(style: str) -> Path:
 
 @functools.cache
 def packaged_template(style: str) -> PromptTemplate:
-    """The packaged prompt of a style."""
     return read_template(template_path(style), DEFAULT_FORMAT.fields)
 
 

@@ -48,7 +48,6 @@ LEARNING_RATE = 2e-3
 WARMUP_FRACTION = 0.1
 
 Turns = list[dict[str, str]]
-"""Chat messages."""
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "max_position_embeddings")  # fmt: skip
 """What the text part has of the packaged small policy."""
@@ -150,7 +149,6 @@ def take_text_weights(model: "PreTrainedModel") -> None:
 
 
 def make_policy(target: Path, steps: int, seed: int) -> None:
-    """Build processor and model, teach the model, and save both to `target`."""
     from transformers import set_seed
 
     set_seed(seed)
@@ -182,7 +180,6 @@ def readings() -> "Dataset":
 
 
 def demonstrations() -> "Dataset":
-    """The draft actions of the training rows as demonstrations."""
     pairs = [(row, draft) for row, record in _training_rows() for draft in record["draft_actions"]]
     answers = [[{"role": "assistant", "content": action_text(Action(fields=draft))}] for _, draft in pairs]
     return _with_answers([build_prompt(row, PROMPT_STYLE) for row, _ in pairs], [row for row, _ in pairs], answers)

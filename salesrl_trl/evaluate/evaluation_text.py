@@ -1,7 +1,6 @@
 """An evaluation as text: a table of the policies, a table of their difference, and what both mean.
 
-Owns lines and wording. Refuses to compute figures. Called by
-`evaluate.__main__`.
+Computes no figures. Called by `evaluate.__main__`.
 """
 
 from salesrl_trl.evaluate.findings import ALL, LABELS, EvaluationFindings
@@ -65,7 +64,6 @@ def _differences(findings: EvaluationFindings) -> list[str]:
 
 
 def _verdict(change: Difference, least: float) -> str:
-    """Whether there is a difference, in a sentence."""
     if change.value is None or change.lacks(least):
         return "too few rows were scored for both, so that nothing is known about the difference."
     if change.interval is None:

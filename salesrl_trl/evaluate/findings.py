@@ -57,7 +57,6 @@ class GroupOfRows:
     tokens: float
     """Mean length of an answer."""
     truncated: float
-    """Share of answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +75,7 @@ class AnsweredRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationFindings:
-    """The result of an evaluation."""
-
     policies: Sequence[str]
-    """As given."""
     rows: Sequence[SalesRow]
     seed: int
     samples: int

@@ -1,7 +1,6 @@
 """The policies of an evaluation: where each lies, its settings, and the rows that all of them answer.
 
-Owns the settings in which an evaluation differs from a run. Loads no weights. Called by
-`evaluate.__main__`.
+Loads no weights. Called by `evaluate.__main__`.
 """
 
 import copy
@@ -54,7 +53,6 @@ class EvaluatedPolicy:
     path: str | None
     """Folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy."""
     adapter: Path | None = None
-    """Folder of a LoRA adapter."""
 
     @property
     def is_small(self) -> bool:

@@ -1,7 +1,6 @@
 """The full evaluations of the held-out rows: a line each, their file, and the first compared with the last.
 
-Owns the wording, the file, and the standard error of a change. The figures are those that the trainer has logged. The
-trainer has it as a callback.
+The figures are those that the trainer has logged. The trainer has it as a callback.
 """
 
 import json
@@ -36,15 +35,12 @@ class EvaluatedCompletion(NamedTuple):
 
 
 class HeldOut(TrainerCallback):
-    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`.
-
-    At the end of training it compares the first with the last, and shows so many `examples` of conversations with both
-    completions. A resumed run goes on with the file.
+    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
+    the end of training it compares the first with the last, and shows so many `examples` with both completions.
 
     `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and
-    `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If they
-    `are_actions`, there are more figures. If `is_cut`, the budget ended before all were scored: the evaluation is not
-    kept, and a resumed run makes it again.
+    `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If
+    `is_cut`, the budget ended before all were scored: the evaluation is not kept, and a resumed run makes it again.
     """
 
     def __init__(

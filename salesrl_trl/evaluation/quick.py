@@ -70,7 +70,6 @@ class QuickEvaluator:
         self._settings = settings
         self._figures = checked_figures(settings.figures, branches)
         self.figure_names = tuple(figure.name for figure in (*OWN_FIGURES, *self._figures))
-        """Names of the figures of each branch."""
         self._ranks = ranks
         self._timeline = timeline
         self._history = QuickEvalHistory(output_dir / QUICK_EVAL_FILE, settings.best, least_scored)

@@ -151,7 +151,6 @@ class QuickEvalHistory:
                 self.add(QuickEvaluation.from_dict(record))
 
     def has(self, step: int) -> bool:
-        """Whether there is an evaluation of this step."""
         return any(evaluation.step == step for evaluation in self.evaluations)
 
     def read(self) -> list[Record]:
@@ -167,7 +166,6 @@ class QuickEvalHistory:
         return records
 
     def write(self) -> None:
-        """Bring the record on disk up to date."""
         lines = [
             json.dumps({**evaluation.as_dict(), "best": self._best is not None and evaluation is self.best})
             for evaluation in self.evaluations

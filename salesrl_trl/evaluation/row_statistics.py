@@ -1,11 +1,8 @@
 """The mean of some rows with its interval, the difference of two policies on the same rows, and the Pareto front.
 
-Owns the statistics, by the standard library alone. `python -m salesrl_trl.evaluate` and the records of evaluations
-call it. A row is one observation: its value is the mean reward of its answers, so that ten answers to a row count no
-more than one. A row without a value is left out and counted, never taken for a number.
-
-Intervals and p-values are those of Student's t over rows. With them an interval excludes 0 exactly where p is below
-0.05. A bootstrap of so few rows as an evaluation has is too narrow (docs/EVALUATION.md compares the two).
+A row is one observation: the mean reward of its answers. A row without a value is left out and counted, never taken
+for a number. Intervals and p-values are those of Student's t over rows: an interval excludes 0 exactly where p is
+below 0.05. A bootstrap of so few rows would be too narrow (docs/EVALUATION.md compares the two).
 """
 
 import functools
@@ -36,7 +33,6 @@ class Mean:
 
     @property
     def is_few(self) -> bool:
-        """Whether the interval is of too few rows to rely on."""
         return self.rows < FEW_ROWS
 
     def lacks(self, least: float) -> bool:
@@ -53,11 +49,9 @@ class Difference(Mean):
     better: int
     """Rows in which the second policy has the higher value."""
     worse: int
-    """Rows in which it has the lower one."""
 
     @property
     def equal(self) -> int:
-        """Rows in which both have the same."""
         return self.rows - self.better - self.worse
 
     @property
@@ -157,5 +151,4 @@ def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...
 
 
 def _dominates(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether `point` is nowhere lower than `other`, and higher somewhere."""
     return point != other and all(a >= b for a, b in zip(point, other, strict=True))

@@ -26,13 +26,11 @@ class Answered:
     reward: Reward
     """Its value or the reason for a missing value, and its components."""
     tokens: int
-    """Length of the answer."""
     truncated: bool
     """Whether it reached `max_completion_length` without an end."""
     kl: float | None = None
     """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0
-    """Tokens in that sum."""
 
 
 class Subject(Protocol):
@@ -48,9 +46,7 @@ class Subject(Protocol):
         """The current KL coefficients by branch. Empty without a KL target."""
         ...
 
-    def save(self, folder: Path, /) -> None:
-        """Write the policy into the folder."""
-        ...
+    def save(self, folder: Path, /) -> None: ...
 
     def log(self, figures: Mapping[str, float | None], /) -> None:
         """Log figures under their names. `None` is left out of TensorBoard."""
@@ -65,7 +61,6 @@ class Processes:
 
     @property
     def count(self) -> int:
-        """Their number."""
         return int(self._state.num_processes)
 
     @property
@@ -82,5 +77,4 @@ class Processes:
         return cast(T, broadcast_object_list([value])[0])
 
     def wait(self) -> None:
-        """Wait until all processes call it."""
         self._state.wait_for_everyone()

@@ -1,7 +1,7 @@
 """What happens on the way of one completion: its action, answers, verdicts, and every request that is sent for it.
 
-Owns the notes alone. The chain of a reward begins one where it begins to score. What runs on that completion's behalf
-finds it by the context, so calls need no further argument. The writer puts it into the file.
+The chain of a reward begins a record where it begins to score. What runs on that completion's behalf finds it by the
+context, so calls need no further argument. The writer puts it into the file.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The file that grows beside training.
 
-Owns the thread that writes, what is kept of a step, the size of the file, and the filter of texts. A batch is handed
-over as plain values and costs its caller a moment. What the disk does not take in time, and what can't be written, is
-left out and counted, never waited for. `telemetry.instruments` holds it, `rollout.rollout_scoring` makes the batches.
+A batch is handed over as plain values and costs its caller a moment. What the disk does not take in time, and what
+can't be written, is left out and counted, never waited for. `telemetry.instruments` holds the writer,
+`rollout.rollout_scoring` makes the batches.
 """
 
 import logging
@@ -410,7 +410,6 @@ def add_text(file: sqlite3.Connection, text: str) -> int:
 
 
 def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[str, Judged]) -> None:
-    """What judges said of a completion."""
     for rubric, judged in verdicts.items():
         insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(judged)})
 

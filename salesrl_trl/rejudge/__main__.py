@@ -127,7 +127,6 @@ def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def text_of(compared: "Sequence[ScoreChange]") -> str:
-    """The comparison for people."""
     rows = [
         (
             change.branch,

@@ -149,11 +149,9 @@ class RecordedRag:
     async def chat_8b(
         self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
-        """As `RagBackend.chat_8b`."""
         return self._answer("rag_8b", _key(context, ids, action.as_dict()))
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
-        """As `RagBackend.chat`."""
         return self._answer("rag_32b", _key(context, ids, None))
 
     async def aclose(self) -> None:

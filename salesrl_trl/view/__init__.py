@@ -1,11 +1,7 @@
 """A run to look at: its completions in a browser (`python -m salesrl_trl.view`), its figures on one page
 (`python -m salesrl_trl.report`).
 
-- The viewer: `record_index` follows the records of the runs; `queries` answers; `page` puts the page together (its
-  scripts and style are in `assets`), `viewer` serves it.
-- The report: `run_folder` reads a run's folder; `run_figures` computes, `wording` rounds, `advice` says what stands
-  out, `charts` draws; `report_page` has what is shown, in its order.
-
-Both write HTML by the files in `templates`. Imports neither torch nor TRL. Refuses to write into a run's record, to
-listen beyond loopback, and to ask the network.
+`record_index` follows the records, `queries` answers, `page` and `viewer` show. `run_folder` reads a run's folder,
+`run_figures` and `advice` compute, `charts` and `report_page` show. Imports neither torch nor TRL. Writes into no
+run's record, listens on loopback alone, asks no network.
 """

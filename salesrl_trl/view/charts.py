@@ -62,7 +62,6 @@ class Path(NamedTuple):
     """A shape of a picture."""
 
     d: str
-    """As in SVG."""
     stroke: str = "none"
     width: float = 1.7
     fill: str = "none"
@@ -83,7 +82,6 @@ class Chart:
     notes: Sequence[Tick] = ()
     """Words above the axes."""
     keys: Sequence[Line] = ()
-    """The legend's lines and colours."""
 
 
 class _Scale:

@@ -1,8 +1,7 @@
 """The viewer's page: one HTML file with its scripts and style inside, for the server and for a file that stands alone.
 
-Owns how modules become one script, what the page may do (its Content-Security-Policy), and which completions a page
-without a server has. The sources in `assets` are plain ES modules, put one after the other here: there is no build
-step. `assets/vendor/preact.mjs` is Preact 11.2.0 as released on npm, MIT, 12 kB. Called by the viewer and its command.
+Owns its Content-Security-Policy, and which completions a page without a server has. The sources in `assets` are plain
+ES modules, put one after the other: there is no build step. `assets/vendor/preact.mjs` is Preact 11.2.0 (npm, MIT).
 """
 
 import base64

@@ -1,8 +1,8 @@
-"""Answers to the viewer's questions.
+"""Answers to the viewer's questions: lists with filters and orders, figures by step and branch, the way of a row, the
+comparison of two runs, and one completion's whole way, which is read anew from its file.
 
-Owns filters, orders and pages of lists, the figures by step and branch, the way of a row, the comparison of two runs,
-and one completion's whole way, which is read anew from its file. Values of a question only ever stand in parameters of
-SQL. Called by the viewer, and by `page` for one that stands alone.
+Values of a question only ever stand in parameters of SQL. Called by the viewer, and by `page` for one that stands
+alone.
 """
 
 import json
@@ -19,7 +19,6 @@ from salesrl_trl.view.record_index import Index, messages
 
 Params = Mapping[str, str]
 Answer = dict[str, Any]
-"""JSON."""
 Place = tuple[int, int, int]
 """Of a completion: run, rank and id in the file."""
 
@@ -64,7 +63,6 @@ def number(params: Params, name: str) -> float | None:
 
 
 def whole(params: Params, name: str, default: int = 0) -> int:
-    """A whole number of a question."""
     value = number(params, name)
     if value is not None and abs(value) > MOST_WHOLE:
         raise BadQuestionError(f"{name} is too large")
@@ -72,7 +70,6 @@ def whole(params: Params, name: str, default: int = 0) -> int:
 
 
 def _condition(index: Index, params: Params) -> tuple[str, list[Any]]:
-    """The condition of a filter in SQL, and its values."""
     terms, values = ["1"], list[Any]()
     if params.get("run"):
         terms.append("run = ?")

@@ -1,8 +1,7 @@
 """Formats of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA (hallucination).
 
-Owns what each of their records becomes. QReCC and TopiOCQA are about conversational query rewriting: the last question
-of a record can't be understood without the turns before it, and the policy's query has to say what it means. Profile
-and summary state only what was said, so the rows belong to `hallucination`.
+In QReCC and TopiOCQA the last question of a record can't be understood without the turns before it, and the policy's
+query has to say what it means. Profile and summary state only what was said: the rows belong to `hallucination`.
 """
 
 import re

@@ -1,8 +1,6 @@
-"""A BM25 index over a knowledge base, for Chinese and English.
+"""A BM25 index over a knowledge base, for Chinese and English. `rag_app` searches with it.
 
-Owns the score of a passage. `language` cuts text into words, bm25s scores documents. `rag_app` searches with it.
-Refuses to know HTTP, actions, or the form of an answer. The index is built once and never changed, so threads may
-share it.
+`language` cuts text into words, bm25s scores documents. The index is never changed, so threads may share it.
 """
 
 import math

@@ -31,8 +31,6 @@ MAX_MESSAGE_CHARS = 400_000
 
 
 class TextPart(BaseModel):
-    """A part of a message's content."""
-
     type: Literal["text"]
     text: Annotated[str, Field(max_length=MAX_MESSAGE_CHARS)]
 
@@ -45,7 +43,6 @@ class ChatMessage(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         parts = self.content if isinstance(self.content, list) else []
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
 

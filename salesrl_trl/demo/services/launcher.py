@@ -1,8 +1,7 @@
 """Starts the RAG service and the judge as a child of the program that needs them.
 
-Owns the life of the child. `demo_server` owns the services in it. A child stops when the handle that started it stops
-it, or when its parent has ended. Standard library only: the trainer imports this module, and must not load the
-libraries of the services.
+A child stops when the handle that started it stops it, or when its parent has ended. Standard library only: the
+trainer imports this module, and must not load the libraries of the services.
 """
 
 import contextlib
@@ -46,7 +45,6 @@ class ServiceAddresses:
 
     @property
     def health_urls(self) -> tuple[str, str]:
-        """Addresses of the health pages."""
         return f"{self.rag_base_url}/healthz", f"{self.judge_base_url.removesuffix('/v1')}/healthz"
 
 

@@ -1,8 +1,7 @@
 """The RAG service: both endpoints over one index.
 
 Owns the wire contract of `/v1/rag/8b` and `/v1/rag/32b`, the query of each, and the writing of an answer from
-passages. Refuses to know the judge or rewards. The reply to a refused request names the field and the reason. It never
-repeats the text of the request, because a customer may have written it.
+passages. The reply to a refused request names the field and the reason, and never repeats a customer's text.
 """
 
 import asyncio
@@ -117,7 +116,6 @@ class ExtractiveWriter:
     the most words with the question."""
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
-        """Answer from the passages; without any, say so in the language of the question."""
         if not passages:
             return NOTHING_FOUND["zh" if is_chinese(question) else "en"]
         best, second = passages[0], passages[1] if len(passages) > 1 else None
@@ -160,7 +158,6 @@ class ChatWriter:
         )
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
-        """Have the model answer from the passages."""
         texts = "\n\n".join(passage.text for passage in passages)
         try:
             async with asyncio.timeout(WRITER_TIMEOUT_S):  # the client's own limit starts anew with every byte

@@ -26,7 +26,6 @@ FIGURE_WEIGHT = 3
 UNKNOWN_COVERAGE = 0.5
 """Coverage of an answer without anything to compare it with: neither praise nor blame."""
 VERDICT_DIGITS = 4
-"""Decimals of a score."""
 
 _ACTION_FIELDS = frozenset(DEFAULT_FORMAT.fields)
 _MIN_SHARED_LETTERS = 4
