@@ -50,7 +50,9 @@ _TITLES = ("Evening school", "Course prices", "Price list")
 def dataset_folder() -> Path:
     """The folder of the dataset. If the cache does not hold it, it is made now, in a few seconds. Raises `ConfigError`
     if the cache can't be written."""
-    target = cache_dir() / "pictures" / recipe_hash()
+    decisive = [Path(__file__), *map(demo_path, ("train.jsonl", "heldout.jsonl", "drafts.jsonl", "knowledge.jsonl"))]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in decisive)).hexdigest()
+    target = cache_dir() / "pictures" / digest[:12]
     if target.is_dir():  # it came there whole
         return target
     try:
@@ -69,14 +71,6 @@ def dataset_folder() -> Path:
             "and the right to write. Set the environment variable SALESRL_CACHE_DIR to one."
         ) from error
     return target
-
-
-def recipe_hash() -> str:
-    """A hash of everything that decides the dataset: this module and the demo's files."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    for name in ("train", "heldout", "drafts", "knowledge"):
-        digest.update(demo_path(f"{name}.jsonl").read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def write_dataset(folder: Path) -> None:
@@ -101,7 +95,8 @@ def write_dataset(folder: Path) -> None:
             marked = chance.randrange(COURSES)
             shown.insert(marked, record["course"])
             picture = f"images/{record['id']}.png"
-            colour = _colour(sorted(names).index(record["course"]), len(names))
+            hue = sorted(names).index(record["course"]) / len(names)  # light colours, as different as can be
+            colour = tuple(round(255 * part) for part in colorsys.hls_to_rgb(hue, 0.7, 0.8))
             listed = [(names[course], prices[course]) for course in shown]
             draw_price_list(listed, marked, colour, chance).save(folder / picture)
             others = [names[course] for place, course in enumerate(shown) if place != marked]
@@ -115,7 +110,7 @@ def write_dataset(folder: Path) -> None:
 def draw_price_list(
     courses: Sequence[tuple[str, int]],
     marked: int,
-    colour: tuple[int, int, int],
+    colour: tuple[int, ...],
     chance: random.Random,
 ) -> "Image":
     """A screenshot of a price list: a line for its title, and one for each course with its price in yuan. The picture
@@ -135,12 +130,6 @@ def draw_price_list(
         draw.text((left, top + down), name, fill=(0, 0, 0), font=font)
         draw.text((WIDTH - 8, top + down), str(price), fill=(0, 0, 0), font=font, anchor="ra")
     return image
-
-
-def _colour(place: int, count: int) -> tuple[int, int, int]:
-    """One of `count` light colours, as different as can be."""
-    red, green, blue = colorsys.hls_to_rgb(place / count, 0.7, 0.8)
-    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def _row(record: Record, picture: str, name: str, documents: Mapping[str, Record]) -> Record:

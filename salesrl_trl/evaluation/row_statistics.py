@@ -146,9 +146,9 @@ def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...
         if known and len(known) == len(branches):
             whole[index] = known
     return tuple(
-        index for index, scores in whole.items() if not any(_dominates(other, scores) for other in whole.values())
+        index
+        for index, scores in whole.items()
+        if not any(
+            other != scores and all(a >= b for a, b in zip(other, scores, strict=True)) for other in whole.values()
+        )
     )
-
-
-def _dominates(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return point != other and all(a >= b for a, b in zip(point, other, strict=True))

@@ -19,8 +19,6 @@ from salesrl_trl.view.record_index import Index, messages
 
 Params = Mapping[str, str]
 Answer = dict[str, Any]
-Place = tuple[int, int, int]
-"""Of a completion: run, rank and id in the file."""
 
 EXCERPT, GROUP_EXCERPT = 200, 600
 """Characters of a text in a list, and in the list of a group."""
@@ -31,8 +29,8 @@ MOST_OF_A_ROW = 800
 MOST_WHOLE = 2**53
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
-SHOWN = ("step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward", "advantage",
-         "judge_s", "disagreement")  # fmt: skip
+SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward",
+         "advantage", "judge_s", "disagreement")  # fmt: skip
 _LOW, _HIGH = "-1e308", "1e308"
 ORDERS = {
     "newest": ("step", "DESC"),
@@ -136,14 +134,23 @@ def listing(index: Index, params: Params) -> Answer:
     return {"total": total, "items": items(index, shown), "next": last}
 
 
-def items(index: Index, rows: list[sqlite3.Row]) -> list[Answer]:
-    """Completions as lists show them, with the beginning of their texts."""
+def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, chars: int = EXCERPT) -> list[Answer]:
+    """Completions as lists show them, with the beginning of their texts. It is empty where a file was written anew
+    meanwhile."""
     places = [(row["run"], row["rank"], row["id"]) for row in rows]
-    texts = excerpts(index, places)
+    texts = dict.fromkeys(places, "")
+    by_file: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for run, rank, number in texts:
+        by_file[run, rank].append(number)
+    for (run, rank), numbers in by_file.items():
+        with closing(open_record(index.source(run, rank).path)) as file:
+            marks = ", ".join("?" * len(numbers))
+            query = f"SELECT id, substr(text, 1, ?) FROM completions WHERE id IN ({marks})"
+            texts |= {(run, rank, number): text for number, text in file.execute(query, (chars, *numbers))}
     return [
-        {"id": "-".join(map(str, place)), "run": row["run"], **{name: row[name] for name in SHOWN},
-         "text": texts[place]} for place, row in zip(places, rows, strict=True)
-    ]  # fmt: skip
+        {"id": "-".join(map(str, place)), "text": texts[place], **{name: row[name] for name in shown}}
+        for place, row in zip(places, rows, strict=True)
+    ]
 
 
 _OVERVIEW = """
@@ -220,20 +227,6 @@ def comparison(index: Index, params: Params) -> Answer:
     return {**dict(sums), "rows": [dict(row) for row in rows[:PAGE]], "next": offset + PAGE if more else None}
 
 
-def excerpts(index: Index, places: Iterable[Place], chars: int = EXCERPT) -> dict[Place, str]:
-    """The beginnings of texts. Empty where a file was written anew meanwhile."""
-    by_file: dict[tuple[int, int], list[int]] = defaultdict(list)
-    texts = dict.fromkeys(places, "")
-    for run, rank, number in texts:
-        by_file[run, rank].append(number)
-    for (run, rank), numbers in by_file.items():
-        with closing(open_record(index.source(run, rank).path)) as file:
-            marks = ", ".join("?" * len(numbers))
-            query = f"SELECT id, substr(text, 1, ?) FROM completions WHERE id IN ({marks})"
-            texts |= {(run, rank, number): text for number, text in file.execute(query, (chars, *numbers))}
-    return texts
-
-
 def completion(index: Index, name: str) -> Answer:
     """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
     numbers, and `messages`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
@@ -277,10 +270,4 @@ def _group(index: Index, run: int, row: sqlite3.Row) -> list[Answer]:
             "AND prompt_group = ? ORDER BY rank, place, id",
             (row["row"], row["step"], run, row["mode"], row["batch"], row["prompt_group"]),
         ).fetchall()
-    places = [(other["run"], other["rank"], other["id"]) for other in rows]
-    texts = excerpts(index, places, GROUP_EXCERPT)
-    return [
-        {"id": "-".join(map(str, place)), "text": texts[place],
-         **{name: other[name] for name in ("outcome", "reason", "reward", "advantage")}}
-        for place, other in zip(places, rows, strict=True)
-    ]  # fmt: skip
+    return items(index, rows, ("outcome", "reason", "reward", "advantage"), GROUP_EXCERPT)

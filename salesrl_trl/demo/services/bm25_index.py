@@ -73,8 +73,5 @@ class KnowledgeIndex:
             places, scores = places[best], scores[best]
         order = np.argsort(-scores, kind="stable")[:top_k]
         order = order[scores[order] >= score_threshold]
-        return tuple(map(self._passage, places[order].tolist(), scores[order].tolist()))
-
-    def _passage(self, position: int, score: float) -> Passage:
-        document = self._documents[position]
-        return Passage(id=document.id, text=document.text, score=score)
+        found = [(self._documents[place], score) for place, score in zip(places[order], scores[order], strict=True)]
+        return tuple(Passage(id=document.id, text=document.text, score=float(score)) for document, score in found)

@@ -43,10 +43,6 @@ class ServiceAddresses:
     judge_base_url: str
     """`"http://127.0.0.1:8802/v1"`."""
 
-    @property
-    def health_urls(self) -> tuple[str, str]:
-        return f"{self.rag_base_url}/healthz", f"{self.judge_base_url.removesuffix('/v1')}/healthz"
-
 
 class EmbeddedServices:
     """Both services in a child process, on free ports of the loopback interface, also as a context manager. The child
@@ -94,8 +90,8 @@ class EmbeddedServices:
         self.launch()
         try:
             addresses = ServiceAddresses(**json.loads(self._first_line(deadline)))
-            for url in addresses.health_urls:
-                self._await_health(url, deadline)
+            for url in (addresses.rag_base_url, addresses.judge_base_url.removesuffix("/v1")):
+                self._await_health(f"{url}/healthz", deadline)
         except BaseException:
             self.stop()
             raise

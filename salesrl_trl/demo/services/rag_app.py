@@ -7,7 +7,7 @@ passages. The reply to a refused request names the field and the reason, and nev
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -55,24 +55,6 @@ FieldText = Annotated[str, Field(max_length=MAX_FIELD_CHARS)]
 Identifier = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 
 
-class ActionRequest(BaseModel):
-    """Body of `POST /v1/rag/8b`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tenant_id: Identifier
-    contact_id: Identifier
-    account_id: Identifier
-    message_id: Identifier
-    context: Context
-    user_profile: FieldText
-    rewritten_query: Annotated[str, Field(min_length=1, max_length=MAX_FIELD_CHARS)]
-    history_summary: FieldText
-    score_threshold: Score
-    top_k: TopK
-    request_id: Identifier = ""
-
-
 class ContextRequest(BaseModel):
     """Body of `POST /v1/rag/32b`."""
 
@@ -88,6 +70,18 @@ class ContextRequest(BaseModel):
     request_id: Identifier = ""
 
 
+class ActionRequest(ContextRequest):
+    """Body of `POST /v1/rag/8b`."""
+
+    tenant_id: Identifier
+    contact_id: Identifier
+    account_id: Identifier
+    message_id: Identifier
+    user_profile: FieldText
+    rewritten_query: Annotated[str, Field(min_length=1, max_length=MAX_FIELD_CHARS)]
+    history_summary: FieldText
+
+
 class AnswerBody(BaseModel):
     """Body of both endpoints' answers."""
 
@@ -100,14 +94,6 @@ class AnswerBody(BaseModel):
 
 class WriterFailed(Exception):
     """The model behind a writer gave no answer. The message holds no key, and no text from the model's server."""
-
-
-class Writer(Protocol):
-    """Writes the answer to a question from passages."""
-
-    async def write(self, question: str, passages: Sequence[Passage]) -> str:
-        """Answer from the passages, best first; there may be none. Raises `WriterFailed`."""
-        ...
 
 
 class ExtractiveWriter:
@@ -181,6 +167,10 @@ class ChatWriter:
         return content.strip()
 
 
+Writer = ExtractiveWriter | ChatWriter
+"""Writes the answer to a question from passages, best first; there may be none. Raises `WriterFailed`."""
+
+
 def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
     """Make the RAG service: the index finds passages, the writer writes an answer from them."""
     app = FastAPI(title="RAG service", docs_url=None, redoc_url=None, openapi_url=None)
@@ -209,7 +199,7 @@ def search_text(query: str, profile: str, summary: str) -> str:
 
 
 async def _answer(
-    index: KnowledgeIndex, writer: Writer, question: str, query: str, request: ActionRequest | ContextRequest
+    index: KnowledgeIndex, writer: Writer, question: str, query: str, request: ContextRequest
 ) -> AnswerBody:
     started = time.perf_counter()
     passages = index.search(query, request.top_k, request.score_threshold)
