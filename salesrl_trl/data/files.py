@@ -27,6 +27,8 @@ MOST_BYTES = 32 * 2**30
 """Largest file, and largest content of a Parquet file once it is unpacked. Every process holds all rows in memory."""
 MOST_LINE_BYTES = 64 * 2**20
 """Longest line. No context of a policy has room for a thousandth of it."""
+MOST_TEXT_BYTES = 16 * 2**20
+"""Largest file that a person writes: a template, a rubric, a recipe."""
 
 
 class Placed(NamedTuple):
@@ -124,20 +126,16 @@ def read_lines(path: Path) -> Iterator[Placed]:
             yield Placed(record, number)
 
 
-MOST_TEXT_BYTES = 16 * 2**20
-"""Largest file that a person writes: a template, a rubric, a recipe."""
-
-
-def read_small(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
+def read_small(path: Path) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises `OSError` if it can't be read or is larger
     than the limit, and `UnicodeDecodeError` if it is not UTF-8. No more than the limit is read, even from a device
     that never ends."""
     content = bytearray()
     with path.open("rb") as file:
-        while len(content) <= most_bytes and (part := file.read(2**20)):
+        while len(content) <= MOST_TEXT_BYTES and (part := file.read(2**20)):
             content += part
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:g} MiB")
+    if len(content) > MOST_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MOST_TEXT_BYTES / 2**20:g} MiB")
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 

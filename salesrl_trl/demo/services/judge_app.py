@@ -66,9 +66,8 @@ class ChatRequest(BaseModel):
     response_format: ResponseFormat | None = None
 
 
-def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> FastAPI:
-    """Make the judge, whose fairness branch looks for these terms. `GET /v1/models` has the model's name; requests may
-    use any."""
+def create_judge_app(terms: ProtectedTerms) -> FastAPI:
+    """Make the judge, whose fairness branch looks for these terms. Requests may name any model."""
     app = FastAPI(title="Judge", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
 
@@ -78,7 +77,8 @@ def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> Fas
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "salesrl_trl"}]}
+        model = {"id": "salesrl-judge", "object": "model", "created": 0, "owned_by": "salesrl_trl"}
+        return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions")
     async def complete(request: ChatRequest) -> JSONResponse:
