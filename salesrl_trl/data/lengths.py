@@ -96,14 +96,10 @@ def fit_prompts(
     name: str,
     picture_tokens: Callable[[SalesRow], int] | None = None,
 ) -> FittingPrompts:
-    """The rows whose prompts fit.
-
-    Rows come in the order of their source: messages name a row by its place, and the rows by `name`, such as
-    `"training"`. `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`.
-    Without a `limit` every prompt fits. `picture_tokens` (from `picture_counter`) gives the tokens of a row's
-    pictures, which are added to those of its text. Raises `DataError` if a prompt is too long with the rule `error`,
-    can't be made short enough, or no row is left.
-    """
+    """The rows whose prompts fit. Messages name a row by its place, and the rows by `name`, such as `"training"`.
+    `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`. `picture_tokens`
+    (from `picture_counter`) gives the tokens of a row's pictures, which are added to those of its text. Raises
+    `DataError` if a prompt is too long with the rule `error`, can't be made short enough, or no row is left."""
     prompts = [build_prompt(row, prompt) for row in rows]
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
     lengths = [text + more for text, more in zip(count(prompts), extra, strict=True)] if rows else []

@@ -22,12 +22,9 @@ _EXPECTED = "a list of files that Pillow reads (PNG, JPEG, ...), or of what the 
 
 
 def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Picture, ...]:
-    """The pictures of a row, after a look at the head of each.
-
-    The value is a path, an object of Pillow or `{"path": ..., "bytes": ...}`, or a list of them. Relative paths start
-    in `folder`, or without one in the working directory. `where` is the row's place in messages. Raises `DataError` if
-    a picture is missing, is none, or has more than `MOST_PIXELS`.
-    """
+    """The pictures of a row, after a look at the head of each. The value is a path, an object of Pillow or
+    `{"path": ..., "bytes": ...}`, or a list of them. Relative paths start in `folder`, or in the working directory.
+    Raises `DataError` if a picture is missing, is none, or has more than `MOST_PIXELS`."""
     if value is None:
         return ()
     values = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]

@@ -92,12 +92,10 @@ def prompt_dataset(
     *,
     for_functions: bool = False,
 ) -> Dataset:
-    """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some.
-
-    With `for_functions` it has what reward functions of a user's own may ask for: `conversation` (a list of messages),
+    """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some. With
+    `for_functions` it has what reward functions of a user's own may ask for: `conversation` (a list of messages),
     `documents`, and every further column of the source. Without, no other text of a customer travels through the
-    trainer.
-    """
+    trainer."""
     images = [row.images for row in rows_of]
     columns: dict[str, list[Any]] = {
         "row": list(range(first_index, first_index + len(prompts))),

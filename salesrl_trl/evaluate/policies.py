@@ -85,9 +85,8 @@ def policy_of(name: str) -> EvaluatedPolicy:
 
 
 def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:
-    """The settings of the run that the policies are of. Raises as `parse` does. A recipe that names no model trains
-    the small policy, with settings for it. Another model than the small policy takes the settings for a named
-    model."""
+    """The settings of the run that the policies are of. A recipe that names no model trains the small policy, with
+    settings for it. Another model takes the settings for a named model."""
     config = parse(argv, recipe)
     others = [policy.path for policy in policies if policy.path is not None and not policy.is_small]
     if config.model.model_name_or_path is None and others:

@@ -66,10 +66,7 @@ class HeldOut(TrainerCallback):
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
         invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
-        figures = {
-            REWARD: logged.get(REWARD),
-            **{branch: logged.get(reward_of(branch)) for branch in self.branches},
-        }
+        figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in self.branches}}
         if self.are_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}

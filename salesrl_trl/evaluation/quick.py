@@ -17,12 +17,7 @@ from datasets import Dataset
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.evaluation.quick_figures import BETA, OWN_FIGURES, checked_figures
-from salesrl_trl.evaluation.quick_record import (
-    QuickEvalHistory,
-    QuickEvalSettings,
-    QuickEvaluation,
-    evaluation_of,
-)
+from salesrl_trl.evaluation.quick_record import QuickEvalHistory, QuickEvalSettings, QuickEvaluation, evaluation_of
 from salesrl_trl.evaluation.subject import Processes, Subject
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.names import (
@@ -141,9 +136,8 @@ class QuickEvaluator:
 
 
 def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> list[Example]:
-    """This rank's rows, from the trainer's `eval_dataset`, which may be anything that TRL takes. `rows` is their
-    number on all ranks together. Each rank has at least one. Raises `ConfigError` if there are no held-out rows, or
-    fewer than processes."""
+    """This rank's rows, at least one, from the trainer's `eval_dataset`. `rows` is their number on all ranks together.
+    Raises `ConfigError` if there are no held-out rows, or fewer than processes."""
     if not isinstance(dataset, Dataset):
         raise ConfigError(
             f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
@@ -194,8 +188,7 @@ class BestPolicy:
 
     def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
         """Save the policy in place of the best one before: `save` writes it into a folder, on all ranks together.
-        Returns on all ranks whether it was saved. If not, because the disk is full for example, the one before stays,
-        and a line says so."""
+        Returns on all ranks whether it was saved. If not, the one before stays, and a line says so."""
         fresh = self.folder.with_name(f"{BEST_FOLDER}.new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)

@@ -9,15 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.evaluation.quick_figures import (
-    BETA,
-    OWN_FIGURES,
-    SCORE,
-    WORST_BRANCH,
-    Figure,
-    mean_reward,
-    measure,
-)
+from salesrl_trl.evaluation.quick_figures import BETA, OWN_FIGURES, SCORE, WORST_BRANCH, Figure, mean_reward, measure
 from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.ground.process import write_whole

@@ -64,10 +64,7 @@ def mean_of(values: Sequence[float]) -> Mean:
     """The mean of the rows. A row without a value is NaN."""
     known = [value for value in values if not math.isnan(value)]
     return Mean(
-        total=len(values),
-        rows=len(known),
-        value=statistics.fmean(known) if known else None,
-        interval=_interval(known),
+        total=len(values), rows=len(known), value=statistics.fmean(known) if known else None, interval=_interval(known)
     )
 
 
@@ -132,12 +129,9 @@ def _interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...]:
-    """Indices of the points that no other point dominates, in the order of the points.
-
-    A point has scores by branch, higher is better. It dominates another if it is at least as high in every branch and
-    higher in one. So equal points do not dominate each other, and are on the front together or not at all. A point
-    that lacks a branch which another point names, or has `None` or NaN for it, can't be compared and is left out.
-    """
+    """Indices of the points that no other point dominates, in the order of the points. A point has scores by branch,
+    higher is better. It dominates another if it is at least as high in every branch and higher in one. A point that
+    lacks a branch which another point names, or has `None` or NaN for it, can't be compared and is left out."""
     branches = sorted({branch for point in points for branch in point})
     whole: dict[int, tuple[float, ...]] = {}
     for index, point in enumerate(points):

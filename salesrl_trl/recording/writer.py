@@ -84,12 +84,11 @@ class Batch:
 
 @dataclass(eq=False, repr=False)
 class Recorder:
-    """Writes the record of one rank to `path`, a `schema.record_file`.
-
-    Beyond `most_bytes` its oldest steps go, and a line says so once. `clean` is applied to every text. `meta` has
-    facts of the run, no secrets: `run` is its id, the same on all ranks. `after` is the step of the checkpoint from
-    which the run goes on: then a file of this run is gone on with, without later steps, and `others`, the files of
-    ranks that the run has no more, lose these too. Every other file is replaced.
+    """Writes the record of one rank to `path`, a `schema.record_file`. Beyond `most_bytes` its oldest steps go, and a
+    line says so once. `clean` is applied to every text. `meta` has facts of the run, no secrets: `run` is its id, the
+    same on all ranks. `after` is the step of the checkpoint from which the run goes on: then a file of this run is
+    gone on with, without later steps, and `others`, the files of ranks that the run has no more, lose these too.
+    Every other file is replaced.
     """
 
     path: Path

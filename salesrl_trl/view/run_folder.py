@@ -187,12 +187,11 @@ def _start(scalars: list[_Scalar]) -> _Scalar | None:
 def _merged(files: list[list[_Scalar]]) -> tuple[dict[str, dict[int, float]], int]:
     """The scalars of all files by tag and step, and the number of infinite ones. Of one step the latest counts.
 
-    A start repeats steps after a resume from an earlier checkpoint, and as another run in the same folder. What was
-    written before a start about its first step and later ones is forgotten, also where the start has not come so far.
-    TensorBoard's own accumulator drops the repeated steps instead.
+    A start repeats steps after a resume, and as another run in the same folder. What was written before a start about
+    its first step and later ones is forgotten, also where the start has not come so far.
     """
-    starts = [start for scalars in files if (start := _start(scalars))]
-    series: dict[str, dict[int, float]] = {}
+    starts = [start for scalars in files if
+    (start := _start(scalars))] series: dict[str, dict[int, float]] = {}
     infinite = 0
     for scalar in sorted((scalar for scalars in files for scalar in scalars), key=lambda scalar: scalar.written_s):
         if any(start.written_s > scalar.written_s and start.step <= scalar.step for start in starts):

@@ -119,13 +119,10 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-class EchoRequestId:
-    """Returns each request's `X-Request-Id` with its reply, so that the client can match the two."""
+def echoing_ids(app: ASGIApp) -> ASGIApp:
+    """An app that returns each request's `X-Request-Id` with its reply, so that the client can match the two."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def echoing(scope: Scope, receive: Receive, send: Send) -> None:
         named = [pair for pair in scope.get("headers", ()) if pair[0] == ID_HEADER and len(pair[1]) <= MAX_ID_BYTES]
 
         async def send_named(message: Message) -> None:
@@ -133,7 +130,9 @@ class EchoRequestId:
                 message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
 
-        await self._app(scope, receive, send_named if named else send)
+        await app(scope, receive, send_named if named else send)
+
+    return echoing
 
 
 class _Server(uvicorn.Server):
@@ -142,7 +141,7 @@ class _Server(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
-                EchoRequestId(app),
+                echoing_ids(app),
                 log_config=None,  # uvicorn's default writes to stdout
                 access_log=False,
                 lifespan="off",

@@ -46,15 +46,11 @@ class ServiceAddresses:
 
 class EmbeddedServices:
     """Both services in a child process, on free ports of the loopback interface, also as a context manager. The child
-    stops when this process ends, even if it is killed. `documents` and `protected_terms` default to the packaged
-    files. `arguments` are further options of the command."""
+    stops when this process ends, even if it is killed. `documents` is a knowledge base other than the packaged one.
+    `arguments` are further options of the command."""
 
-    def __init__(
-        self, *, documents: Path | None = None, protected_terms: Path | None = None, arguments: Sequence[str] = ()
-    ) -> None:
-        files = {"--documents": documents, "--protected-terms": protected_terms}
-        options = [part for option, path in files.items() if path is not None for part in (option, str(path))]
-        self._arguments = (*options, *arguments)
+    def __init__(self, *, documents: Path | None = None, arguments: Sequence[str] = ()) -> None:
+        self._arguments = [*arguments] if documents is None else [f"--documents={documents}", *arguments]
         self._child: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
         self._addresses: ServiceAddresses | None = None

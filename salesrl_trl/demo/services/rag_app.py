@@ -205,10 +205,7 @@ async def _answer(
     passages = index.search(query, request.top_k, request.score_threshold)
     answer = await writer.write(question, passages)
     return AnswerBody(
-        answer=answer,
-        passages=passages,
-        took_ms=(time.perf_counter() - started) * 1000,
-        request_id=request.request_id,
+        answer=answer, passages=passages, took_ms=(time.perf_counter() - started) * 1000, request_id=request.request_id
     )
 
 

@@ -25,18 +25,18 @@ KEY_ENV = "SALESRL_TEST_WRITER_KEY"
 KEY = "sk-test-1f0c9a"
 
 
-@pytest.fixture(name="files", scope="module")
-def fixture_files(tmp_path_factory):
+@pytest.fixture(name="options", scope="module")
+def fixture_options(tmp_path_factory):
     folder = tmp_path_factory.mktemp("services")
     documents, terms = folder / "knowledge.jsonl", folder / "terms.json"
     documents.write_text("\n".join(json.dumps(document) for document in DOCUMENTS), "utf-8")
     terms.write_text(json.dumps(TERMS), "utf-8")
-    return {"documents": documents, "protected_terms": terms}
+    return [f"--documents={documents}", f"--protected-terms={terms}"]
 
 
 @pytest.fixture(name="addresses", scope="module")
-def fixture_addresses(files):
-    with EmbeddedServices(**files) as addresses:
+def fixture_addresses(options):
+    with EmbeddedServices(arguments=options) as addresses:
         yield addresses
 
 
@@ -197,12 +197,12 @@ def test_judge_refuses_bad_requests_without_their_text(addresses, http, changes,
 
 
 @pytest.fixture(name="written", scope="module")
-def fixture_written(files, make_httpserver):
-    options = ["--writer-base-url", make_httpserver.url_for("/v1"), "--writer-model", "w", "--writer-key-env", KEY_ENV]
+def fixture_written(options, make_httpserver):
+    writer = ["--writer-base-url", make_httpserver.url_for("/v1"), "--writer-model", "w", "--writer-key-env", KEY_ENV]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_ENV, KEY)
         patch.setenv("NO_PROXY", "localhost,127.0.0.1")
-        with EmbeddedServices(**files, arguments=options) as addresses:
+        with EmbeddedServices(arguments=[*options, *writer]) as addresses:
             yield addresses
 
 

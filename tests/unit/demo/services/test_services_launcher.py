@@ -23,17 +23,12 @@ WAIT_S = 15
 """Patience with a child, in seconds; its start takes about one."""
 
 
-@pytest.fixture(name="files")
-def fixture_files(tmp_path):
+@pytest.fixture(name="options")
+def fixture_options(tmp_path):
     documents, terms = tmp_path / "knowledge.jsonl", tmp_path / "terms.json"
     documents.write_text('{"id": "1", "text": "The course costs 3800 yuan."}', "utf-8")
     terms.write_text('{"zh": [], "en": ["woman"], "patterns": {"zh": [], "en": []}}', "utf-8")
-    return {"documents": documents, "protected_terms": terms}
-
-
-@pytest.fixture(name="options")
-def fixture_options(files):
-    return [f"--documents={files['documents']}", f"--protected-terms={files['protected_terms']}"]
+    return [f"--documents={documents}", f"--protected-terms={terms}"]
 
 
 @pytest.fixture(name="child")
@@ -67,9 +62,9 @@ def children():
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
 
-def test_services_start_once_stop_twice_start_again_and_leave_no_child(files):
+def test_services_start_once_stop_twice_start_again_and_leave_no_child(options):
     before = children()
-    services = EmbeddedServices(**files)
+    services = EmbeddedServices(arguments=options)
     addresses = services.start()
     assert services.start() == addresses
     assert not refuses(port_of(addresses))
@@ -82,11 +77,11 @@ def test_services_start_once_stop_twice_start_again_and_leave_no_child(files):
     assert children() == before
 
 
-def test_child_that_does_not_stop_is_killed(files, monkeypatch):
+def test_child_that_does_not_stop_is_killed(options, monkeypatch):
     monkeypatch.setattr(launcher, "TERMINATE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(sys, "executable", COLD_PYTHON)
     before = set(children().split())
-    services = EmbeddedServices(**files)
+    services = EmbeddedServices(arguments=options)
     port = port_of(services.start())
     (child,) = set(children().split()) - before
     os.kill(int(child), signal.SIGSTOP)  # deaf to SIGTERM, and to its closed stdin
@@ -95,8 +90,8 @@ def test_child_that_does_not_stop_is_killed(files, monkeypatch):
     assert refuses(port)
 
 
-def test_child_that_dies_is_an_error_with_its_last_words(files, tmp_path):
-    services = EmbeddedServices(documents=tmp_path / "none.jsonl", protected_terms=files["protected_terms"])
+def test_child_that_dies_is_an_error_with_its_last_words(tmp_path):
+    services = EmbeddedServices(documents=tmp_path / "none.jsonl")
     with pytest.raises(
         ServiceUnavailable, match=r"ended before they listened.*Exit code 2.*cannot read the knowledge"
     ):
@@ -112,18 +107,17 @@ def test_signal_is_a_clean_stop_also_with_a_connection_open(child):
     assert (child.returncode, out, err) == (0, b"", b"")
 
 
-def test_killed_parent_takes_the_services_along(files):
+def test_killed_parent_takes_the_services_along(options):
     # The processes of these two tests see whose child they are, which a fork of another process is not.
     script = (
-        "import sys, pathlib\n"
+        "import sys\n"
         "from salesrl_trl.demo.services.launcher import EmbeddedServices\n"
-        "documents, terms = map(pathlib.Path, sys.argv[1:])\n"
-        "services = EmbeddedServices(documents=documents, protected_terms=terms)\n"
+        "services = EmbeddedServices(arguments=sys.argv[1:])\n"
         "sys.stdout.write(services.start().rag_base_url + '\\n')\n"
         "sys.stdout.flush()\n"
         "sys.stdin.read()\n"
     )
-    command = [COLD_PYTHON, "-c", script, str(files["documents"]), str(files["protected_terms"])]
+    command = [COLD_PYTHON, "-c", script, *options]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         port = int(parent.stdout.readline().decode().rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as client:
