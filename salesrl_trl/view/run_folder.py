@@ -190,8 +190,8 @@ def _merged(files: list[list[_Scalar]]) -> tuple[dict[str, dict[int, float]], in
     A start repeats steps after a resume, and as another run in the same folder. What was written before a start about
     its first step and later ones is forgotten, also where the start has not come so far.
     """
-    starts = [start for scalars in files if
-    (start := _start(scalars))] series: dict[str, dict[int, float]] = {}
+    starts = [start for scalars in files if (start := _start(scalars))]
+    series: dict[str, dict[int, float]] = {}
     infinite = 0
     for scalar in sorted((scalar for scalars in files for scalar in scalars), key=lambda scalar: scalar.written_s):
         if any(start.written_s > scalar.written_s and start.step <= scalar.step for start in starts):
