@@ -77,7 +77,8 @@ class QuickEvaluator:
         records, kept_step = self._ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
         self._history.resume(records, step)
         # A run may have ended between a step's checkpoint and its evaluation. Then this evaluation is still due
-        self._evaluated_step = step if self._history.has(step) else 0
+        is_made = any(evaluation.step == step for evaluation in self._history.evaluations)
+        self._evaluated_step = step if is_made else 0
         best = self._history.best
         if kept_step is None or (best is not None and best.step == kept_step):
             return

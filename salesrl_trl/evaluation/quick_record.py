@@ -142,9 +142,6 @@ class QuickEvalHistory:
             if record["step"] <= step:
                 self.add(QuickEvaluation.from_dict(record))
 
-    def has(self, step: int) -> bool:
-        return any(evaluation.step == step for evaluation in self.evaluations)
-
     def read(self) -> list[Record]:
         """The record on disk, up to the first line that is not whole."""
         if not self.path.is_file():

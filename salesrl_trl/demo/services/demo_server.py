@@ -32,9 +32,7 @@ from salesrl_trl.demo.services.launcher import ServiceAddresses
 from salesrl_trl.demo.services.rag_app import ChatWriter, ExtractiveWriter, Writer, create_rag_app
 from salesrl_trl.demo.services.rubric import load_terms
 from salesrl_trl.errors import ConfigError, SalesRLError
-
-DEFAULT_RAG_PORT = 8801
-DEFAULT_JUDGE_PORT = 8802
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
 
 DRAIN_TIMEOUT_S = 3
 """Seconds for requests in flight when the services stop. An answer of their own takes less."""
@@ -44,9 +42,6 @@ PARENT_POLL_S = 1.0
 ID_HEADER = b"x-request-id"
 MAX_ID_BYTES = 256
 """Longer ids are not returned."""
-
-EXIT_USAGE = 2
-"""An option, a file or a port is wrong. Nothing was started."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asyncio.run(_serve({rag_socket: rag, other: judge}, options))
     except SalesRLError as error:
         sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE
+        return EXIT_BAD_INPUT
     return 0
 
 
@@ -74,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Run the RAG service and the judge. One JSON line on stdout says where they listen.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--rag-port", type=_port, default=DEFAULT_RAG_PORT, help="0 takes any free port")
-    parser.add_argument("--judge-port", type=_port, default=DEFAULT_JUDGE_PORT, help="0 takes any free port")
+    parser.add_argument("--rag-port", type=_port, default=8801, help="0 takes any free port")
+    parser.add_argument("--judge-port", type=_port, default=8802, help="0 takes any free port")
     parser.add_argument("--documents", type=Path, default=demo / "knowledge.jsonl", help="knowledge base, JSON lines")
     parser.add_argument("--protected-terms", type=Path, default=demo / "protected_terms.json", help="JSON")
     parser.add_argument("--writer-base-url", help="OpenAI-compatible server that writes the answers; default: none")

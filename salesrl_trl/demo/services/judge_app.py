@@ -24,8 +24,6 @@ CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a
 
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages."""
-MAX_MESSAGES = 200
-"""Most messages of one request. A judge's prompt has two."""
 MAX_MESSAGE_CHARS = 400_000
 """Longest message, in characters: the limits of the RAG service's texts, and room for the rest."""
 
@@ -61,7 +59,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]  # a judge's prompt has two
     stream: bool = False
     response_format: ResponseFormat | None = None
 

@@ -28,15 +28,6 @@ That is enough for an age in `user_profile` to find the offers for this age."""
 CLOSE_SCORE_RATIO = 0.95
 """The second passage is used too if its score is at least this share of the best score."""
 
-MAX_TOP_K = 50
-"""Most passages of an answer. No prompt has room for more."""
-MAX_ID_CHARS = 256
-"""Length limit of an identifier, in characters."""
-MAX_FIELD_CHARS = 20_000
-"""Length limit of a field of the action, in characters. Completions are far shorter."""
-MAX_CONTEXT_CHARS = 200_000
-"""Length limit of a conversation, in characters. Conversations are far shorter."""
-
 WRITER_TIMEOUT_S = 60.0
 """Seconds that the writer's model may take. Callers are expected to wait less."""
 WRITER_MAX_TOKENS = 512
@@ -48,11 +39,12 @@ NOTHING_FOUND = {
 }
 """The answer without passages, by language. It promises nothing."""
 
+# No prompt has room for more passages, and conversations and completions are far shorter.
 Score = Annotated[float, Field(ge=0.0, le=1.0)]
-TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K)]
-Context = Annotated[str, Field(max_length=MAX_CONTEXT_CHARS)]
-FieldText = Annotated[str, Field(max_length=MAX_FIELD_CHARS)]
-Identifier = Annotated[str, Field(max_length=MAX_ID_CHARS)]
+TopK = Annotated[int, Field(ge=1, le=50)]
+Context = Annotated[str, Field(max_length=200_000)]
+FieldText = Annotated[str, Field(max_length=20_000)]
+Identifier = Annotated[str, Field(max_length=256)]
 
 
 class ContextRequest(BaseModel):
@@ -78,7 +70,7 @@ class ActionRequest(ContextRequest):
     account_id: Identifier
     message_id: Identifier
     user_profile: FieldText
-    rewritten_query: Annotated[str, Field(min_length=1, max_length=MAX_FIELD_CHARS)]
+    rewritten_query: Annotated[FieldText, Field(min_length=1)]
     history_summary: FieldText
 
 
