@@ -22,7 +22,6 @@ class Branches:
     """The names of branches, and the column that says which branch a row belongs to."""
 
     names: tuple[str, ...]
-    """By id."""
     column: str
 
     @classmethod

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 DEMO_PICTURES = "demo_pictures"
 FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
-"""The file of each split."""
 WIDTH, BAND = 224, 28
 """Pixels: the width of a picture, and the height of each of its lines."""
 COURSES = 3
@@ -74,7 +73,6 @@ def dataset_folder() -> Path:
 
 
 def write_dataset(folder: Path) -> None:
-    """Write both splits and their pictures to a folder, which is made if need be."""
     documents = {document["id"]: document for document in demo_records("knowledge.jsonl")}
     drafts = {draft["id"]: draft["draft_actions"] for draft in demo_records("drafts.jsonl")}
     names, prices = {}, {}

@@ -20,8 +20,6 @@ from salesrl_trl.errors import DataError
 
 
 class Part(StrEnum):
-    """The rows of a source to take."""
-
     ALL = "all"
     TRAINING = "training"
     HELD_OUT = "held-out"

@@ -50,7 +50,6 @@ WARMUP_FRACTION = 0.1
 Turns = list[dict[str, str]]
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "max_position_embeddings")  # fmt: skip
-"""What the text part has of the packaged small policy."""
 _IMAGE, _VIDEO, _START, _END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

@@ -79,7 +79,6 @@ class EvaluationFindings:
     rows: Sequence[SalesRow]
     seed: int
     samples: int
-    """Sampled answers to each row."""
     answered: Sequence[AnsweredRow]
     """By policy, then by mode."""
     differences: Mapping[str, Mapping[str, Difference]]

@@ -86,7 +86,6 @@ OWN_FIGURES: tuple[Figure, ...] = (
 )
 """In the order of the record."""
 TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *(figure.name for figure in OWN_FIGURES)})
-"""Names that the record has already."""
 
 
 def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:

@@ -41,7 +41,6 @@ class QuickEvaluation:
     """One evaluation, with the fields of its record in their order."""
 
     step: int
-    """Optimizer steps before it."""
     reward: float | None
     """Mean reward of all answers that could be scored."""
     branches: Mapping[str, Mapping[str, Any]]
@@ -50,7 +49,6 @@ class QuickEvaluation:
     your own. A figure is `None` if it could not be measured."""
     seconds: float
     mode: str = "greedy"
-    """The way of sampling."""
     figures: Mapping[str, float | None] = field(default_factory=dict)
     """Figures of your own over the answers of all branches, by name."""
 

@@ -23,7 +23,6 @@ class Mean:
     """The mean of the rows that have a value."""
 
     total: int
-    """All rows."""
     rows: int
     """Rows with a value."""
     value: float | None

@@ -24,7 +24,6 @@ class Answered:
     text: str
     """The policy's answer, without special tokens. It may quote a customer: not for logs."""
     reward: Reward
-    """Its value or the reason for a missing value, and its components."""
     tokens: int
     truncated: bool
     """Whether it reached `max_completion_length` without an end."""

@@ -44,11 +44,9 @@ class CompletionRecord:
     """JSON value of the 8B endpoint's answer; `reference` of the 32B endpoint's."""
     reference: object = None
     verdicts: dict[str, Judged] = field(default_factory=dict)
-    """By rubric."""
     calls: list[Call] = field(default_factory=list)
 
     def drain_calls(self) -> list[Call]:
-        """The calls since the last time."""
         calls, self.calls = self.calls, []
         return calls
 

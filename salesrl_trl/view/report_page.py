@@ -58,7 +58,6 @@ Part = Paragraph | Numbered | Table | Chart
 
 
 def html_page(run: Run) -> str:
-    """HTML without a script and without a reference to another file."""
     return render(
         "report.html",
         title=f"Training report: {shown(run.folder.resolve().name)}",
@@ -101,8 +100,6 @@ def text_page(run: Run) -> str:
 
 
 class MainFigure(NamedTuple):
-    """A row of the main figures as a run has it."""
-
     name: str
     value: str
     branch: str | None = None

@@ -28,9 +28,7 @@ class QuickEval:
     """One line of `quick_eval.jsonl`: `reward` and `scores` (by branch) are means, `figures` the user's own."""
 
     step: int
-    """Optimizer steps before the evaluation."""
     mode: str
-    """The way of sampling: `"greedy"`."""
     reward: float | None
     best: bool
     scores: Figures

@@ -34,8 +34,6 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a request. Other keys are ignored."""
-
     role: str
     content: Annotated[str, Field(max_length=MAX_MESSAGE_CHARS)] | list[TextPart] | None = None
 

@@ -222,7 +222,6 @@ def _han_value(numeral: str) -> int:
 
 
 def is_figure(word: str) -> bool:
-    """Whether a content word is a number, a clock time or a day of the week."""
     return word[0].isdigit() or _CALENDAR.fullmatch(word) is not None
 
 
