@@ -1,11 +1,9 @@
 """The demo with pictures: the customer sends a screenshot of a price list, and asks about the course marked in it.
 
-Owns how these rows are made. Each is an English conversation of the demo, in which a drawn picture takes the place of
-the course's name. Questions, documents and draft actions stay the demo's, so that its services can score the answers.
-`sources` calls it.
+Each row is an English conversation of the demo, in which a drawn picture takes the place of the course's name.
+Questions, documents and draft actions stay the demo's, so that its services can score the answers.
 
-`python -m salesrl_trl.data.demo_pictures FOLDER` writes the dataset as a user would give one of their own:
-`train.jsonl`, `heldout.jsonl` and their pictures.
+`python -m salesrl_trl.data.demo_pictures FOLDER` writes the dataset as a user would give one of their own.
 """
 
 import argparse

@@ -2,10 +2,8 @@
 
     python -m salesrl_trl.demo.vision runs/vision_policy
 
-Owns how this policy is made. Its text part begins with the weights of the packaged small policy, which knows what
-customers ask. It is taught in two parts. First it names the marked course of a picture, without a
-conversation. Then it imitates the draft actions of `data.demo_pictures`. Some of their annotators took another course
-of the list, or named none, so that GRPO has much to improve.
+Its text part begins with the weights of the packaged small policy. First it is taught to name the marked course of a
+picture, then it imitates the draft actions of `data.demo_pictures`, some of which are of careless annotators.
 """
 
 import argparse

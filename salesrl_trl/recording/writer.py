@@ -1,8 +1,7 @@
-"""The file that grows beside training.
+"""The file that grows beside training. `telemetry.instruments` holds the writer.
 
 A batch is handed over as plain values and costs its caller a moment. What the disk does not take in time, and what
-can't be written, is left out and counted, never waited for. `telemetry.instruments` holds the writer,
-`rollout.rollout_scoring` makes the batches.
+can't be written, is left out and counted, never waited for.
 """
 
 import logging

@@ -1,7 +1,5 @@
-"""A run to look at: its completions in a browser (`python -m salesrl_trl.view`), its figures on one page
-(`python -m salesrl_trl.report`).
+"""A run to look at: its completions in a browser (`viewer`, `page`, `queries`, `record_index`), its figures on one page
+(`report_page`, `charts`, `advice`, `run_figures`, `run_folder`). Called by the commands `view` and `report`.
 
-`record_index` follows the records, `queries` answers, `page` and `viewer` show. `run_folder` reads a run's folder,
-`run_figures` and `advice` compute, `charts` and `report_page` show. Imports neither torch nor TRL. Writes into no
-run's record, listens on loopback alone, asks no network.
+Imports neither torch nor TRL. Writes into no run's record, listens on loopback alone, asks no network.
 """

@@ -1,8 +1,6 @@
-"""Answers to the viewer's questions: lists with filters and orders, figures by step and branch, the way of a row, the
-comparison of two runs, and one completion's whole way, which is read anew from its file.
+"""Answers to the viewer's questions, for the viewer and for a `page` that stands alone.
 
-Values of a question only ever stand in parameters of SQL. Called by the viewer, and by `page` for one that stands
-alone.
+Values of a question only ever stand in parameters of SQL. A completion's whole way is read anew from its file.
 """
 
 import json

@@ -1,9 +1,6 @@
-"""Runs the RAG service and the judge in one process, as a command.
+"""Runs the RAG service and the judge in one process, as a command:
 
-Owns the command line, the two listening sockets, the return of each request's id, and the line on stdout with the
-addresses. Refuses to know the content of answers.
-
-    python -m salesrl_trl.demo.services --rag-port 8801 --judge-port 8802
+python -m salesrl_trl.demo.services --rag-port 8801 --judge-port 8802
 """
 
 import argparse
