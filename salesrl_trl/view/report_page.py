@@ -115,6 +115,12 @@ def main_figures(run: Run) -> list[MainFigure]:
     rows.append(MainFigure("Held-out rows", held_out))
     if run.account.services:
         rows.append(MainFigure("Spent", _spent(run)))
+    return rows + _listed_figures(run)
+
+
+def _listed_figures(run: Run) -> list[MainFigure]:
+    """The figures of `names.FIGURES` with a name for the report: a row for each branch, if they are by branch."""
+    rows = []
     for metric in (metric for metric in names.FIGURES if metric.report):
         if names.BRANCH not in metric.tag:
             rows.append(MainFigure(metric.report, _changed(run, metric.tag)))
