@@ -45,8 +45,7 @@ _TITLES = ("Evening school", "Course prices", "Price list")
 
 
 def dataset_folder() -> Path:
-    """The folder of the dataset. If the cache does not hold it, it is made now, in a few seconds. Raises `ConfigError`
-    if the cache can't be written."""
+    """The folder of the dataset, made if the cache lacks it. Raises `ConfigError` if that can't be written."""
     decisive = [Path(__file__), *map(demo_path, ("train.jsonl", "heldout.jsonl", "drafts.jsonl", "knowledge.jsonl"))]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in decisive)).hexdigest()
     target = cache_dir() / "pictures" / digest[:12]

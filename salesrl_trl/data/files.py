@@ -47,8 +47,7 @@ def demo_records(name: str) -> list[Record]:
 
 
 def read_file(path: Path) -> list[Placed]:
-    """The records of a local file. Raises `DataError` if it can't be read or is too large. The message has the place,
-    and never the file's text."""
+    """The records of a local file. Raises `DataError`, with the place and never the file's text."""
     size = path.stat().st_size
     if size == 0:
         return []

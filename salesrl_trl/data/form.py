@@ -66,8 +66,7 @@ class Records:
 
 
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
-    """The records of a source, which lies in `folder`, in this package's columns. Raises `DataError` if a record is
-    malformed, two records of a format have the same id, or `columns` names a column that is not there."""
+    """The records of a source that lies in `folder`, in this package's columns. Raises `DataError` for a bad one."""
     check_names(form.columns, (item.record for item in placed), name)
     records, places, left_out = list[Record](), list[tuple[int, int | None]](), Counter[str]()
     seen: dict[object, int] = {}

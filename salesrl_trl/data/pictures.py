@@ -61,8 +61,7 @@ def _picture(value: object, folder: Path | None, where: str) -> Picture:
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
-    """Height and width in pixels, from the file's head. Raises `OSError` if the file is absent, no picture, or has too
-    many pixels."""
+    """Height and width in pixels, from the file's head. Raises `OSError` if it is absent, no picture, or too large."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -72,8 +72,7 @@ def leave_out_no_pictures(model: "torch.nn.Module") -> None:
 def load_processor(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> "ProcessorMixin":
-    """The processor beside a model that reads pictures. Raises `ConfigError` if there is none, or a package that it
-    needs is missing."""
+    """The processor beside a model that reads pictures. Raises `ConfigError` if it or a package is missing."""
     try:
         with videos_left_out():
             processor = AutoProcessor.from_pretrained(

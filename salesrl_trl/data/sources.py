@@ -132,8 +132,7 @@ def check_source(source: str) -> None:
 
 
 def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
-    """The records of a source with all columns, brought into this package's columns if they have others. Raises
-    `DataError` if there is no such source, it can't be read, or it is not of this form."""
+    """The records of a source in this package's columns. Raises `DataError` if it is none, or of another form."""
     folder: Path | None = None
     name = f"{source} [{split}]"
     if source in (DEMO, DEMO_PICTURES) and split not in FILES:

@@ -50,8 +50,7 @@ class PromptTemplate:
         self._check(tree)
 
     def messages(self, row: SalesRow) -> list[dict[str, str]]:
-        """The row's prompt: a user message, after the template's system message if there is one. Raises `ConfigError`
-        if the template fails on this row, or leaves the user message empty."""
+        """The row's prompt, perhaps with a system message. Raises `ConfigError` if the template fails on it."""
         fields = {name: getattr(row, name) for name in FIELDS[:-1]} | {FIELDS[-1]: self._action_fields}
         try:
             system = self._system(fields).strip()

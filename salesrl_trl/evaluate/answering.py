@@ -68,8 +68,7 @@ def answers_of(
     wanted: Sequence[Mode],
     label: str,
 ) -> list[list[Scored]]:
-    """Load a policy, let it answer the plan's held-out rows, and give its memory back. The answers are by mode; those
-    of a row stand beside each other. `label` is the policy's name in log lines."""
+    """A policy's answers to the plan's held-out rows, by mode; those of a row are neighbours."""
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:
         plan.policy = PeftModel.from_pretrained(plan.policy, adapter)

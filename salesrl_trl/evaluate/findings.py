@@ -22,8 +22,7 @@ LABELS = ("A", "B")
 
 
 class Scored(NamedTuple):
-    """An answer without its text: its reward, its length in tokens, and whether it reached `max_completion_length`
-    without an end."""
+    """An answer's reward, its length in tokens, and whether it reached `max_completion_length` without an end."""
 
     reward: Reward
     tokens: int

@@ -61,8 +61,7 @@ class EvaluatedPolicy:
 
 
 def policy_of(name: str) -> EvaluatedPolicy:
-    """The policy of a folder or model id. Raises `ConfigError` if the folder holds none, or an adapter that does not
-    say which model it belongs to."""
+    """The policy of a folder or model id. Raises `ConfigError` without one, or for an adapter without a base."""
     folder = Path(name).expanduser()
     if (folder / ADAPTER).is_file():
         base = _read(folder / ADAPTER).get("base_model_name_or_path")

@@ -100,8 +100,7 @@ def evaluation_of(
     seconds: float,
     figures: Sequence[Figure] = (),
 ) -> QuickEvaluation:
-    """The evaluation after so many optimizer steps, from its answers. `betas` has the coefficient of each branch that
-    has one. `figures` come beside the package's own."""
+    """The evaluation after `step` optimizer steps, from its answers. `figures` come beside the package's own."""
     by_branch = {}
     for branch in branches:
         own = [answer for answer in answers if answer.branch == branch]

@@ -67,8 +67,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """The difference of two policies, by their values on the same rows in the same order. A row without a value is
-    NaN."""
+    """The difference of two policies, by their values on the same rows; a row without a value is NaN."""
     changes = [after - before for before, after in zip(first, second, strict=True)]
     mean = mean_of(changes)
     known = [0.0 if abs(change) < SAME else change for change in changes if not math.isnan(change)]

@@ -33,12 +33,10 @@ class Answered:
 
 
 class Subject(Protocol):
-    """The policy that is evaluated. A quick evaluation knows no more of a trainer. All ranks call each method
-    together."""
+    """The policy that is evaluated. All ranks call each method together."""
 
     def answer(self, rows: Sequence[Example], /) -> list[Answered]:
-        """Answer this rank's rows greedily and have the answers scored, in the order of the rows. Training and the
-        figures of other evaluations stay as they are."""
+        """Answer this rank's rows greedily, and score the answers, in their order. Training stays as it is."""
         ...
 
     def betas(self) -> Mapping[str, float]:

@@ -26,8 +26,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What a judge said by one rubric: two scores, `None` if there was no verdict, and its words or the code of its
-    failure."""
+    """What a judge said by one rubric: two scores, `None` without a verdict, and words or a failure's code."""
 
     candidate: float | None
     reference: float | None

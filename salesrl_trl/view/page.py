@@ -32,8 +32,7 @@ _VENDOR_EXPORT = re.compile(r"export\{([^}]*)\};\s*(//# sourceMappingURL=\S*\s*)
 
 
 class Page(NamedTuple):
-    """A page, and as its Content-Security-Policy what a browser may do: this script, this style, requests to the own
-    server or none."""
+    """A page, and its Content-Security-Policy: this script, this style, requests to the own server or none."""
 
     html: str
     policy: str
@@ -69,8 +68,7 @@ def _hash(text: str) -> str:
 
 
 def data_alone(index: Index, most: int = MOST) -> queries.Answer:
-    """What a page without a server shows of an index that was read to its end: all figures, and at most so many
-    completions. Each question of the page has here the answer that a server would give."""
+    """Answers to all questions of a page without a server: all figures, and at most so many completions."""
     with index.lock:
         items = _sample(index, most)
         state = queries.state(index)

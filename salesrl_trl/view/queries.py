@@ -133,8 +133,7 @@ def listing(index: Index, params: Params) -> Answer:
 
 
 def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, chars: int = EXCERPT) -> list[Answer]:
-    """Completions as lists show them, with the beginning of their texts. It is empty where a file was written anew
-    meanwhile."""
+    """Completions as lists show them, with the beginning of their texts, empty if a file was written anew."""
     places = [(row["run"], row["rank"], row["id"]) for row in rows]
     texts = dict.fromkeys(places, "")
     by_file: dict[tuple[int, int], list[int]] = defaultdict(list)

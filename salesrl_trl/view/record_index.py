@@ -72,8 +72,7 @@ class Source:
 
 
 def messages(prompt: object) -> list[dict[str, str]]:
-    """A prompt as messages. One that is a text is a message of the user. Of a content in parts, other parts than texts
-    stand by their names."""
+    """A prompt as messages. A text is the user's. Parts of a content that are no texts stand by their names."""
     if not isinstance(prompt, list):
         return [{"role": "user", "content": str(prompt)}]
     shown = []
@@ -132,8 +131,7 @@ class Index:
         raise KeyError((run, rank))
 
     def find(self, word: str) -> None:
-        """Put the numbers of the completions with this word into the table `matches`: in their texts, their prompts or
-        the judge's words. Upper and lower case are the same."""
+        """Put into `matches` which completions have the word in text, prompt or the judge's words, in any case."""
         if self._searched != (word, self.version):
             self.db.execute("DELETE FROM matches")
             self.db.execute(_FIND, {"word": word.lower()})

@@ -82,8 +82,7 @@ class ProtectedTerms:
 
 
 def load_terms(path: Path | str) -> ProtectedTerms:
-    """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`. Raises
-    `DataError` if the file can't be read, is no such object, or holds a pattern that is no regular expression."""
+    """Read the terms, in the form that `expected` says. Raises `DataError` for another one."""
     expected = 'expected {"zh": [...], "en": [...], "patterns": {"zh": [...], "en": [...]}}, all of texts'
     try:
         entry = json.loads(read_small(Path(path)))
