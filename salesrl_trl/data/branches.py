@@ -26,9 +26,8 @@ class Branches:
 
     @classmethod
     def of_data(cls, names: Sequence[str], column: str, dataset: object) -> "Branches":
-        """The branches of a run. The names are those of the settings, or those in the training rows if the settings
-        name none. `dataset` may have any form that TRL takes. Raises `ConfigError` if a row's branch is none of the
-        names, or there are several names and no column."""
+        """The branches of a run: the `names` of the settings, or without them those in the training rows. Raises
+        `ConfigError` if a row's branch is none of the names, or there are several names and no column."""
         values: list[str] | None = None
         if isinstance(dataset, Dataset) and column in dataset.column_names:
             values = [str(value) for value in dataset.unique(column)]

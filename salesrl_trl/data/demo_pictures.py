@@ -105,9 +105,8 @@ def write_dataset(folder: Path) -> None:
 def draw_price_list(
     courses: Sequence[tuple[str, int]], marked: int, colour: tuple[int, ...], chance: random.Random
 ) -> "Image":
-    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan. The picture
-    is `WIDTH` pixels wide, and each line `BAND` pixels high. The course number `marked` has the background `colour`
-    (red, green and blue, up to 255). `chance` decides the paper, size and place of the letters."""
+    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan. The course
+    number `marked` has the background `colour`. `chance` decides the paper, size and place of the letters."""
     from PIL import Image, ImageDraw, ImageFont
 
     paper, title = chance.choice(_PAPER), chance.choice(_TITLES)

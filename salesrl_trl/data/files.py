@@ -126,9 +126,8 @@ def read_lines(path: Path) -> Iterator[Placed]:
 
 
 def read_small(path: Path) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark. Raises `OSError` if it can't be read or is larger
-    than the limit, and `UnicodeDecodeError` if it is not UTF-8. No more than the limit is read, even from a device
-    that never ends."""
+    """The text of a UTF-8 file, with or without a byte order mark. No more than the limit is read, even from a device
+    that never ends. Raises `OSError` for a larger file, `UnicodeDecodeError` for another encoding."""
     content = bytearray()
     with path.open("rb") as file:
         while len(content) <= MOST_TEXT_BYTES and (part := file.read(2**20)):
@@ -149,9 +148,8 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
 
 
 def copied(path: Path, folder: Path) -> Path:
-    """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay. Of
-    several processes of a machine one copies. A path without a file is returned as it is: whoever reads it says so.
-    Raises `ConfigError` if the file or the folder can't be read or written."""
+    """The copy of a file in a folder, made unless it is there and up to date, by one of a machine's processes. A path
+    without a file is returned as it is. Raises `ConfigError` if the file or the folder can't be read or written."""
     origin = path.expanduser().resolve()
     if not origin.exists():
         return path

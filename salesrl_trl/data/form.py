@@ -104,9 +104,8 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
 
 
 def part_of(records: Records, form: Form, part: Part) -> Records:
-    """The records of one part. All records of a group are in the same part, whatever else the source holds. A group is
-    the value of `group`, or without it the first turn: the rows of one conversation begin with the same turn. Raises
-    `DataError` if no record is in the part."""
+    """The records of one part. Those of a group are in the same part: of one value of `group`, or without it of one
+    first turn, as the rows of a conversation have. Raises `DataError` if no record is in the part."""
     if part is Part.ALL:
         return records
     groups = [_group(record) for record in records.records]

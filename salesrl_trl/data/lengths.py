@@ -152,7 +152,7 @@ def fit_prompts(
 def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
-    """Each row's prompt within its `tokens`, without as few turns as possible; `None` if the last is too long."""
+    """Each row's prompt within its `tokens`, its oldest turns left out as need be; `None` if the last is too long."""
     fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # left out; `most` would leave no turn
     shortened: list[Prompt | None] = [None] * len(rows)
     while open_rows := [index for index in range(len(rows)) if fewest[index] < most[index]]:

@@ -131,9 +131,8 @@ def packaged_template(style: str) -> PromptTemplate:
 
 
 def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> list[dict[str, str]]:
-    """The policy's prompt for one row, as chat messages with `role` and `content`. `prompt` is one of `PROMPT_STYLES`,
-    or a template of your own. Raises `ValueError` for an unknown style, or a template that does not work for the
-    row."""
+    """The policy's prompt for one row, as chat messages. `prompt` is one of `PROMPT_STYLES`, or a template. Raises
+    `ValueError` for an unknown style, or a template that does not work for the row."""
     return (packaged_template(prompt) if isinstance(prompt, str) else prompt).messages(row)
 
 

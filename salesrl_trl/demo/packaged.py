@@ -42,9 +42,8 @@ def imitate(
     warmup: float,
     **settings: object,
 ) -> None:
-    """Teach a model to write the completions of some rows, on a GPU if there is one, in float32. The rows have the
-    columns `prompt` and `completion`, and `images` for a policy that reads pictures. `warmup` is the share of the
-    steps in which the learning rate rises, `settings` are further ones of `SFTConfig`. The model is changed."""
+    """Teach a model, which is changed, to write the `completion` of some rows to their `prompt` (and `images`), on a
+    GPU if there is one, in float32. `warmup` is a share of the steps, `settings` are further ones of `SFTConfig`."""
     import torch
     from trl import SFTConfig, SFTTrainer
 

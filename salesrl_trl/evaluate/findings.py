@@ -144,9 +144,8 @@ def findings_of(
     seed: int,
     least: float,
 ) -> EvaluationFindings:
-    """The figures of an evaluation of one or two `policies`. `answers` are those of each policy, in each of the
-    `modes`, to all `rows`; those of a row stand beside each other. A branch without a row is left out. A mean or a
-    difference counts if the share `least` of its rows has a value."""
+    """The figures of an evaluation of one or two `policies`, from the answers of each in each of the `modes` to all
+    `rows`. A mean or a difference counts if the share `least` of its rows has a value."""
     places = {ALL: list(range(len(rows)))}
     places |= {branch: [place for place, row in enumerate(rows) if row.branch == branch] for branch in branches}
     places = {name: of_branch for name, of_branch in places.items() if of_branch}

@@ -155,9 +155,8 @@ def spread(items: Sequence[T], number: int) -> list[T]:
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
-    """Mean reward of each row, from the rewards of all completions; a row's completions are neighbours. A missing
-    reward is NaN. A row is NaN if fewer than half of its completions could be scored: while services are down only
-    invalid actions have a reward, whose mean would not be the row's."""
+    """Mean reward of each row, NaN if fewer than half of its completions, which are neighbours, have one: while
+    services are down only invalid actions have a reward, whose mean would not be the row's."""
     rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
     scored = [[reward for reward in row if not math.isnan(reward)] for row in rows]
     return [

@@ -53,9 +53,8 @@ class QuickEvaluation:
     """Figures of your own over the answers of all branches, by name."""
 
     def score(self, by: str, least_scored: float = 0.0) -> float | None:
-        """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name, or the name of one of
-        `figures`. `None` if it could not be measured, or if less than the share `least_scored` of one of its branches
-        was scored: a few lucky answers are no evaluation."""
+        """The figure that selects the best policy (`QuickEvalSettings.best`). `None` if it could not be measured, or
+        less than the share `least_scored` of one of its branches was scored: a few lucky answers are no evaluation."""
         of_all = by in (WORST_BRANCH, REWARD, *self.figures)
         about = [measured for name, measured in self.branches.items() if measured["rows"] and (of_all or by == name)]
         scores = [measured[SCORE] for measured in about if measured["scored"] >= least_scored * measured["rows"]]
@@ -121,9 +120,8 @@ def evaluation_of(
 
 
 class QuickEvalHistory:
-    """The evaluations of a run, kept in a file that a resumed run goes on with. The figure `best` selects the best
-    policy. `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is
-    compared."""
+    """The evaluations of a run, in a file that a resumed run goes on with. The figure `best` selects the best policy,
+    if the share `least_scored` of each branch's answers was scored."""
 
     def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
         self.path = path

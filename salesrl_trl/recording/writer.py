@@ -332,9 +332,8 @@ def drop_after(file: sqlite3.Connection, step: int) -> None:
 
 
 def _drop_oldest(file: sqlite3.Connection) -> int | None:
-    """Delete the oldest steps, about a tenth of the completions; where one step is left, its oldest batch. Calls of no
-    completion go with the batch that they came with. Returns the last step that is gone; `None` where one batch is
-    left, which stays."""
+    """Delete the oldest steps, about a tenth of the completions, or of one step its oldest batch, with its calls of no
+    completion. Returns the last step that is gone; `None` where one batch is left, which stays."""
     [count, newest] = file.execute("SELECT count(*), max(step) FROM completions").fetchone()
     oldest = "SELECT max(step) FROM (SELECT step FROM completions WHERE step < ? ORDER BY step LIMIT ?)"
     [step] = file.execute(oldest, (newest, max(int(count * (1 - PART_TO_KEEP)), 1))).fetchone()

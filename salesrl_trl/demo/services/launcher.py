@@ -45,9 +45,8 @@ class ServiceAddresses:
 
 
 class EmbeddedServices:
-    """Both services in a child process, on free ports of the loopback interface, also as a context manager. The child
-    stops when this process ends, even if it is killed. `documents` is a knowledge base other than the packaged one.
-    `arguments` are further options of the command."""
+    """Both services in a child process, on free ports of loopback, also as a context manager. The child stops when
+    this process ends, even if it is killed. `arguments` are further options of the command."""
 
     def __init__(self, *, documents: Path | None = None, arguments: Sequence[str] = ()) -> None:
         self._arguments = [*arguments] if documents is None else [f"--documents={documents}", *arguments]

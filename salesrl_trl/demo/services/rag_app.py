@@ -89,9 +89,8 @@ class WriterFailed(Exception):
 
 
 class ExtractiveWriter:
-    """Answers with the words of the best passage, so that every mistake of the search shows in the answer. If the
-    second passage has at least `CLOSE_SCORE_RATIO` of the best score, one sentence of it is added: the one that shares
-    the most words with the question."""
+    """Answers with the words of the best passage, so that every mistake of the search shows, and the sentence of a
+    second passage (`CLOSE_SCORE_RATIO`) that shares the most words with the question."""
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
         if not passages:
@@ -105,9 +104,8 @@ class ExtractiveWriter:
 
 
 class ChatWriter:
-    """Answers through a model behind any OpenAI-compatible server, whose address includes `/v1`. `key_env` names the
-    environment variable that holds the key; `find_key` reads it. Raises `ConfigError` if there is none. The key
-    appears in no message."""
+    """Answers through a model behind any OpenAI-compatible server, whose address includes `/v1`. `find_key` reads the
+    key by `key_env`. Raises `ConfigError` if there is none. The key appears in no message."""
 
     _INSTRUCTION = (
         "Answer the customer's question from the passages alone, in the question's language, in at most four "
