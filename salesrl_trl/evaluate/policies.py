@@ -102,8 +102,8 @@ def evaluated(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
 
 
 def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
-    """Check all that can be checked before a model is loaded. The plans have the same rows, all that are held out or
-    so many, and prompts. Raises `SalesRLError` if a setting, a file or a policy is not as expected."""
+    """Check all that can be checked before a model is loaded. The plans have the same held-out rows, all or so many.
+    Raises `SalesRLError` if a setting, a file or a policy is not as expected."""
     training = evaluated(config.training, output_dir)
     if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":
         raise ConfigError(

@@ -70,11 +70,9 @@ class CallNote:
         self._record = _CURRENT.get()
         self._service, self._path, self._request = service, path, request or b""
         self.answer: bytes | None = None
-        self._began = self._time = 0.0
 
     def __enter__(self) -> "CallNote":
-        if self._record is not None:
-            self._began, self._time = time.perf_counter(), time.time()
+        self._began, self._time = time.perf_counter(), time.time()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -105,9 +105,9 @@ def state(index: Index) -> Answer:
 
 
 def listing(index: Index, params: Params) -> Answer:
-    """A page of the list: `total`, `items`, and `next` or `None`. `params` may have `run`, the names of `EQUAL`,
-    `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order` of `ORDERS`, and `after`, the `next`
-    before."""
+    """A page of the list: `total`, `items`, and `next`, which the next question has as `after`, or `None`. `params`
+    may have `run`, the names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order` of
+    `ORDERS`."""
     order = params.get("order") or "newest"
     if order not in ORDERS:
         raise BadQuestionError(f"there is no order {order!r}")
