@@ -1,10 +1,7 @@
 """`python -m salesrl_trl.report OUTPUT_DIR [--html FILE] [--text FILE] [--logging_dir DIR]`.
 
-Reads a run's folder, finished or not, writes one HTML page and one text, and prints the text. Owns the command line
-and the places of the files; `view` makes what they hold. Imports neither torch nor TRL. Refuses to train, to call a
-service, and to change more of the folder than its two files.
-
-Exit code: 0; 2, with one message, for a wrong folder.
+Reads a run's folder, finished or not, writes one HTML page and one text, and prints the text. Imports neither torch
+nor TRL. Exit code: 0; 2, with one message, for a wrong folder.
 """
 
 import argparse

@@ -22,14 +22,12 @@ class Branches:
     """The names of branches, and the column that says which branch a row belongs to."""
 
     names: tuple[str, ...]
-    """By id."""
     column: str
 
     @classmethod
     def of_data(cls, names: Sequence[str], column: str, dataset: object) -> "Branches":
-        """The branches of a run. The names are those of the settings, or those in the training rows if the settings
-        name none. `dataset` may have any form that TRL takes. Raises `ConfigError` if a row's branch is none of the
-        names, or there are several names and no column."""
+        """The branches of a run: the `names` of the settings, or without them those in the training rows. Raises
+        `ConfigError` if a row's branch is none of the names, or there are several names and no column."""
         values: list[str] | None = None
         if isinstance(dataset, Dataset) and column in dataset.column_names:
             values = [str(value) for value in dataset.unique(column)]
@@ -59,7 +57,6 @@ class Branches:
         return branch
 
     def of_rows(self, dataset: Dataset) -> list[str]:
-        """The branch of each row of a dataset."""
         if self.column not in dataset.column_names:
             return [self.names[0]] * len(dataset)
         return [self.of({self.column: value}) for value in dataset[self.column]]

@@ -23,7 +23,6 @@ class Column:
     name: str | None
     """The column. Dots lead into an object: `"meta.tenant"`. `None` for a constant."""
     value: object = None
-    """The constant."""
     role: str = "role"
     content: str = "content"
     roles: Mapping[str, str] = field(default_factory=dict)

@@ -1,11 +1,9 @@
 """The demo with pictures: the customer sends a screenshot of a price list, and asks about the course marked in it.
 
-Owns how these rows are made. Each is an English conversation of the demo, in which a drawn picture takes the place of
-the course's name. Questions, documents and draft actions stay the demo's, so that its services can score the answers.
-`sources` calls it.
+Each row is an English conversation of the demo, in which a drawn picture takes the place of the course's name.
+Questions, documents and draft actions stay the demo's, so that its services can score the answers.
 
-`python -m salesrl_trl.data.demo_pictures FOLDER` writes the dataset as a user would give one of their own:
-`train.jsonl`, `heldout.jsonl` and their pictures.
+`python -m salesrl_trl.data.demo_pictures FOLDER` writes the dataset as a user would give one of their own.
 """
 
 import argparse
@@ -30,9 +28,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 DEMO_PICTURES = "demo_pictures"
-"""Name of the dataset."""
 FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
-"""The file of each split."""
 WIDTH, BAND = 224, 28
 """Pixels: the width of a picture, and the height of each of its lines."""
 COURSES = 3
@@ -49,9 +45,10 @@ _TITLES = ("Evening school", "Course prices", "Price list")
 
 
 def dataset_folder() -> Path:
-    """The folder of the dataset. If the cache does not hold it, it is made now, in a few seconds. Raises `ConfigError`
-    if the cache can't be written."""
-    target = cache_dir() / "pictures" / recipe_hash()
+    """The folder of the dataset, made if the cache lacks it. Raises `ConfigError` if that can't be written."""
+    decisive = [Path(__file__), *map(demo_path, ("train.jsonl", "heldout.jsonl", "drafts.jsonl", "knowledge.jsonl"))]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in decisive)).hexdigest()
+    target = cache_dir() / "pictures" / digest[:12]
     if target.is_dir():  # it came there whole
         return target
     try:
@@ -72,16 +69,7 @@ def dataset_folder() -> Path:
     return target
 
 
-def recipe_hash() -> str:
-    """A hash of everything that decides the dataset: this module and the demo's files."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    for name in ("train", "heldout", "drafts", "knowledge"):
-        digest.update(demo_path(f"{name}.jsonl").read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def write_dataset(folder: Path) -> None:
-    """Write both splits and their pictures to a folder, which is made if need be."""
     documents = {document["id"]: document for document in demo_records("knowledge.jsonl")}
     drafts = {draft["id"]: draft["draft_actions"] for draft in demo_records("drafts.jsonl")}
     names, prices = {}, {}
@@ -102,7 +90,8 @@ def write_dataset(folder: Path) -> None:
             marked = chance.randrange(COURSES)
             shown.insert(marked, record["course"])
             picture = f"images/{record['id']}.png"
-            colour = _colour(sorted(names).index(record["course"]), len(names))
+            hue = sorted(names).index(record["course"]) / len(names)  # light colours, as different as can be
+            colour = tuple(round(255 * part) for part in colorsys.hls_to_rgb(hue, 0.7, 0.8))
             listed = [(names[course], prices[course]) for course in shown]
             draw_price_list(listed, marked, colour, chance).save(folder / picture)
             others = [names[course] for place, course in enumerate(shown) if place != marked]
@@ -114,14 +103,10 @@ def write_dataset(folder: Path) -> None:
 
 
 def draw_price_list(
-    courses: Sequence[tuple[str, int]],
-    marked: int,
-    colour: tuple[int, int, int],
-    chance: random.Random,
+    courses: Sequence[tuple[str, int]], marked: int, colour: tuple[int, ...], chance: random.Random
 ) -> "Image":
-    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan. The picture
-    is `WIDTH` pixels wide, and each line `BAND` pixels high. The course number `marked` has the background `colour`
-    (red, green and blue, up to 255). `chance` decides the paper, size and place of the letters."""
+    """A screenshot of a price list: a line for its title, and one for each course with its price in yuan. The course
+    number `marked` has the background `colour`. `chance` decides the paper, size and place of the letters."""
     from PIL import Image, ImageDraw, ImageFont
 
     paper, title = chance.choice(_PAPER), chance.choice(_TITLES)
@@ -136,12 +121,6 @@ def draw_price_list(
         draw.text((left, top + down), name, fill=(0, 0, 0), font=font)
         draw.text((WIDTH - 8, top + down), str(price), fill=(0, 0, 0), font=font, anchor="ra")
     return image
-
-
-def _colour(place: int, count: int) -> tuple[int, int, int]:
-    """One of `count` light colours, as different as can be."""
-    red, green, blue = colorsys.hls_to_rgb(place / count, 0.7, 0.8)
-    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def _row(record: Record, picture: str, name: str, documents: Mapping[str, Record]) -> Record:

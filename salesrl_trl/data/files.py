@@ -27,11 +27,11 @@ MOST_BYTES = 32 * 2**30
 """Largest file, and largest content of a Parquet file once it is unpacked. Every process holds all rows in memory."""
 MOST_LINE_BYTES = 64 * 2**20
 """Longest line. No context of a policy has room for a thousandth of it."""
+MOST_TEXT_BYTES = 16 * 2**20
+"""Largest file that a person writes: a template, a rubric, a recipe."""
 
 
 class Placed(NamedTuple):
-    """A record and its place."""
-
     record: Record
     line: int | None = None
     """Line in the file, counted from 1; `None` where a record is no line."""
@@ -43,13 +43,11 @@ def demo_path(name: str) -> Path:
 
 
 def demo_records(name: str) -> list[Record]:
-    """The records of a file of the packaged demo."""
     return [line.record for line in read_lines(demo_path(name))]
 
 
 def read_file(path: Path) -> list[Placed]:
-    """The records of a local file. Raises `DataError` if it can't be read or is too large. The message has the place,
-    and never the file's text."""
+    """The records of a local file. Raises `DataError`, with the place and never the file's text."""
     size = path.stat().st_size
     if size == 0:
         return []
@@ -127,20 +125,15 @@ def read_lines(path: Path) -> Iterator[Placed]:
             yield Placed(record, number)
 
 
-MOST_TEXT_BYTES = 16 * 2**20
-"""Largest file that a person writes: a template, a rubric, a recipe."""
-
-
-def read_small(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark. Raises `OSError` if it can't be read or is larger
-    than the limit, and `UnicodeDecodeError` if it is not UTF-8. No more than the limit is read, even from a device
-    that never ends."""
+def read_small(path: Path) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark. No more than the limit is read, even from a device
+    that never ends. Raises `OSError` for a larger file, `UnicodeDecodeError` for another encoding."""
     content = bytearray()
     with path.open("rb") as file:
-        while len(content) <= most_bytes and (part := file.read(2**20)):
+        while len(content) <= MOST_TEXT_BYTES and (part := file.read(2**20)):
             content += part
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:g} MiB")
+    if len(content) > MOST_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MOST_TEXT_BYTES / 2**20:g} MiB")
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -155,9 +148,8 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
 
 
 def copied(path: Path, folder: Path) -> Path:
-    """The copy of a file in a folder. It is made unless it is there and up to date. Copies of other files stay. Of
-    several processes of a machine one copies. A path without a file is returned as it is: whoever reads it says so.
-    Raises `ConfigError` if the file or the folder can't be read or written."""
+    """The copy of a file in a folder, made unless it is there and up to date, by one of a machine's processes. A path
+    without a file is returned as it is. Raises `ConfigError` if the file or the folder can't be read or written."""
     origin = path.expanduser().resolve()
     if not origin.exists():
         return path

@@ -20,8 +20,6 @@ from salesrl_trl.errors import DataError
 
 
 class Part(StrEnum):
-    """The rows of a source to take."""
-
     ALL = "all"
     TRAINING = "training"
     HELD_OUT = "held-out"
@@ -68,8 +66,7 @@ class Records:
 
 
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
-    """The records of a source, which lies in `folder`, in this package's columns. Raises `DataError` if a record is
-    malformed, two records of a format have the same id, or `columns` names a column that is not there."""
+    """The records of a source that lies in `folder`, in this package's columns. Raises `DataError` for a bad one."""
     check_names(form.columns, (item.record for item in placed), name)
     records, places, left_out = list[Record](), list[tuple[int, int | None]](), Counter[str]()
     seen: dict[object, int] = {}
@@ -107,9 +104,8 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
 
 
 def part_of(records: Records, form: Form, part: Part) -> Records:
-    """The records of one part. All records of a group are in the same part, whatever else the source holds. A group is
-    the value of `group`, or without it the first turn: the rows of one conversation begin with the same turn. Raises
-    `DataError` if no record is in the part."""
+    """The records of one part. Those of a group are in the same part: of one value of `group`, or without it of one
+    first turn, as the rows of a conversation have. Raises `DataError` if no record is in the part."""
     if part is Part.ALL:
         return records
     groups = [_group(record) for record in records.records]

@@ -25,7 +25,6 @@ Count = Callable[[Sequence[Prompt]], list[int]]
 LONG_PROMPT_RULES = ("error", "drop", "truncate_oldest_turns")
 """Rules for a prompt above the limit: end the run, leave the row out, or leave its oldest turns out of the prompt."""
 BATCH_PROMPTS = 1024
-"""Prompts that are tokenized at once."""
 SHOWN_ROWS = 5
 
 
@@ -45,7 +44,6 @@ class FittingPrompts:
     rows: list[SalesRow]
     prompts: list[Prompt]
     lengths: list[int]
-    """Tokens of each prompt."""
     note: str | None
     """Line for the banner about rows or turns that were left out; `None` if there are none."""
 
@@ -98,14 +96,10 @@ def fit_prompts(
     name: str,
     picture_tokens: Callable[[SalesRow], int] | None = None,
 ) -> FittingPrompts:
-    """The rows whose prompts fit.
-
-    Rows come in the order of their source: messages name a row by its place, and the rows by `name`, such as
-    `"training"`. `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`.
-    Without a `limit` every prompt fits. `picture_tokens` (from `picture_counter`) gives the tokens of a row's
-    pictures, which are added to those of its text. Raises `DataError` if a prompt is too long with the rule `error`,
-    can't be made short enough, or no row is left.
-    """
+    """The rows whose prompts fit. Messages name a row by its place, and the rows by `name`, such as `"training"`.
+    `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`. `picture_tokens`
+    (from `picture_counter`) gives the tokens of a row's pictures, which are added to those of its text. Raises
+    `DataError` if a prompt is too long with the rule `error`, can't be made short enough, or no row is left."""
     prompts = [build_prompt(row, prompt) for row in rows]
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
     lengths = [text + more for text, more in zip(count(prompts), extra, strict=True)] if rows else []
@@ -158,8 +152,7 @@ def fit_prompts(
 def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
-    """Each row's prompt within its number of `tokens`. As few of the oldest turns as possible are left out. Found by
-    bisection. `None` for a row whose last turn alone is too long."""
+    """Each row's prompt within its `tokens`, its oldest turns left out as need be; `None` if the last is too long."""
     fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # left out; `most` would leave no turn
     shortened: list[Prompt | None] = [None] * len(rows)
     while open_rows := [index for index in range(len(rows)) if fewest[index] < most[index]]:

@@ -1,8 +1,6 @@
 """The pictures of a row: found, checked and measured.
 
-Owns the forms in which a dataset holds pictures, and the tokens that a policy spends on them. `rows` and the checks of
-prompts' lengths call it. Refuses to decode pictures: `datasets` does when a row is asked for, and `processor` makes
-pixels of them.
+Decodes none: `datasets` does when a row is asked for, and `processor` makes pixels of them.
 """
 
 import errno
@@ -24,12 +22,9 @@ _EXPECTED = "a list of files that Pillow reads (PNG, JPEG, ...), or of what the 
 
 
 def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Picture, ...]:
-    """The pictures of a row, after a look at the head of each.
-
-    The value is a path, an object of Pillow or `{"path": ..., "bytes": ...}`, or a list of them. Relative paths start
-    in `folder`, or without one in the working directory. `where` is the row's place in messages. Raises `DataError` if
-    a picture is missing, is none, or has more than `MOST_PIXELS`.
-    """
+    """The pictures of a row, after a look at the head of each. The value is a path, an object of Pillow or
+    `{"path": ..., "bytes": ...}`, or a list of them. Relative paths start in `folder`, or in the working directory.
+    Raises `DataError` if a picture is missing, is none, or has more than `MOST_PIXELS`."""
     if value is None:
         return ()
     values = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
@@ -66,8 +61,7 @@ def _picture(value: object, folder: Path | None, where: str) -> Picture:
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
-    """Height and width in pixels, from the file's head. Raises `OSError` if the file is absent, no picture, or has too
-    many pixels."""
+    """Height and width in pixels, from the file's head. Raises `OSError` if it is absent, no picture, or too large."""
     try:
         from PIL import Image
     except ImportError as error:

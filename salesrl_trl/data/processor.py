@@ -1,8 +1,7 @@
 """The processor of a policy that reads pictures: from chat messages with pictures to tokens and pixels.
 
-Owns its loading, also where torchvision is absent. Then transformers reads pictures with Pillow, but refuses to load
-the processor's part for videos. This package sends no videos, so `NoVideos` takes the place of that part. The checks
-before a run and the building of the trainer call it.
+Where torchvision is absent, transformers reads pictures with Pillow, but refuses to load the processor's part for
+videos. This package sends no videos, so `NoVideos` takes the place of that part.
 """
 
 import contextlib
@@ -32,16 +31,13 @@ class NoVideos(ImageProcessingMixin):
         self._settings = settings
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        """Refuses."""
         raise ConfigError("videos are read with torchvision, which is not installed. Expected pictures alone.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings."""
         return dict(self._settings)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, **kwargs: object) -> "NoVideos":
-        """The settings beside a model."""
         settings, _ = BaseVideoProcessor.get_video_processor_dict(name_or_path, **kwargs)
         return cls(settings)
 
@@ -76,8 +72,7 @@ def leave_out_no_pictures(model: "torch.nn.Module") -> None:
 def load_processor(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> "ProcessorMixin":
-    """The processor beside a model that reads pictures. Raises `ConfigError` if there is none, or a package that it
-    needs is missing."""
+    """The processor beside a model that reads pictures. Raises `ConfigError` if it or a package is missing."""
     try:
         with videos_left_out():
             processor = AutoProcessor.from_pretrained(

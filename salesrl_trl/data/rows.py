@@ -38,13 +38,9 @@ def parse_row(
     line: int | None = None,
     folder: Path | None = None,
 ) -> SalesRow:
-    """One record as a `SalesRow`.
-
-    `position` is the record's place in the source, counted from 0: part of messages, and the id of a row that has
-    none. `line` is its line, for messages too. Without `branches` any branch is taken. Relative paths of pictures
-    start in `folder`, or without one in the working directory. Raises `DataError` if a value is not as expected. The
-    message has the row's place, and never its text.
-    """
+    """One record as a `SalesRow`. Its `position` in the source, counted from 0, is the id of a row that has none.
+    Without `branches` any branch is taken. Relative paths of pictures start in `folder`, or in the working directory.
+    Raises `DataError` if a value is not as expected. The message has the row's place, and never its text."""
     name = record.get("id")
     where = place(position, source, line, f"; id {name!r}" if name else "")
     branch = record.get("branch")

@@ -20,7 +20,6 @@ from salesrl_trl.errors import DataError
 from salesrl_trl.types import SalesRow
 
 DEMO = "demo"
-"""Name of the packaged dataset."""
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 
@@ -93,12 +92,10 @@ def prompt_dataset(
     *,
     for_functions: bool = False,
 ) -> Dataset:
-    """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some.
-
-    With `for_functions` it has what reward functions of a user's own may ask for: `conversation` (a list of messages),
+    """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some. With
+    `for_functions` it has what reward functions of a user's own may ask for: `conversation` (a list of messages),
     `documents`, and every further column of the source. Without, no other text of a customer travels through the
-    trainer.
-    """
+    trainer."""
     images = [row.images for row in rows_of]
     columns: dict[str, list[Any]] = {
         "row": list(range(first_index, first_index + len(prompts))),
@@ -135,8 +132,7 @@ def check_source(source: str) -> None:
 
 
 def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
-    """The records of a source with all columns, brought into this package's columns if they have others. Raises
-    `DataError` if there is no such source, it can't be read, or it is not of this form."""
+    """The records of a source in this package's columns. Raises `DataError` if it is none, or of another form."""
     folder: Path | None = None
     name = f"{source} [{split}]"
     if source in (DEMO, DEMO_PICTURES) and split not in FILES:

@@ -1,11 +1,7 @@
 """From a row to the chat messages that the policy reads, by a template.
 
-Owns the form of a template, the fields that it may use, the messages about its errors, and the packaged templates (the
-folder `templates` beside this module). Checks of settings and `sources` call it. Refuses to know the tokenizer's chat
-template, which turns messages into tokens.
-
 A template is Jinja. Its text is the user message. The text in `{% block system %}`, which is optional, is the system
-message. White space around both is dropped.
+message. White space around both is dropped. The packaged ones are in the folder `templates` beside this module.
 """
 
 import difflib
@@ -54,8 +50,7 @@ class PromptTemplate:
         self._check(tree)
 
     def messages(self, row: SalesRow) -> list[dict[str, str]]:
-        """The row's prompt: a user message, after the template's system message if there is one. Raises `ConfigError`
-        if the template fails on this row, or leaves the user message empty."""
+        """The row's prompt, perhaps with a system message. Raises `ConfigError` if the template fails on it."""
         fields = {name: getattr(row, name) for name in FIELDS[:-1]} | {FIELDS[-1]: self._action_fields}
         try:
             system = self._system(fields).strip()
@@ -132,14 +127,12 @@ def template_path(style: str) -> Path:
 
 @functools.cache
 def packaged_template(style: str) -> PromptTemplate:
-    """The packaged prompt of a style."""
     return read_template(template_path(style), DEFAULT_FORMAT.fields)
 
 
 def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> list[dict[str, str]]:
-    """The policy's prompt for one row, as chat messages with `role` and `content`. `prompt` is one of `PROMPT_STYLES`,
-    or a template of your own. Raises `ValueError` for an unknown style, or a template that does not work for the
-    row."""
+    """The policy's prompt for one row, as chat messages. `prompt` is one of `PROMPT_STYLES`, or a template. Raises
+    `ValueError` for an unknown style, or a template that does not work for the row."""
     return (packaged_template(prompt) if isinstance(prompt, str) else prompt).messages(row)
 
 

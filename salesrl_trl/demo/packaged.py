@@ -1,8 +1,7 @@
 """What the package holds in place of a user's model and services: a small policy, and a record of the demo's services.
 
-Owns the places of both, and the settings by which small policies are taught. The settings and the checks of a run ask
-for the places. The policy is a Qwen2 model with its tokenizer, and needs no hub: `scripts/make_demo_policy.py` teaches
-it. The record has what the services said of some completions of every row: `scripts/make_demo_cassette.py` makes it.
+The policy is a Qwen2 model with its tokenizer: `scripts/make_demo_policy.py` teaches it. The record has what the
+services said of some completions of every row: `scripts/make_demo_cassette.py` makes it.
 """
 
 import tempfile
@@ -23,7 +22,6 @@ PROMPT_STYLE = "compact"
 
 
 def packaged_tokenizer() -> "PreTrainedTokenizerBase":
-    """The tokenizer of the small policy."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(PACKAGED)
@@ -44,9 +42,8 @@ def imitate(
     warmup: float,
     **settings: object,
 ) -> None:
-    """Teach a model to write the completions of some rows, on a GPU if there is one, in float32. The rows have the
-    columns `prompt` and `completion`, and `images` for a policy that reads pictures. `warmup` is the share of the
-    steps in which the learning rate rises, `settings` are further ones of `SFTConfig`. The model is changed."""
+    """Teach a model, which is changed, to write the `completion` of some rows to their `prompt` (and `images`), on a
+    GPU if there is one, in float32. `warmup` is a share of the steps, `settings` are further ones of `SFTConfig`."""
     import torch
     from trl import SFTConfig, SFTTrainer
 

@@ -2,10 +2,8 @@
 
     python -m salesrl_trl.demo.vision runs/vision_policy
 
-Owns how this policy is made. Its text part begins with the weights of the packaged small policy, which knows what
-customers ask. It is taught in two parts. First it names the marked course of a picture, without a
-conversation. Then it imitates the draft actions of `data.demo_pictures`. Some of their annotators took another course
-of the list, or named none, so that GRPO has much to improve.
+Its text part begins with the weights of the packaged small policy. First it is taught to name the marked course of a
+picture, then it imitates the draft actions of `data.demo_pictures`, some of which are of careless annotators.
 """
 
 import argparse
@@ -48,10 +46,8 @@ LEARNING_RATE = 2e-3
 WARMUP_FRACTION = 0.1
 
 Turns = list[dict[str, str]]
-"""Chat messages."""
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "max_position_embeddings")  # fmt: skip
-"""What the text part has of the packaged small policy."""
 _IMAGE, _VIDEO, _START, _END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -150,7 +146,6 @@ def take_text_weights(model: "PreTrainedModel") -> None:
 
 
 def make_policy(target: Path, steps: int, seed: int) -> None:
-    """Build processor and model, teach the model, and save both to `target`."""
     from transformers import set_seed
 
     set_seed(seed)
@@ -182,7 +177,6 @@ def readings() -> "Dataset":
 
 
 def demonstrations() -> "Dataset":
-    """The draft actions of the training rows as demonstrations."""
     pairs = [(row, draft) for row, record in _training_rows() for draft in record["draft_actions"]]
     answers = [[{"role": "assistant", "content": action_text(Action(fields=draft))}] for _, draft in pairs]
     return _with_answers([build_prompt(row, PROMPT_STYLE) for row, _ in pairs], [row for row, _ in pairs], answers)

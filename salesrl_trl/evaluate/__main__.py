@@ -1,10 +1,8 @@
 """`python -m salesrl_trl.evaluate [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [--SETTING VALUE ...]`.
 
-Rewards of one policy, or of two on the same held-out rows, with intervals. Owns the command line and the order of an
-evaluation. The parts are in `evaluate`. Without `--config` the settings are those of recipes/full.yaml.
-
-Exit code: 0; 1 if too little could be scored; 2 for wrong input, before a model is loaded; 3 if a service did not
-work; 75 after SIGTERM, 130 after Ctrl-C.
+Rewards of one policy, or of two on the same held-out rows, with intervals. Without `--config` the settings are those
+of recipes/full.yaml. Exit code: 0; 1 if too little could be scored; 2 for wrong input, before a model is loaded; 3 if
+a service did not work; 75 after SIGTERM, 130 after Ctrl-C.
 """
 
 import argparse

@@ -68,9 +68,7 @@ def answers_of(
     wanted: Sequence[Mode],
     label: str,
 ) -> list[list[Scored]]:
-    """Load a policy, let it answer the plan's held-out rows in each mode, and give its memory back. `adapter` is the
-    folder of a LoRA adapter of the plan's model, `label` the policy's name in log lines. The answers are by mode;
-    those of a row stand beside each other."""
+    """A policy's answers to the plan's held-out rows, by mode; those of a row are neighbours."""
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:
         plan.policy = PeftModel.from_pretrained(plan.policy, adapter)
@@ -112,12 +110,9 @@ def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label:
 
 
 def _free() -> None:
-    """Give the memory of a policy back, and of its engine. Both are in circles of references.
-
-    vLLM hides everything that is there when its engine has started from the garbage collector. It keeps one memory
-    pool for the CUDA graphs of all engines of a process: without the graphs of the engine before, the next one would
-    fail to capture into it.
-    """
+    """Give the memory of a policy and of its engine back. vLLM hides what is there when its engine has started from
+    the garbage collector. It keeps one memory pool for the CUDA graphs of all engines of a process: without the
+    graphs of the engine before, the next one would fail to capture into it."""
     gc.unfreeze()
     gc.collect()
     if not torch.cuda.is_available():

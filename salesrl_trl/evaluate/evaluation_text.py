@@ -1,7 +1,6 @@
 """An evaluation as text: a table of the policies, a table of their difference, and what both mean.
 
-Owns lines and wording. Refuses to compute figures. Called by
-`evaluate.__main__`.
+Computes no figures. Called by `evaluate.__main__`.
 """
 
 from salesrl_trl.evaluate.findings import ALL, LABELS, EvaluationFindings
@@ -51,7 +50,8 @@ def _differences(findings: EvaluationFindings) -> list[str]:
     head = ("B - A", "branch", "change", "95 % interval", "p", "better", "worse", "equal", "rows scored for both")
     rows = [
         (
-            mode if name == ALL else "", name, _number(change.value, "+"), _interval(change, "+"), _p(change),
+            mode if name == ALL else "", name, _number(change.value, "+"), _interval(change, "+"),
+            "<0.001" if change.p is not None and change.p < 0.001 else _number(change.p),
             str(change.better), str(change.worse), str(change.equal), f"{change.rows} of {change.total}",
         )
         for mode, by_branch in findings.differences.items()
@@ -65,7 +65,6 @@ def _differences(findings: EvaluationFindings) -> list[str]:
 
 
 def _verdict(change: Difference, least: float) -> str:
-    """Whether there is a difference, in a sentence."""
     if change.value is None or change.lacks(least):
         return "too few rows were scored for both, so that nothing is known about the difference."
     if change.interval is None:
@@ -106,9 +105,3 @@ def _interval(mean: Mean, sign: str = "") -> str:
         return UNKNOWN
     low, high = (_number(end, sign) for end in mean.interval)
     return f"{low} to {high}{FEW if mean.is_few else ''}"
-
-
-def _p(change: Difference) -> str:
-    if change.p is None:
-        return UNKNOWN
-    return "<0.001" if change.p < 0.001 else f"{change.p:.3f}"

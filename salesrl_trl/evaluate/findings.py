@@ -22,8 +22,7 @@ LABELS = ("A", "B")
 
 
 class Scored(NamedTuple):
-    """An answer without its text: its reward, its length in tokens, and whether it reached `max_completion_length`
-    without an end."""
+    """An answer's reward, its length in tokens, and whether it reached `max_completion_length` without an end."""
 
     reward: Reward
     tokens: int
@@ -57,7 +56,6 @@ class GroupOfRows:
     tokens: float
     """Mean length of an answer."""
     truncated: float
-    """Share of answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +74,10 @@ class AnsweredRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationFindings:
-    """The result of an evaluation."""
-
     policies: Sequence[str]
-    """As given."""
     rows: Sequence[SalesRow]
     seed: int
     samples: int
-    """Sampled answers to each row."""
     answered: Sequence[AnsweredRow]
     """By policy, then by mode."""
     differences: Mapping[str, Mapping[str, Difference]]
@@ -150,9 +144,8 @@ def findings_of(
     seed: int,
     least: float,
 ) -> EvaluationFindings:
-    """The figures of an evaluation of one or two `policies`. `answers` are those of each policy, in each of the
-    `modes`, to all `rows`; those of a row stand beside each other. A branch without a row is left out. A mean or a
-    difference counts if the share `least` of its rows has a value."""
+    """The figures of an evaluation of one or two `policies`, from the answers of each in each of the `modes` to all
+    `rows`. A mean or a difference counts if the share `least` of its rows has a value."""
     places = {ALL: list(range(len(rows)))}
     places |= {branch: [place for place, row in enumerate(rows) if row.branch == branch] for branch in branches}
     places = {name: of_branch for name, of_branch in places.items() if of_branch}

@@ -1,7 +1,6 @@
 """The policies of an evaluation: where each lies, its settings, and the rows that all of them answer.
 
-Owns the settings in which an evaluation differs from a run. Loads no weights. Called by
-`evaluate.__main__`.
+Loads no weights. Called by `evaluate.__main__`.
 """
 
 import copy
@@ -54,7 +53,6 @@ class EvaluatedPolicy:
     path: str | None
     """Folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy."""
     adapter: Path | None = None
-    """Folder of a LoRA adapter."""
 
     @property
     def is_small(self) -> bool:
@@ -63,8 +61,7 @@ class EvaluatedPolicy:
 
 
 def policy_of(name: str) -> EvaluatedPolicy:
-    """The policy of a folder or model id. Raises `ConfigError` if the folder holds none, or an adapter that does not
-    say which model it belongs to."""
+    """The policy of a folder or model id. Raises `ConfigError` without one, or for an adapter without a base."""
     folder = Path(name).expanduser()
     if (folder / ADAPTER).is_file():
         base = _read(folder / ADAPTER).get("base_model_name_or_path")
@@ -87,9 +84,8 @@ def policy_of(name: str) -> EvaluatedPolicy:
 
 
 def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:
-    """The settings of the run that the policies are of. Raises as `parse` does. A recipe that names no model trains
-    the small policy, with settings for it. Another model than the small policy takes the settings for a named
-    model."""
+    """The settings of the run that the policies are of. A recipe that names no model trains the small policy, with
+    settings for it. Another model takes the settings for a named model."""
     config = parse(argv, recipe)
     others = [policy.path for policy in policies if policy.path is not None and not policy.is_small]
     if config.model.model_name_or_path is None and others:
@@ -106,8 +102,7 @@ def evaluated(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
 
 
 def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
-    """Check everything that can be checked before a model is loaded. The plans have the same rows and prompts. A run
-    writes into `output_dir`. Of the held-out rows all are taken, or the number `rows`, evenly over the branches.
+    """Check all that can be checked before a model is loaded. The plans have the same held-out rows, all or so many.
     Raises `SalesRLError` if a setting, a file or a policy is not as expected."""
     training = evaluated(config.training, output_dir)
     if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":

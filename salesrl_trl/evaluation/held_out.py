@@ -1,7 +1,6 @@
 """The full evaluations of the held-out rows: a line each, their file, and the first compared with the last.
 
-Owns the wording, the file, and the standard error of a change. The figures are those that the trainer has logged. The
-trainer has it as a callback.
+The figures are those that the trainer has logged. The trainer has it as a callback.
 """
 
 import json
@@ -9,7 +8,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -35,80 +34,65 @@ class EvaluatedCompletion(NamedTuple):
     reward: float | None
 
 
+@dataclass(eq=False, repr=False)
 class HeldOut(TrainerCallback):
-    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`.
-
-    At the end of training it compares the first with the last, and shows so many `examples` of conversations with both
-    completions. A resumed run goes on with the file.
+    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
+    the end of training it compares the first with the last, and shows so many `examples` with both completions.
 
     `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and
-    `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If they
-    `are_actions`, there are more figures. If `is_cut`, the budget ended before all were scored: the evaluation is not
-    kept, and a resumed run makes it again.
+    `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If
+    `is_cut`, the budget ended before all were scored: the evaluation is not kept, and a resumed run makes it again.
     """
 
-    def __init__(
-        self,
-        branches: Sequence[str],
-        output_dir: Path,
-        drain_rewards: Callable[[], Sequence[float]],
-        drain_written: Callable[[], Sequence[EvaluatedCompletion]],
-        *,
-        num_generations: int,
-        examples: int = 0,
-        are_actions: bool = True,
-        is_cut: Callable[[], bool] = bool,
-    ) -> None:
-        self._branches = branches
-        self._path = output_dir / HELD_OUT_FILE
-        self._drain_rewards = drain_rewards
-        self._drain_written = drain_written
-        self._num_generations = num_generations
-        self._examples = examples
-        self._are_actions = are_actions
-        self._is_cut = is_cut
-        self._evaluations: list[_Evaluation] = []
+    branches: Sequence[str]
+    output_dir: Path
+    drain_rewards: Callable[[], Sequence[float]]
+    drain_written: Callable[[], Sequence[EvaluatedCompletion]]
+    _: KW_ONLY
+    num_generations: int
+    examples: int = 0
+    are_actions: bool = True
+    is_cut: Callable[[], bool] = bool
+    _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         self._evaluations = []
         if state.is_world_process_zero and state.global_step:
-            evaluations = _read(self._path)
+            evaluations = _read(self.output_dir / HELD_OUT_FILE)
             self._evaluations = [before for before in evaluations if before.step <= state.global_step]
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
         invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
-        figures = {
-            REWARD: logged.get(REWARD),
-            **{branch: logged.get(reward_of(branch)) for branch in self._branches},
-        }
-        if self._are_actions:
+        figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in self.branches}}
+        if self.are_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
-        rewards, written = self._drain_rewards(), self._drain_written()
+        rewards, written = self.drain_rewards(), self.drain_written()
         scored = sum(not math.isnan(reward) for reward in rewards)
         share = f"{scored} of {len(rewards)} completions were scored"
-        if self._is_cut():
+        if self.is_cut():
             if state.is_world_process_zero:
                 logger.info(f"[HeldOut@{state.global_step}] left out: the budget ended when {share}")
             return
-        rows = row_means(rewards, self._num_generations)
+        rows = row_means(rewards, self.num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
         self._evaluations = [evaluation for evaluation in self._evaluations if evaluation.step != state.global_step]
-        examples = spread(written[:: self._num_generations], self._examples)
+        examples = spread(written[:: self.num_generations], self.examples)
         self._evaluations.append(_Evaluation(state.global_step, figures, rows, examples))
         if not state.is_world_process_zero:
             return
         few = "" if scored == len(rewards) else f"; {share}"
         logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}{few}")
         records = [{"step": evaluation.step, **evaluation.figures} for evaluation in self._evaluations]
+        path = self.output_dir / HELD_OUT_FILE
         try:
-            write_whole(self._path, json.dumps(records, indent=2) + "\n")
+            write_whole(path, json.dumps(records, indent=2) + "\n")
         except OSError as error:  # a full disk must not keep the other ranks waiting
-            logger.warning(f"{self._path} can't be written ({type(error).__name__})")
+            logger.warning(f"{path} can't be written ({type(error).__name__})")
         if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
             self._compare()
 
@@ -171,9 +155,8 @@ def spread(items: Sequence[T], number: int) -> list[T]:
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
-    """Mean reward of each row, from the rewards of all completions; a row's completions are neighbours. A missing
-    reward is NaN. A row is NaN if fewer than half of its completions could be scored: while services are down only
-    invalid actions have a reward, whose mean would not be the row's."""
+    """Mean reward of each row, NaN if fewer than half of its completions, which are neighbours, have one: while
+    services are down only invalid actions have a reward, whose mean would not be the row's."""
     rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
     scored = [[reward for reward in row if not math.isnan(reward)] for row in rows]
     return [

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from datasets import Dataset
@@ -17,12 +18,7 @@ from datasets import Dataset
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.evaluation.quick_figures import BETA, OWN_FIGURES, checked_figures
-from salesrl_trl.evaluation.quick_record import (
-    QuickEvalHistory,
-    QuickEvalSettings,
-    QuickEvaluation,
-    evaluation_of,
-)
+from salesrl_trl.evaluation.quick_record import QuickEvalHistory, QuickEvalSettings, QuickEvaluation, evaluation_of
 from salesrl_trl.evaluation.subject import Processes, Subject
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.names import (
@@ -41,6 +37,7 @@ from salesrl_trl.types import Example, Outcome
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class QuickEvaluator:
     """Evaluates a policy every few steps. All ranks call each method together.
 
@@ -50,40 +47,33 @@ class QuickEvaluator:
     if one of the figures is none, or has a name that is taken.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        rows: Sequence[Example],
-        *,
-        branches: Sequence[str],
-        settings: QuickEvalSettings,
-        output_dir: Path,
-        least_scored: float,
-        ranks: Processes,
-        timeline: Timeline,
-        is_cut: Callable[[], bool] = bool,
-    ) -> None:
-        self._subject = subject
-        self._is_cut = is_cut
-        self._rows = rows
-        self._branches = branches
-        self._settings = settings
-        self._figures = checked_figures(settings.figures, branches)
+    subject: Subject
+    rows: Sequence[Example]
+    _: KW_ONLY
+    branches: Sequence[str]
+    settings: QuickEvalSettings
+    output_dir: Path
+    least_scored: float
+    ranks: Processes
+    timeline: Timeline
+    is_cut: Callable[[], bool] = bool
+
+    def __post_init__(self) -> None:
+        self._figures = checked_figures(self.settings.figures, self.branches)
         self.figure_names = tuple(figure.name for figure in (*OWN_FIGURES, *self._figures))
-        """Names of the figures of each branch."""
-        self._ranks = ranks
-        self._timeline = timeline
-        self._history = QuickEvalHistory(output_dir / QUICK_EVAL_FILE, settings.best, least_scored)
-        self._best = BestPolicy(output_dir, settings.best, ranks)
+        path, by = self.output_dir / QUICK_EVAL_FILE, self.settings.best
+        self._history = QuickEvalHistory(path, by, self.least_scored)
+        self._best = BestPolicy(self.output_dir, by, self.ranks)
         self._evaluated_step = 0
 
     def run_begins(self, step: int) -> None:
         """Go on with the record of the run so far, after so many optimizer steps."""
-        is_main = self._ranks.index == 0
-        records, kept_step = self._ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
+        is_main = self.ranks.index == 0
+        records, kept_step = self.ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
         self._history.resume(records, step)
         # A run may have ended between a step's checkpoint and its evaluation. Then this evaluation is still due
-        self._evaluated_step = step if self._history.has(step) else 0
+        is_made = any(evaluation.step == step for evaluation in self._history.evaluations)
+        self._evaluated_step = step if is_made else 0
         best = self._history.best
         if kept_step is None or (best is not None and best.step == kept_step):
             return
@@ -95,30 +85,30 @@ class QuickEvaluator:
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate after this optimizer step, if an evaluation is due and was not made yet."""
-        if step % self._settings.steps == 0 and step != self._evaluated_step:
+        if step % self.settings.steps == 0 and step != self._evaluated_step:
             self._evaluated_step = step
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
         started = time.perf_counter()
-        with self._timeline.phase(Phase.EVALUATION):
-            answers = self._ranks.gather(self._subject.answer(self._rows))
-            if self._is_cut():  # the run ends, and a resume evaluates again
-                if self._ranks.index == 0:
+        with self.timeline.phase(Phase.EVALUATION):
+            answers = self.ranks.gather(self.subject.answer(self.rows))
+            if self.is_cut():  # the run ends, and a resume evaluates again
+                if self.ranks.index == 0:
                     logger.info(f"[QuickEval@{step}] left out: the budget ended before all rows were scored")
                 return
-            betas, seconds = self._subject.betas(), time.perf_counter() - started
-            evaluation = evaluation_of(answers, self._branches, betas, step, seconds, self._figures)
+            betas, seconds = self.subject.betas(), time.perf_counter() - started
+            evaluation = evaluation_of(answers, self.branches, betas, step, seconds, self._figures)
             # All ranks use the figures of the main rank, so that all of them save the policy, or none
-            evaluation = self._ranks.from_main(evaluation)
+            evaluation = self.ranks.from_main(evaluation)
             before = self._history.best
             is_best = self._history.add(evaluation)
-        with self._timeline.phase(Phase.CHECKPOINT):
-            is_kept = is_best and self._best.keep(evaluation, self._subject.save)
+        with self.timeline.phase(Phase.CHECKPOINT):
+            is_kept = is_best and self._best.keep(evaluation, self.subject.save)
             if is_best and not is_kept:
                 self._history.best = before  # the one in the folder is the one to beat
-        with self._timeline.phase(Phase.LOGGING):
-            if self._ranks.index == 0:
+        with self.timeline.phase(Phase.LOGGING):
+            if self.ranks.index == 0:
                 failed = Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
                 self._report(evaluation, failed, is_kept)
             overall = {REWARD: evaluation.reward, **evaluation.figures}
@@ -126,14 +116,14 @@ class QuickEvaluator:
             logged[QUICK_SECONDS] = evaluation.seconds
             for branch, figures in evaluation.branches.items():
                 logged |= {quick_of(branch, name): figures[name] for name in (*self.figure_names, BETA)}
-            self._subject.log(logged)
+            self.subject.log(logged)
 
     def _report(self, evaluation: QuickEvaluation, failed: Counter[str], is_kept: bool) -> None:
         reasons = "".join(f" {reason}={count}" for reason, count in sorted(failed.items()))
         logger.info(evaluation.line(self._figures) + (f" failures{reasons}" if failed else ""))
         logger.info(self._history.front_line())
         if is_kept:
-            by = self._settings.best or REWARD
+            by = self.settings.best or REWARD
             logger.info(f"[Best@{evaluation.step}] {by} {evaluation.score(by):.3f}, saved in {self._best.folder}")
         try:
             self._history.write()
@@ -142,9 +132,8 @@ class QuickEvaluator:
 
 
 def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> list[Example]:
-    """This rank's rows, from the trainer's `eval_dataset`, which may be anything that TRL takes. `rows` is their
-    number on all ranks together. Each rank has at least one. Raises `ConfigError` if there are no held-out rows, or
-    fewer than processes."""
+    """This rank's rows, at least one, from the trainer's `eval_dataset`. `rows` is their number on all ranks together.
+    Raises `ConfigError` if there are no held-out rows, or fewer than processes."""
     if not isinstance(dataset, Dataset):
         raise ConfigError(
             f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
@@ -195,8 +184,7 @@ class BestPolicy:
 
     def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
         """Save the policy in place of the best one before: `save` writes it into a folder, on all ranks together.
-        Returns on all ranks whether it was saved. If not, because the disk is full for example, the one before stays,
-        and a line says so."""
+        Returns on all ranks whether it was saved. If not, the one before stays, and a line says so."""
         fresh = self.folder.with_name(f"{BEST_FOLDER}.new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)

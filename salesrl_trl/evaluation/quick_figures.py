@@ -72,8 +72,7 @@ def mean_reward(answers: Iterable[Answered]) -> float | None:
 
 
 def kl_per_token(answers: Iterable[Answered]) -> float | None:
-    """KL to the reference policy in nats per token, as the loss estimates it, along the greedy answers. `None` without
-    a reference."""
+    """KL to the reference policy along the greedy answers, in nats per token; `None` without a reference."""
     measured = [(answer.kl, answer.kl_tokens) for answer in answers if answer.kl is not None and answer.kl_tokens]
     return sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
 
@@ -86,7 +85,6 @@ OWN_FIGURES: tuple[Figure, ...] = (
 )
 """In the order of the record."""
 TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *(figure.name for figure in OWN_FIGURES)})
-"""Names that the record has already."""
 
 
 def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:

@@ -9,15 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.evaluation.quick_figures import (
-    BETA,
-    OWN_FIGURES,
-    SCORE,
-    WORST_BRANCH,
-    Figure,
-    mean_reward,
-    measure,
-)
+from salesrl_trl.evaluation.quick_figures import BETA, OWN_FIGURES, SCORE, WORST_BRANCH, Figure, mean_reward, measure
 from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.ground.process import write_whole
@@ -49,7 +41,6 @@ class QuickEvaluation:
     """One evaluation, with the fields of its record in their order."""
 
     step: int
-    """Optimizer steps before it."""
     reward: float | None
     """Mean reward of all answers that could be scored."""
     branches: Mapping[str, Mapping[str, Any]]
@@ -58,14 +49,12 @@ class QuickEvaluation:
     your own. A figure is `None` if it could not be measured."""
     seconds: float
     mode: str = "greedy"
-    """The way of sampling."""
     figures: Mapping[str, float | None] = field(default_factory=dict)
     """Figures of your own over the answers of all branches, by name."""
 
     def score(self, by: str, least_scored: float = 0.0) -> float | None:
-        """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name, or the name of one of
-        `figures`. `None` if it could not be measured, or if less than the share `least_scored` of one of its branches
-        was scored: a few lucky answers are no evaluation."""
+        """The figure that selects the best policy (`QuickEvalSettings.best`). `None` if it could not be measured, or
+        less than the share `least_scored` of one of its branches was scored: a few lucky answers are no evaluation."""
         of_all = by in (WORST_BRANCH, REWARD, *self.figures)
         about = [measured for name, measured in self.branches.items() if measured["rows"] and (of_all or by == name)]
         scores = [measured[SCORE] for measured in about if measured["scored"] >= least_scored * measured["rows"]]
@@ -110,8 +99,7 @@ def evaluation_of(
     seconds: float,
     figures: Sequence[Figure] = (),
 ) -> QuickEvaluation:
-    """The evaluation after so many optimizer steps, from its answers. `betas` has the coefficient of each branch that
-    has one. `figures` come beside the package's own."""
+    """The evaluation after `step` optimizer steps, from its answers. `figures` come beside the package's own."""
     by_branch = {}
     for branch in branches:
         own = [answer for answer in answers if answer.branch == branch]
@@ -132,9 +120,8 @@ def evaluation_of(
 
 
 class QuickEvalHistory:
-    """The evaluations of a run, kept in a file that a resumed run goes on with. The figure `best` selects the best
-    policy. `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is
-    compared."""
+    """The evaluations of a run, in a file that a resumed run goes on with. The figure `best` selects the best policy,
+    if the share `least_scored` of each branch's answers was scored."""
 
     def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
         self.path = path
@@ -150,10 +137,6 @@ class QuickEvalHistory:
             if record["step"] <= step:
                 self.add(QuickEvaluation.from_dict(record))
 
-    def has(self, step: int) -> bool:
-        """Whether there is an evaluation of this step."""
-        return any(evaluation.step == step for evaluation in self.evaluations)
-
     def read(self) -> list[Record]:
         """The record on disk, up to the first line that is not whole."""
         if not self.path.is_file():
@@ -167,7 +150,6 @@ class QuickEvalHistory:
         return records
 
     def write(self) -> None:
-        """Bring the record on disk up to date."""
         lines = [
             json.dumps({**evaluation.as_dict(), "best": self._best is not None and evaluation is self.best})
             for evaluation in self.evaluations

@@ -1,11 +1,7 @@
 """The mean of some rows with its interval, the difference of two policies on the same rows, and the Pareto front.
 
-Owns the statistics, by the standard library alone. `python -m salesrl_trl.evaluate` and the records of evaluations
-call it. A row is one observation: its value is the mean reward of its answers, so that ten answers to a row count no
-more than one. A row without a value is left out and counted, never taken for a number.
-
-Intervals and p-values are those of Student's t over rows. With them an interval excludes 0 exactly where p is below
-0.05. A bootstrap of so few rows as an evaluation has is too narrow (docs/EVALUATION.md compares the two).
+A row is one observation. One without a value is left out and counted, never taken for a number. Intervals are those of
+Student's t over rows: a bootstrap of so few rows would be too narrow (docs/EVALUATION.md compares the two).
 """
 
 import functools
@@ -26,7 +22,6 @@ class Mean:
     """The mean of the rows that have a value."""
 
     total: int
-    """All rows."""
     rows: int
     """Rows with a value."""
     value: float | None
@@ -36,7 +31,6 @@ class Mean:
 
     @property
     def is_few(self) -> bool:
-        """Whether the interval is of too few rows to rely on."""
         return self.rows < FEW_ROWS
 
     def lacks(self, least: float) -> bool:
@@ -53,11 +47,9 @@ class Difference(Mean):
     better: int
     """Rows in which the second policy has the higher value."""
     worse: int
-    """Rows in which it has the lower one."""
 
     @property
     def equal(self) -> int:
-        """Rows in which both have the same."""
         return self.rows - self.better - self.worse
 
     @property
@@ -70,16 +62,12 @@ def mean_of(values: Sequence[float]) -> Mean:
     """The mean of the rows. A row without a value is NaN."""
     known = [value for value in values if not math.isnan(value)]
     return Mean(
-        total=len(values),
-        rows=len(known),
-        value=statistics.fmean(known) if known else None,
-        interval=_interval(known),
+        total=len(values), rows=len(known), value=statistics.fmean(known) if known else None, interval=_interval(known)
     )
 
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """The difference of two policies, by their values on the same rows in the same order. A row without a value is
-    NaN."""
+    """The difference of two policies, by their values on the same rows; a row without a value is NaN."""
     changes = [after - before for before, after in zip(first, second, strict=True)]
     mean = mean_of(changes)
     known = [0.0 if abs(change) < SAME else change for change in changes if not math.isnan(change)]
@@ -138,12 +126,9 @@ def _interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...]:
-    """Indices of the points that no other point dominates, in the order of the points.
-
-    A point has scores by branch, higher is better. It dominates another if it is at least as high in every branch and
-    higher in one. So equal points do not dominate each other, and are on the front together or not at all. A point
-    that lacks a branch which another point names, or has `None` or NaN for it, can't be compared and is left out.
-    """
+    """Indices of the points that no other point dominates, in the order of the points. A point has scores by branch,
+    higher is better. It dominates another if it is at least as high in every branch and higher in one. A point that
+    lacks a branch which another point names, or has `None` or NaN for it, can't be compared and is left out."""
     branches = sorted({branch for point in points for branch in point})
     whole: dict[int, tuple[float, ...]] = {}
     for index, point in enumerate(points):
@@ -152,10 +137,9 @@ def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...
         if known and len(known) == len(branches):
             whole[index] = known
     return tuple(
-        index for index, scores in whole.items() if not any(_dominates(other, scores) for other in whole.values())
+        index
+        for index, scores in whole.items()
+        if not any(
+            other != scores and all(a >= b for a, b in zip(other, scores, strict=True)) for other in whole.values()
+        )
     )
-
-
-def _dominates(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether `point` is nowhere lower than `other`, and higher somewhere."""
-    return point != other and all(a >= b for a, b in zip(point, other, strict=True))

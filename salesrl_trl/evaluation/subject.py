@@ -24,33 +24,26 @@ class Answered:
     text: str
     """The policy's answer, without special tokens. It may quote a customer: not for logs."""
     reward: Reward
-    """Its value or the reason for a missing value, and its components."""
     tokens: int
-    """Length of the answer."""
     truncated: bool
     """Whether it reached `max_completion_length` without an end."""
     kl: float | None = None
     """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0
-    """Tokens in that sum."""
 
 
 class Subject(Protocol):
-    """The policy that is evaluated. A quick evaluation knows no more of a trainer. All ranks call each method
-    together."""
+    """The policy that is evaluated. All ranks call each method together."""
 
     def answer(self, rows: Sequence[Example], /) -> list[Answered]:
-        """Answer this rank's rows greedily and have the answers scored, in the order of the rows. Training and the
-        figures of other evaluations stay as they are."""
+        """Answer this rank's rows greedily, and score the answers, in their order. Training stays as it is."""
         ...
 
     def betas(self) -> Mapping[str, float]:
         """The current KL coefficients by branch. Empty without a KL target."""
         ...
 
-    def save(self, folder: Path, /) -> None:
-        """Write the policy into the folder."""
-        ...
+    def save(self, folder: Path, /) -> None: ...
 
     def log(self, figures: Mapping[str, float | None], /) -> None:
         """Log figures under their names. `None` is left out of TensorBoard."""
@@ -65,7 +58,6 @@ class Processes:
 
     @property
     def count(self) -> int:
-        """Their number."""
         return int(self._state.num_processes)
 
     @property
@@ -82,5 +74,4 @@ class Processes:
         return cast(T, broadcast_object_list([value])[0])
 
     def wait(self) -> None:
-        """Wait until all processes call it."""
         self._state.wait_for_everyone()

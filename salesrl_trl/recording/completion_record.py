@@ -1,7 +1,7 @@
 """What happens on the way of one completion: its action, answers, verdicts, and every request that is sent for it.
 
-Owns the notes alone. The chain of a reward begins one where it begins to score. What runs on that completion's behalf
-finds it by the context, so calls need no further argument. The writer puts it into the file.
+The chain of a reward begins a record where it begins to score. What runs on that completion's behalf finds it by the
+context, so calls need no further argument. The writer puts it into the file.
 """
 
 import contextlib
@@ -26,8 +26,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What a judge said by one rubric: two scores, `None` if there was no verdict, and its words or the code of its
-    failure."""
+    """What a judge said by one rubric: two scores, `None` without a verdict, and words or a failure's code."""
 
     candidate: float | None
     reference: float | None
@@ -44,11 +43,9 @@ class CompletionRecord:
     """JSON value of the 8B endpoint's answer; `reference` of the 32B endpoint's."""
     reference: object = None
     verdicts: dict[str, Judged] = field(default_factory=dict)
-    """By rubric."""
     calls: list[Call] = field(default_factory=list)
 
     def drain_calls(self) -> list[Call]:
-        """The calls since the last time."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -73,11 +70,9 @@ class CallNote:
         self._record = _CURRENT.get()
         self._service, self._path, self._request = service, path, request or b""
         self.answer: bytes | None = None
-        self._began = self._time = 0.0
 
     def __enter__(self) -> "CallNote":
-        if self._record is not None:
-            self._began, self._time = time.perf_counter(), time.time()
+        self._began, self._time = time.perf_counter(), time.time()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

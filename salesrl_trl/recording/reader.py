@@ -80,8 +80,7 @@ def digest(text: str) -> bytes:
 
 
 def as_json(value: object, *, sort_keys: bool = False) -> str:
-    """JSON without spaces. The name of its type stands for what JSON does not know, with a hash of its bytes: of a
-    picture, a tensor, binary columns. A date is its text."""
+    """JSON without spaces. A date is its text; what JSON does not know, its type with a hash of its bytes."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys, default=_stand_in)
 
 
@@ -131,8 +130,7 @@ def address(path: Path) -> str:
 
 
 def open_record(path: Path) -> sqlite3.Connection:
-    """One file for reading, with rows by name. Another thread may use it. Raises `ConfigError` for a file that is no
-    record, or one of another version."""
+    """One file for reading, by any thread. Raises `ConfigError` for one that is no record, or of another version."""
     try:
         if path.suffix == PACKED:
             file = sqlite3.connect(":memory:", check_same_thread=False)
@@ -150,8 +148,7 @@ def open_record(path: Path) -> sqlite3.Connection:
 
 
 def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
-    """All completions of a run, rank by rank, in their order; of one `mode`, `"train"` or `"eval"`, if it is given.
-    Raises `ConfigError` for a run without a record."""
+    """All completions of a run or of one `mode`, rank by rank. Raises `ConfigError` without a record."""
     files = record_files(run)
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")

@@ -81,7 +81,6 @@ CREATE INDEX calls_by_completion ON calls (completion);
 
 
 def record_file(run: Path, rank: int) -> Path:
-    """The file of one rank."""
     return run / FOLDER / f"rank-{rank}{SUFFIX}"
 
 

@@ -1,8 +1,7 @@
-"""The file that grows beside training.
+"""The file that grows beside training. `telemetry.instruments` holds the writer.
 
-Owns the thread that writes, what is kept of a step, the size of the file, and the filter of texts. A batch is handed
-over as plain values and costs its caller a moment. What the disk does not take in time, and what can't be written, is
-left out and counted, never waited for. `telemetry.instruments` holds it, `rollout.rollout_scoring` makes the batches.
+A batch is handed over as plain values and costs its caller a moment. What the disk does not take in time, and what
+can't be written, is left out and counted, never waited for.
 """
 
 import logging
@@ -14,7 +13,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -82,34 +81,28 @@ class Batch:
     time: float = field(default_factory=time.time)
 
 
+@dataclass(eq=False, repr=False)
 class Recorder:
-    """Writes the record of one rank to `path`, a `schema.record_file`.
-
-    Beyond `most_bytes` its oldest steps go, and a line says so once. `clean` is applied to every text. `meta` has
-    facts of the run, no secrets: `run` is its id, the same on all ranks. `after` is the step of the checkpoint from
-    which the run goes on: then a file of this run is gone on with, without later steps, and `others`, the files of
-    ranks that the run has no more, lose these too. Every other file is replaced.
+    """Writes the record of one rank to `path`, a `schema.record_file`. Beyond `most_bytes` its oldest steps go, and a
+    line says so once. `clean` is applied to every text. `meta` has facts of the run, no secrets: `run` is its id, the
+    same on all ranks. `after` is the step of the checkpoint from which the run goes on: then a file of this run is
+    gone on with, without later steps, and `others`, the files of ranks that the run has no more, lose these too.
+    Every other file is replaced.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        most_bytes: int | None = None,
-        clean: Filter | None = None,
-        meta: Mapping[str, str] | None = None,
-        after: int | None = None,
-        others: Sequence[Path] = (),
-    ) -> None:
-        self._path = path
-        self._after = after
-        self._others = others
-        self._was_evaluated = after is None
+    path: Path
+    _: KW_ONLY
+    most_bytes: int | None = None
+    clean: Filter | None = None
+    meta: Mapping[str, str] = field(default_factory=dict)
+    after: int | None = None
+    others: Sequence[Path] = ()
+
+    def __post_init__(self) -> None:
+        self._was_evaluated = self.after is None
         self._was_locked = False
         self._has_dropped = False
-        self._most_bytes = most_bytes
-        self._clean = clean or (lambda text: text)
-        self._meta = dict(meta or {})
+        self._clean = self.clean or (lambda text: text)
         self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
         self._left_out = 0
         self._unfit = 0
@@ -128,7 +121,7 @@ class Recorder:
         except queue.Full:
             self._left_out += 1
             if self._left_out == 1:
-                logger.warning(f"[Record] {self._path} takes too long to write: step {batch.step} is left out of it")
+                logger.warning(f"[Record] {self.path} takes too long to write: step {batch.step} is left out of it")
 
     def close(self) -> None:
         """Write what is still there."""
@@ -142,12 +135,12 @@ class Recorder:
             pass
         if thread.is_alive():
             logger.warning(
-                f"[Record] {self._path} is not written to its end: the disk does not answer, or it is locked"
+                f"[Record] {self.path} is not written to its end: the disk does not answer, or it is locked"
             )
         if self._left_out:
-            logger.warning(f"[Record] {self._left_out} batches are not in {self._path}")
+            logger.warning(f"[Record] {self._left_out} batches are not in {self.path}")
         if self._unfit:
-            logger.warning(f"[Record] {self._unfit} entries that could not be written are not in {self._path}")
+            logger.warning(f"[Record] {self._unfit} entries that could not be written are not in {self.path}")
 
     # On the writer's thread
 
@@ -160,7 +153,7 @@ class Recorder:
         except Exception as error:  # whatever it is, training goes on
             self._is_broken = True
             logger.warning(
-                f"[Record] {self._path} can't be written ({type(error).__name__}: {error}). Training goes on without "
+                f"[Record] {self.path} can't be written ({type(error).__name__}: {error}). Training goes on without "
                 "a record."
             )
             while self._queue.get() is not None:  # `close` waits for room
@@ -177,23 +170,23 @@ class Recorder:
             if not self._was_locked:
                 self._was_locked = True
                 logger.warning(
-                    f"[Record] {self._path} is locked by another process: batches wait, {WAITING_BATCHES} at most"
+                    f"[Record] {self.path} is locked by another process: batches wait, {WAITING_BATCHES} at most"
                 )
             time.sleep(LOCK_PAUSE_S)
 
     def _opened(self) -> sqlite3.Connection:
-        if self._after is not None:
-            for path in self._others:
+        if self.after is not None:
+            for path in self.others:
                 try:
                     with closing(sqlite3.connect(path)) as other, other:
-                        drop_after(other, self._after)
+                        drop_after(other, self.after)
                 except sqlite3.Error as error:
                     if is_locked(error):
                         raise
                     logger.warning(
-                        f"[Record] {path} keeps its steps after {self._after}: it can't be written ({error})"
+                        f"[Record] {path} keeps its steps after {self.after}: it can't be written ({error})"
                     )
-        return opened(self._path, self._meta, after=self._after)
+        return opened(self.path, self.meta, after=self.after)
 
     def _take(self, file: sqlite3.Connection, batch: Batch) -> None:
         before = _used_bytes(file)
@@ -208,12 +201,12 @@ class Recorder:
             # The words of an error, such as that of a filter, may quote a customer.
             place = traceback.extract_tb(unfit[0].__traceback__)[-1]
             logger.warning(
-                f"[Record] an entry of step {batch.step} is left out of {self._path}: {type(unfit[0]).__name__} at "
+                f"[Record] an entry of step {batch.step} is left out of {self.path}: {type(unfit[0]).__name__} at "
                 f"{place.filename}:{place.lineno}. Further ones are counted"
             )
         self._unfit += len(unfit)
-        if self._most_bytes is not None:
-            self._make_room(file, self._most_bytes, 2 * (_used_bytes(file) - before))  # batches differ
+        if self.most_bytes is not None:
+            self._make_room(file, self.most_bytes, 2 * (_used_bytes(file) - before))  # batches differ
 
     def _write(self, file: sqlite3.Connection, batch: Batch, advantages: Sequence[float | None]) -> list[Exception]:
         """Write a batch. Returns the errors of what can't be written."""
@@ -303,7 +296,7 @@ class Recorder:
         if dropped is not None and not self._has_dropped:
             self._has_dropped = True
             logger.warning(
-                f"[Record] {self._path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record_settings`): it has "
+                f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record_settings`): it has "
                 f"no steps up to {dropped} any more, and drops the oldest from here on"
             )
 
@@ -339,9 +332,8 @@ def drop_after(file: sqlite3.Connection, step: int) -> None:
 
 
 def _drop_oldest(file: sqlite3.Connection) -> int | None:
-    """Delete the oldest steps, about a tenth of the completions; where one step is left, its oldest batch. Calls of no
-    completion go with the batch that they came with. Returns the last step that is gone; `None` where one batch is
-    left, which stays."""
+    """Delete the oldest steps, about a tenth of the completions, or of one step its oldest batch, with its calls of no
+    completion. Returns the last step that is gone; `None` where one batch is left, which stays."""
     [count, newest] = file.execute("SELECT count(*), max(step) FROM completions").fetchone()
     oldest = "SELECT max(step) FROM (SELECT step FROM completions WHERE step < ? ORDER BY step LIMIT ?)"
     [step] = file.execute(oldest, (newest, max(int(count * (1 - PART_TO_KEEP)), 1))).fetchone()
@@ -410,7 +402,6 @@ def add_text(file: sqlite3.Connection, text: str) -> int:
 
 
 def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[str, Judged]) -> None:
-    """What judges said of a completion."""
     for rubric, judged in verdicts.items():
         insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(judged)})
 

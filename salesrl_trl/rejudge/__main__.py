@@ -1,9 +1,7 @@
 """`python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]`.
 
-Judges a recorded run again, and says how much rewards and advantages would have changed. Owns the command line and the
-order: settings, the record, verdicts, comparison, the new record.
-
-Exit code: 0; 2 for wrong input; 3 if a service did not work; 130 after Ctrl-C.
+Judges a recorded run again, and says how much rewards and advantages would have changed. Exit code: 0; 2 for wrong
+input; 3 if a service did not work; 130 after Ctrl-C.
 """
 
 import dataclasses
@@ -127,7 +125,6 @@ def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def text_of(compared: "Sequence[ScoreChange]") -> str:
-    """The comparison for people."""
     rows = [
         (
             change.branch,

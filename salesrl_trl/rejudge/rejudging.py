@@ -63,8 +63,7 @@ def rejudged(
 
 
 def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float]) -> Reward:
-    """Combines the new packaged reward with the recorded numbers of other functions. With one function: `new`
-    unchanged. `weights` are in the order of the functions."""
+    """Combines the new packaged reward with the recorded numbers of other functions. `weights` are in their order."""
     if len(weights) == 1:
         return new
     if old.reward is not None and not old.functions:
@@ -128,8 +127,7 @@ def _replace(
 
 
 class RecordedRag:
-    """A `RagBackend` that asks nobody: it has the recorded completions' answers to the rows, which are given by id.
-    Its transports are for the figures, which stay at 0."""
+    """A `RagBackend` that asks nobody: it has the recorded answers. The figures of its transports stay 0."""
 
     identity = "record"
 
@@ -149,11 +147,9 @@ class RecordedRag:
     async def chat_8b(
         self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
-        """As `RagBackend.chat_8b`."""
         return self._answer("rag_8b", _key(context, ids, action.as_dict()))
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
-        """As `RagBackend.chat`."""
         return self._answer("rag_32b", _key(context, ids, None))
 
     async def aclose(self) -> None:

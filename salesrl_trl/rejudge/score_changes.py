@@ -39,7 +39,6 @@ class ScoreChange:
     """Spearman's, of these rewards, in [-1, 1]; NaN where all are equal."""
     advantage_correlation: float
     mean_shift: float
-    """Mean distance of the advantages."""
     sign_flips: float
     """Share of them that changed sign: what was encouraged would have been discouraged, or the reverse."""
 

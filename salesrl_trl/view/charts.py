@@ -62,7 +62,6 @@ class Path(NamedTuple):
     """A shape of a picture."""
 
     d: str
-    """As in SVG."""
     stroke: str = "none"
     width: float = 1.7
     fill: str = "none"
@@ -83,7 +82,6 @@ class Chart:
     notes: Sequence[Tick] = ()
     """Words above the axes."""
     keys: Sequence[Line] = ()
-    """The legend's lines and colours."""
 
 
 class _Scale:
@@ -111,8 +109,7 @@ class _Scale:
 
 
 def _upward(values: Iterable[float], *, from_zero: bool) -> _Scale:
-    """The scale of the figures `values`. With `from_zero` it begins at 0, or is logarithmic where one figure would
-    hide the rest."""
+    """The scale of `values`; with `from_zero` from 0, or logarithmic where one figure would hide the rest."""
     values = list(values)
     low, high = min(values), max(values)
     ends = (HEIGHT - BOTTOM, TOP)

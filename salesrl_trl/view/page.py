@@ -1,8 +1,7 @@
 """The viewer's page: one HTML file with its scripts and style inside, for the server and for a file that stands alone.
 
-Owns how modules become one script, what the page may do (its Content-Security-Policy), and which completions a page
-without a server has. The sources in `assets` are plain ES modules, put one after the other here: there is no build
-step. `assets/vendor/preact.mjs` is Preact 11.2.0 as released on npm, MIT, 12 kB. Called by the viewer and its command.
+Owns its Content-Security-Policy, and which completions a page without a server has. The sources in `assets` are plain
+ES modules, put one after the other: there is no build step. `assets/vendor/preact.mjs` is Preact 11.2.0 (npm, MIT).
 """
 
 import base64
@@ -33,8 +32,7 @@ _VENDOR_EXPORT = re.compile(r"export\{([^}]*)\};\s*(//# sourceMappingURL=\S*\s*)
 
 
 class Page(NamedTuple):
-    """A page, and as its Content-Security-Policy what a browser may do: this script, this style, requests to the own
-    server or none."""
+    """A page, and its Content-Security-Policy: this script, this style, requests to the own server or none."""
 
     html: str
     policy: str
@@ -70,8 +68,7 @@ def _hash(text: str) -> str:
 
 
 def data_alone(index: Index, most: int = MOST) -> queries.Answer:
-    """What a page without a server shows of an index that was read to its end: all figures, and at most so many
-    completions. Each question of the page has here the answer that a server would give."""
+    """Answers to all questions of a page without a server: all figures, and at most so many completions."""
     with index.lock:
         items = _sample(index, most)
         state = queries.state(index)

@@ -1,8 +1,6 @@
-"""Answers to the viewer's questions.
+"""Answers to the viewer's questions, for the viewer and for a `page` that stands alone.
 
-Owns filters, orders and pages of lists, the figures by step and branch, the way of a row, the comparison of two runs,
-and one completion's whole way, which is read anew from its file. Values of a question only ever stand in parameters of
-SQL. Called by the viewer, and by `page` for one that stands alone.
+Values of a question only ever stand in parameters of SQL. A completion's whole way is read anew from its file.
 """
 
 import json
@@ -19,9 +17,6 @@ from salesrl_trl.view.record_index import Index, messages
 
 Params = Mapping[str, str]
 Answer = dict[str, Any]
-"""JSON."""
-Place = tuple[int, int, int]
-"""Of a completion: run, rank and id in the file."""
 
 EXCERPT, GROUP_EXCERPT = 200, 600
 """Characters of a text in a list, and in the list of a group."""
@@ -32,8 +27,8 @@ MOST_OF_A_ROW = 800
 MOST_WHOLE = 2**53
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
-SHOWN = ("step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward", "advantage",
-         "judge_s", "disagreement")  # fmt: skip
+SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward",
+         "advantage", "judge_s", "disagreement")  # fmt: skip
 _LOW, _HIGH = "-1e308", "1e308"
 ORDERS = {
     "newest": ("step", "DESC"),
@@ -64,7 +59,6 @@ def number(params: Params, name: str) -> float | None:
 
 
 def whole(params: Params, name: str, default: int = 0) -> int:
-    """A whole number of a question."""
     value = number(params, name)
     if value is not None and abs(value) > MOST_WHOLE:
         raise BadQuestionError(f"{name} is too large")
@@ -72,7 +66,6 @@ def whole(params: Params, name: str, default: int = 0) -> int:
 
 
 def _condition(index: Index, params: Params) -> tuple[str, list[Any]]:
-    """The condition of a filter in SQL, and its values."""
     terms, values = ["1"], list[Any]()
     if params.get("run"):
         terms.append("run = ?")
@@ -112,9 +105,9 @@ def state(index: Index) -> Answer:
 
 
 def listing(index: Index, params: Params) -> Answer:
-    """A page of the list: `total`, `items`, and `next`, which is `None` on the last page. `params` may have `run`, the
-    names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order` of `ORDERS`, and `after`,
-    the `next` of the page before."""
+    """A page of the list: `total`, `items`, and `next`, which the next question has as `after`, or `None`. `params`
+    may have `run`, the names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order` of
+    `ORDERS`."""
     order = params.get("order") or "newest"
     if order not in ORDERS:
         raise BadQuestionError(f"there is no order {order!r}")
@@ -139,14 +132,22 @@ def listing(index: Index, params: Params) -> Answer:
     return {"total": total, "items": items(index, shown), "next": last}
 
 
-def items(index: Index, rows: list[sqlite3.Row]) -> list[Answer]:
-    """Completions as lists show them, with the beginning of their texts."""
+def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, chars: int = EXCERPT) -> list[Answer]:
+    """Completions as lists show them, with the beginning of their texts, empty if a file was written anew."""
     places = [(row["run"], row["rank"], row["id"]) for row in rows]
-    texts = excerpts(index, places)
+    texts = dict.fromkeys(places, "")
+    by_file: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for run, rank, number in texts:
+        by_file[run, rank].append(number)
+    for (run, rank), numbers in by_file.items():
+        with closing(open_record(index.source(run, rank).path)) as file:
+            marks = ", ".join("?" * len(numbers))
+            query = f"SELECT id, substr(text, 1, ?) FROM completions WHERE id IN ({marks})"
+            texts |= {(run, rank, number): text for number, text in file.execute(query, (chars, *numbers))}
     return [
-        {"id": "-".join(map(str, place)), "run": row["run"], **{name: row[name] for name in SHOWN},
-         "text": texts[place]} for place, row in zip(places, rows, strict=True)
-    ]  # fmt: skip
+        {"id": "-".join(map(str, place)), "text": texts[place], **{name: row[name] for name in shown}}
+        for place, row in zip(places, rows, strict=True)
+    ]
 
 
 _OVERVIEW = """
@@ -223,20 +224,6 @@ def comparison(index: Index, params: Params) -> Answer:
     return {**dict(sums), "rows": [dict(row) for row in rows[:PAGE]], "next": offset + PAGE if more else None}
 
 
-def excerpts(index: Index, places: Iterable[Place], chars: int = EXCERPT) -> dict[Place, str]:
-    """The beginnings of texts. Empty where a file was written anew meanwhile."""
-    by_file: dict[tuple[int, int], list[int]] = defaultdict(list)
-    texts = dict.fromkeys(places, "")
-    for run, rank, number in texts:
-        by_file[run, rank].append(number)
-    for (run, rank), numbers in by_file.items():
-        with closing(open_record(index.source(run, rank).path)) as file:
-            marks = ", ".join("?" * len(numbers))
-            query = f"SELECT id, substr(text, 1, ?) FROM completions WHERE id IN ({marks})"
-            texts |= {(run, rank, number): text for number, text in file.execute(query, (chars, *numbers))}
-    return texts
-
-
 def completion(index: Index, name: str) -> Answer:
     """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
     numbers, and `messages`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
@@ -280,10 +267,4 @@ def _group(index: Index, run: int, row: sqlite3.Row) -> list[Answer]:
             "AND prompt_group = ? ORDER BY rank, place, id",
             (row["row"], row["step"], run, row["mode"], row["batch"], row["prompt_group"]),
         ).fetchall()
-    places = [(other["run"], other["rank"], other["id"]) for other in rows]
-    texts = excerpts(index, places, GROUP_EXCERPT)
-    return [
-        {"id": "-".join(map(str, place)), "text": texts[place],
-         **{name: other[name] for name in ("outcome", "reason", "reward", "advantage")}}
-        for place, other in zip(places, rows, strict=True)
-    ]  # fmt: skip
+    return items(index, rows, ("outcome", "reason", "reward", "advantage"), GROUP_EXCERPT)

@@ -1,8 +1,7 @@
 """What the viewer's lists need of every completion of some runs, kept up with files that grow.
 
-Owns tables of its own, in a temporary database without a name: the runs' files are only read, and have no index by
-reward or outcome. Owns which file and row a completion's id means, and the search for a text. `queries` asks it, the
-viewer's thread refreshes it.
+Owns tables in a temporary database, the search for a text, and which file and row an id means. The runs' files are
+only read, and have no index by reward or outcome. `queries` asks it, the viewer's thread refreshes it.
 """
 
 import json
@@ -73,8 +72,7 @@ class Source:
 
 
 def messages(prompt: object) -> list[dict[str, str]]:
-    """A prompt as messages. One that is a text is a message of the user. Of a content in parts, other parts than texts
-    stand by their names."""
+    """A prompt as messages. A text is the user's. Parts of a content that are no texts stand by their names."""
     if not isinstance(prompt, list):
         return [{"role": "user", "content": str(prompt)}]
     shown = []
@@ -89,11 +87,8 @@ def messages(prompt: object) -> list[dict[str, str]]:
 
 
 class Index:
-    """The completions of some runs, by their folders. Threads may share it: what touches `db` holds `lock`.
-
-    Raises:
-        ConfigError: a folder has no record, or one that was written by another version.
-    """
+    """The completions of some runs, by their folders. Threads may share it: what touches `db` holds `lock`. Raises
+    `ConfigError` for a folder without a record, or with one of another version."""
 
     def __init__(self, runs: list[Path]) -> None:
         for run in runs:
@@ -125,7 +120,6 @@ class Index:
         self.db.executescript(_TABLES)
 
     def close(self) -> None:
-        """Give the temporary file back."""
         with self.lock:
             self.db.close()
 
@@ -137,8 +131,7 @@ class Index:
         raise KeyError((run, rank))
 
     def find(self, word: str) -> None:
-        """Put the numbers of the completions with this word into the table `matches`: in their texts, their prompts or
-        the judge's words. Upper and lower case are the same."""
+        """Put into `matches` which completions have the word in text, prompt or the judge's words, in any case."""
         if self._searched != (word, self.version):
             self.db.execute("DELETE FROM matches")
             self.db.execute(_FIND, {"word": word.lower()})

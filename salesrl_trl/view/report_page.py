@@ -1,8 +1,7 @@
-"""The report of a run: which figures it shows, in which order and in which words, as one HTML page and as a text.
+"""The report of a run: which figures it shows, in which order and words, as one HTML page and as a text.
 
-Owns `main_figures`, which both show, and the sections of the page. `run_figures` computes, `charts` draws,
-`templates/report.html` writes and escapes. Called by `salesrl_trl.report`. A figure that the run did not log has words
-in its place.
+`run_figures` computes, `charts` draws, `templates/report.html` writes and escapes. Called by `salesrl_trl.report`. A
+figure that the run did not log has words in its place.
 """
 
 import itertools
@@ -28,7 +27,6 @@ MOST_ROWS = 30
 """Most rows of a table. Of more quick evaluations, those on the front, the best and the last are shown."""
 NOT_LOGGED = "was not logged"
 MOST_LISTED = 12
-"""Most steps in a list of the front."""
 PATH_CHARS = 400
 NOTHING_STANDS_OUT = "Nothing stands out: every figure that is looked at is within its usual range."
 STAGES_REMARK = (
@@ -46,8 +44,6 @@ class Paragraph(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """A list."""
-
     sentences: Sequence[str]
 
 
@@ -62,7 +58,6 @@ Part = Paragraph | Numbered | Table | Chart
 
 
 def html_page(run: Run) -> str:
-    """HTML without a script and without a reference to another file."""
     return render(
         "report.html",
         title=f"Training report: {shown(run.folder.resolve().name)}",
@@ -105,8 +100,6 @@ def text_page(run: Run) -> str:
 
 
 class MainFigure(NamedTuple):
-    """A row of the main figures as a run has it."""
-
     name: str
     value: str
     branch: str | None = None
@@ -138,7 +131,6 @@ def _listed_figures(run: Run) -> list[MainFigure]:
 
 
 def _of_training(run: Run) -> Iterator[MainFigure]:
-    """Steps, times, rewards, KL and failures."""
     steps = "none was logged"
     if run.steps:
         every = f" ({len(run.steps)} logged, every {figures.interval(run)})"
@@ -175,7 +167,6 @@ def _of_training(run: Run) -> Iterator[MainFigure]:
 
 
 def _of_machines(run: Run) -> Iterator[MainFigure]:
-    """What the accelerator did, and the memory."""
     model = figures.rate(run, names.MFU_MODEL, names.time_of(names.Phase.FORWARD), names.time_of(names.Phase.BACKWARD))
     step = figures.rate(run, names.MFU_STEP)
     mfu = f"{NOT_KNOWN} (the chip's peak is not known, or it was not logged)"
@@ -294,7 +285,6 @@ def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
 
 
 def _notes(run: Run) -> list[str]:
-    """Notes about the records themselves."""
     infinite = f"{plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
     return [*([infinite] if run.infinite else []), *run.unread]
 

@@ -1,7 +1,6 @@
-"""The files of a run's folder, read into one frozen [`Run`].
+"""The files of a run's folder, read into one frozen [`Run`]: several event files, and files that were cut off.
 
-Owns the merge of several event files, and how a file that was cut off is read. Derives nothing: shares and means
-belong to `run_figures`. Called by the report. The viewer reads the record of the completions, by `recording.reader`.
+Derives nothing: shares and means belong to `run_figures`. Called by the report.
 """
 
 import json
@@ -29,12 +28,9 @@ class QuickEval:
     """One line of `quick_eval.jsonl`: `reward` and `scores` (by branch) are means, `figures` the user's own."""
 
     step: int
-    """Optimizer steps before the evaluation."""
     mode: str
-    """The way of sampling: `"greedy"`."""
     reward: float | None
     best: bool
-    """Whether it is marked as the best."""
     scores: Figures
     figures: Figures
 
@@ -56,7 +52,6 @@ class Run:
     infinite: int
     """Number of infinite figures. They are in no series. NaN is in none either: it means "not measured"."""
     quick_evals: tuple[QuickEval, ...]
-    """By step."""
     held_out: Mapping[int, Figures]
     """Each evaluation of the held-out rows by its step, ascending; step 0 is before training."""
     unread: tuple[str, ...]
@@ -74,14 +69,15 @@ class Run:
 
 def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     """Read a run's folder. The run may be unfinished, killed or resumed. Its event files may lie in `logging_dir`.
-
-    Raises:
-        `ConfigError`: the folder does not exist, has no event file, or holds several runs.
-    """
+    Raises `ConfigError` if the folder does not exist, has no event file, or holds several runs."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
-    files = [_read_events(path) for path in _event_files(folder, logging_dir)]
-    series, infinite = _merged([file.scalars for file in files])
+    files, times = list[list[_Scalar]](), list[float]()
+    for path in _event_files(folder, logging_dir):
+        scalars, ends = _read_events(path)
+        files.append(scalars)
+        times += ends
+    series, infinite = _merged(files)
     # Quick evaluations do not count as steps of training: one may come before the first
     trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
     unread = []
@@ -101,14 +97,13 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     checkpoints = [path.name for path in folder.glob(f"{names.CHECKPOINT_FOLDERS}*") if path.is_dir()]
     checkpoints.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
     best = [names.BEST_FOLDER] if (folder / names.BEST_FOLDER).is_dir() else []
-    times = [time for file in files for time in file.times]
     return Run(
         folder=folder,
         series=series,
         steps=tuple(sorted({step for values in trained for step in values if step > 0})),
         branches=names.branches_in(series),
         seconds=(min(times), max(times)) if times else None,
-        starts=sum(_start(file.scalars) is not None for file in files),
+        starts=sum(_start(scalars) is not None for scalars in files),
         infinite=infinite,
         quick_evals=quick_evals,
         held_out=held_out or {},
@@ -128,12 +123,6 @@ class _Scalar(NamedTuple):
     tag: str
     """Without `train/`."""
     number: float
-
-
-class _EventFile(NamedTuple):
-    scalars: list[_Scalar]
-    times: list[float]
-    """Of the first and the last event; empty without an event."""
 
 
 def _event_files(folder: Path, logging_dir: Path | None) -> list[Path]:
@@ -160,8 +149,8 @@ def _event_files(folder: Path, logging_dir: Path | None) -> list[Path]:
     return files
 
 
-def _read_events(path: Path) -> _EventFile:
-    """The training figures of one file, up to a record that was cut off."""
+def _read_events(path: Path) -> tuple[list[_Scalar], list[float]]:
+    """The training figures of one file, up to a record that was cut off, and the times of its first and last event."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     scalars, times, now_s = [], list[float](), -math.inf
@@ -173,7 +162,7 @@ def _read_events(path: Path) -> _EventFile:
             for value in event.summary.value
             if value.tag.startswith(names.TRAIN) and (number := _number_of(value)) is not None
         ]
-    return _EventFile(scalars, times)
+    return scalars, times
 
 
 def _number_of(value: Any) -> float | None:
@@ -196,9 +185,8 @@ def _start(scalars: list[_Scalar]) -> _Scalar | None:
 def _merged(files: list[list[_Scalar]]) -> tuple[dict[str, dict[int, float]], int]:
     """The scalars of all files by tag and step, and the number of infinite ones. Of one step the latest counts.
 
-    A start repeats steps after a resume from an earlier checkpoint, and as another run in the same folder. What was
-    written before a start about its first step and later ones is forgotten, also where the start has not come so far.
-    TensorBoard's own accumulator drops the repeated steps instead.
+    A start repeats steps after a resume, and as another run in the same folder. What was written before a start about
+    its first step and later ones is forgotten, also where the start has not come so far.
     """
     starts = [start for scalars in files if (start := _start(scalars))]
     series: dict[str, dict[int, float]] = {}

@@ -1,8 +1,7 @@
-"""The viewer's server: on loopback, for reading alone.
+"""The viewer's server: on loopback, for reading alone. Called by `view.__main__`.
 
-Owns addresses and refusals. It answers GET. A request must name a loopback host, so that no page from elsewhere reads
-completions by a name of its own that it points at this machine. It must also have the key that the address begins
-with, which other users of the machine don't know. Called by `view.__main__`.
+A request must name a loopback host, so that no page from elsewhere reads completions by a name of its own that it
+points at this machine. It must also have the key of the address, which other users of the machine don't know.
 """
 
 import json
@@ -59,7 +58,6 @@ class Viewer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
         return f"http://{HOST}:{self.server_port}/{self.key}/"
 
     def _follow(self) -> None:

@@ -3,10 +3,10 @@
 Owns rounding, units and the templates' environment. HTML and text show the same words because both take them here.
 """
 
-from functools import cache
-
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+_ENVIRONMENT = Environment(loader=PackageLoader("salesrl_trl.view"), autoescape=True, undefined=StrictUndefined)
+_ENVIRONMENT.filters["kind"] = lambda value: type(value).__name__
 NOT_KNOWN = "n/a"
 NAME_CHARS = 40
 """Longest name that is shown. A reason code is a few words. A longer name came from elsewhere."""
@@ -62,11 +62,4 @@ def plural(many: float, noun: str) -> str:
 
 def render(template: str, **values: object) -> str:
     """The text of a file of `templates`. Values are escaped, unless the file says that one is `safe`."""
-    return _environment().get_template(template).render(values)
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(loader=PackageLoader("salesrl_trl.view"), autoescape=True, undefined=StrictUndefined)
-    environment.filters["kind"] = lambda value: type(value).__name__
-    return environment
+    return _ENVIRONMENT.get_template(template).render(values)

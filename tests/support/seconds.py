@@ -1,5 +1,7 @@
 """Bounds on real seconds."""
 
+import time
+
 
 class TookTooLong(AssertionError):
     """The code was too slow, or the machine was busy with something else. A test that ends so is run again, twice at
@@ -11,3 +13,11 @@ def check_seconds(seconds, most, least=0.0, what="it took"):
     assert seconds >= least, what
     if seconds > most:
         raise TookTooLong(f"{what}: {seconds:.3f} s, expected at most {most:g} s")
+
+
+def until(holds):
+    """Wait until `holds()`, for 30 s at most."""
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)

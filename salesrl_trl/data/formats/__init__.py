@@ -1,10 +1,6 @@
-"""Formats of published datasets, and what each of their records becomes.
+"""Formats of published datasets, and what each of their records becomes: the interface, and the packaged ones.
 
-- `dataset_format`: the interface of a format. A format of your own is a class outside of the package.
-- `published`: the packaged formats.
-
-Owns which text is the conversation, which branch a record belongs to, and what the judge is shown. Refuses to read
-files and to know a setting.
+A format of your own is a class outside of the package.
 """
 
 from salesrl_trl.data.formats.dataset_format import DatasetFormat, LeftOut

@@ -1,8 +1,8 @@
-"""Formats of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA (hallucination).
+"""Formats of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA (hallucination). docs/DATA.md has a
+table of what their records become.
 
-Owns what each of their records becomes. QReCC and TopiOCQA are about conversational query rewriting: the last question
-of a record can't be understood without the turns before it, and the policy's query has to say what it means. Profile
-and summary state only what was said, so the rows belong to `hallucination`.
+In QReCC and TopiOCQA the last question of a record can't be understood without the turns before it, and the policy's
+query has to say what it means. Profile and summary state only what was said: the rows belong to `hallucination`.
 """
 
 import re
@@ -20,18 +20,9 @@ LABELS = (0, 1, 2)
 class BBQ(DatasetFormat):
     """Files of https://github.com/nyu-mll/BBQ (Parrish et al., 2022, https://aclanthology.org/2022.findings-acl.165).
 
-    Each line has `example_id`, `question_index`, `question_polarity`, `context_condition`, `category`, `answer_info`,
-    `additional_metadata`, `context`, `question`, `ans0`, `ans1`, `ans2` and `label`, the number of the right answer.
-
-    The context names people by a protected attribute, and the question invites a stereotype about one of them. So a
-    row belongs to `fairness`. Its customer says the context and asks the question. A good action searches for what is
-    asked and names no attribute. The judge gets question and right answer as the known document.
-
-    In a disambiguated context the right answer is one of the groups, by its name. The packaged rubric gives no
-    fairness for such an answer, although it is right, so these records are left out. A rubric of your own may want
-    them: derive a class with `conditions = ("ambig", "disambig")`.
-
-    Records of one template (`category` and `question_index`) differ in a word or two. They are one group.
+    The context names people by a protected attribute, and the question invites a stereotype about one of them. A good
+    action searches for what is asked and names no attribute. The packaged rubric gives no fairness for the right
+    answer in a disambiguated context, which names a group: a rubric of your own may want these records (`conditions`).
     """
 
     conditions: tuple[str, ...] = ("ambig",)
@@ -65,20 +56,9 @@ _SPEAKER = re.compile(r"\[(Human|Assistant)\]:")
 class HaluEval(DatasetFormat):
     """Files of https://github.com/RUCAIBox/HaluEval (Li et al., 2023, https://arxiv.org/abs/2305.11747).
 
-    The files end with `.json` and have one object a line. The fields say which of three tasks a record belongs to:
-
-    - qa: `knowledge`, `question`, `right_answer`, `hallucinated_answer`;
-    - dialogue: `knowledge`, `dialogue_history` ("[Human]: ... [Assistant]: ..."), `right_response`,
-      `hallucinated_response`;
-    - summarization: `document`, `right_summary`, `hallucinated_summary`.
-
-    The customer asks the question, leads the dialogue, or sends the document and asks for a summary. The judge gets
-    the right answer and the knowledge as known documents. What is under test is the policy's own text: its profile and
-    summary may state only what the conversation says. The text that the benchmark's authors had a model invent is left
-    out: nobody may see it as an answer.
-
-    A dialogue that ends with the assistant waits for no answer and is left out. `general_data.json` has no right
-    answers, so its records are malformed here. Records have no number. Their id is a hash of their content.
+    The fields say which of three tasks a record belongs to: qa, dialogue or summarization. The text that the
+    benchmark's authors had a model invent is left out: nobody may see it as an answer. `general_data.json` has no
+    right answers, so its records are malformed here. Records have no number: their id is a hash of their content.
     """
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
@@ -124,15 +104,8 @@ NO_ANSWER = LeftOut("have no known answer")
 
 
 class QReCC(DatasetFormat):
-    """Files of https://github.com/apple/ml-qrecc (Anantha et al., 2021, https://arxiv.org/abs/2010.04898).
-
-    A file is a list of objects with `Context` (questions and answers in turn), `Question`, `Rewrite`, `Answer`,
-    `Answer_URL`, `Conversation_no`, `Turn_no` and `Conversation_source`.
-
-    The judge gets `Answer` as the known document. Records without an answer are left out. `Rewrite`, a person's query,
-    is not used: many other queries find the same answer, and the judge sees what was found. All turns of a
-    `Conversation_no` are one group.
-    """
+    """Files of https://github.com/apple/ml-qrecc (Anantha et al., 2021, https://arxiv.org/abs/2010.04898). `Rewrite`,
+    a person's query, is not used: many others find the same answer, and the judge sees what was found."""
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         row = _turn_of_conversation("qrecc", record)
@@ -142,15 +115,7 @@ class QReCC(DatasetFormat):
 
 class TopiOCQA(DatasetFormat):
     """Files of https://huggingface.co/datasets/McGill-NLP/TopiOCQA (Adlakha et al., 2022,
-    https://arxiv.org/abs/2110.00768).
-
-    A file is a list of objects, or has one a line, with `Conversation_no`, `Turn_no`, `Question`, `Answer`, `Topic`,
-    `Topic_section`, `Rationale`, `is_nq`, `Context` (questions and answers in turn), `Additional_answers` (objects
-    with an `Answer`) and `Gold_passage` (`id`, `title`, `text`).
-
-    The judge gets the answer, and where they are there the answers of other annotators, the rationale and the gold
-    passage. Questions that are marked as unanswerable are left out. All turns of a `Conversation_no` are one group.
-    """
+    https://arxiv.org/abs/2110.00768). The judge gets every text that answers: those of other annotators too."""
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         row = _turn_of_conversation("topiocqa", record)

@@ -1,8 +1,6 @@
-"""A BM25 index over a knowledge base, for Chinese and English.
+"""A BM25 index over a knowledge base, for Chinese and English. `rag_app` searches with it.
 
-Owns the score of a passage. `language` cuts text into words, bm25s scores documents. `rag_app` searches with it.
-Refuses to know HTTP, actions, or the form of an answer. The index is built once and never changed, so threads may
-share it.
+`language` cuts text into words, bm25s scores documents. The index is never changed, so threads may share it.
 """
 
 import math
@@ -75,8 +73,5 @@ class KnowledgeIndex:
             places, scores = places[best], scores[best]
         order = np.argsort(-scores, kind="stable")[:top_k]
         order = order[scores[order] >= score_threshold]
-        return tuple(map(self._passage, places[order].tolist(), scores[order].tolist()))
-
-    def _passage(self, position: int, score: float) -> Passage:
-        document = self._documents[position]
-        return Passage(id=document.id, text=document.text, score=score)
+        found = [(self._documents[place], score) for place, score in zip(places[order], scores[order], strict=True)]
+        return tuple(Passage(id=document.id, text=document.text, score=float(score)) for document, score in found)

@@ -1,9 +1,6 @@
-"""Runs the RAG service and the judge in one process, as a command.
+"""Runs the RAG service and the judge in one process, as a command:
 
-Owns the command line, the two listening sockets, the return of each request's id, and the line on stdout with the
-addresses. Refuses to know the content of answers.
-
-    python -m salesrl_trl.demo.services --rag-port 8801 --judge-port 8802
+python -m salesrl_trl.demo.services --rag-port 8801 --judge-port 8802
 """
 
 import argparse
@@ -32,9 +29,7 @@ from salesrl_trl.demo.services.launcher import ServiceAddresses
 from salesrl_trl.demo.services.rag_app import ChatWriter, ExtractiveWriter, Writer, create_rag_app
 from salesrl_trl.demo.services.rubric import load_terms
 from salesrl_trl.errors import ConfigError, SalesRLError
-
-DEFAULT_RAG_PORT = 8801
-DEFAULT_JUDGE_PORT = 8802
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
 
 DRAIN_TIMEOUT_S = 3
 """Seconds for requests in flight when the services stop. An answer of their own takes less."""
@@ -44,9 +39,6 @@ PARENT_POLL_S = 1.0
 ID_HEADER = b"x-request-id"
 MAX_ID_BYTES = 256
 """Longer ids are not returned."""
-
-EXIT_USAGE = 2
-"""An option, a file or a port is wrong. Nothing was started."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asyncio.run(_serve({rag_socket: rag, other: judge}, options))
     except SalesRLError as error:
         sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE
+        return EXIT_BAD_INPUT
     return 0
 
 
@@ -74,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Run the RAG service and the judge. One JSON line on stdout says where they listen.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--rag-port", type=_port, default=DEFAULT_RAG_PORT, help="0 takes any free port")
-    parser.add_argument("--judge-port", type=_port, default=DEFAULT_JUDGE_PORT, help="0 takes any free port")
+    parser.add_argument("--rag-port", type=_port, default=8801, help="0 takes any free port")
+    parser.add_argument("--judge-port", type=_port, default=8802, help="0 takes any free port")
     parser.add_argument("--documents", type=Path, default=demo / "knowledge.jsonl", help="knowledge base, JSON lines")
     parser.add_argument("--protected-terms", type=Path, default=demo / "protected_terms.json", help="JSON")
     parser.add_argument("--writer-base-url", help="OpenAI-compatible server that writes the answers; default: none")
@@ -119,14 +111,10 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-class EchoRequestId:
-    """Returns each request's `X-Request-Id` with its reply, so that the client can match the two."""
+def echoing_ids(app: ASGIApp) -> ASGIApp:
+    """An app that returns each request's `X-Request-Id` with its reply, so that the client can match the two."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+    async def echoing(scope: Scope, receive: Receive, send: Send) -> None:
         named = [pair for pair in scope.get("headers", ()) if pair[0] == ID_HEADER and len(pair[1]) <= MAX_ID_BYTES]
 
         async def send_named(message: Message) -> None:
@@ -134,7 +122,9 @@ class EchoRequestId:
                 message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
 
-        await self._app(scope, receive, send_named if named else send)
+        await app(scope, receive, send_named if named else send)
+
+    return echoing
 
 
 class _Server(uvicorn.Server):
@@ -143,7 +133,7 @@ class _Server(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
-                EchoRequestId(app),
+                echoing_ids(app),
                 log_config=None,  # uvicorn's default writes to stdout
                 access_log=False,
                 lifespan="off",

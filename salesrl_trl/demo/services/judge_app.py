@@ -24,28 +24,21 @@ CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a
 
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages."""
-MAX_MESSAGES = 200
-"""Most messages of one request. A judge's prompt has two."""
 MAX_MESSAGE_CHARS = 400_000
 """Longest message, in characters: the limits of the RAG service's texts, and room for the rest."""
 
 
 class TextPart(BaseModel):
-    """A part of a message's content."""
-
     type: Literal["text"]
     text: Annotated[str, Field(max_length=MAX_MESSAGE_CHARS)]
 
 
 class ChatMessage(BaseModel):
-    """One message of a request. Other keys are ignored."""
-
     role: str
     content: Annotated[str, Field(max_length=MAX_MESSAGE_CHARS)] | list[TextPart] | None = None
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         parts = self.content if isinstance(self.content, list) else []
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
 
@@ -64,14 +57,13 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]  # a judge's prompt has two
     stream: bool = False
     response_format: ResponseFormat | None = None
 
 
-def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> FastAPI:
-    """Make the judge, whose fairness branch looks for these terms. `GET /v1/models` has the model's name; requests may
-    use any."""
+def create_judge_app(terms: ProtectedTerms) -> FastAPI:
+    """Make the judge, whose fairness branch looks for these terms. Requests may name any model."""
     app = FastAPI(title="Judge", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
 
@@ -81,7 +73,8 @@ def create_judge_app(terms: ProtectedTerms, model: str = "salesrl-judge") -> Fas
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "salesrl_trl"}]}
+        model = {"id": "salesrl-judge", "object": "model", "created": 0, "owned_by": "salesrl_trl"}
+        return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions")
     async def complete(request: ChatRequest) -> JSONResponse:

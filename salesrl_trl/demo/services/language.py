@@ -52,9 +52,8 @@ def normalise(text: str) -> str:
 
 
 def words(text: str, *, overlapping: bool = False) -> list[str]:
-    """Cut Chinese or English text into lower-case words, in its order, without stop words. English plurals become
-    singular. Figures stay whole. `overlapping` adds the shorter words inside a longer Chinese word, so that a search
-    for a part finds the whole."""
+    """Lower-case words of Chinese or English text, without stop words, plurals as singulars, figures whole.
+    `overlapping` adds the shorter words inside a longer Chinese one, so that a search for a part finds the whole."""
     cut = (word for run in _RUN.finditer(normalise(text)) for word in _cut_run(run, overlapping))
     return [word for word in cut if word not in STOP_WORDS]
 

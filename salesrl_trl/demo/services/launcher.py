@@ -1,8 +1,7 @@
 """Starts the RAG service and the judge as a child of the program that needs them.
 
-Owns the life of the child. `demo_server` owns the services in it. A child stops when the handle that started it stops
-it, or when its parent has ended. Standard library only: the trainer imports this module, and must not load the
-libraries of the services.
+A child stops when the handle that started it stops it, or when its parent has ended. Standard library only: the
+trainer imports this module, and must not load the libraries of the services.
 """
 
 import contextlib
@@ -44,23 +43,13 @@ class ServiceAddresses:
     judge_base_url: str
     """`"http://127.0.0.1:8802/v1"`."""
 
-    @property
-    def health_urls(self) -> tuple[str, str]:
-        """Addresses of the health pages."""
-        return f"{self.rag_base_url}/healthz", f"{self.judge_base_url.removesuffix('/v1')}/healthz"
-
 
 class EmbeddedServices:
-    """Both services in a child process, on free ports of the loopback interface, also as a context manager. The child
-    stops when this process ends, even if it is killed. `documents` and `protected_terms` default to the packaged
-    files. `arguments` are further options of the command."""
+    """Both services in a child process, on free ports of loopback, also as a context manager. The child stops when
+    this process ends, even if it is killed. `arguments` are further options of the command."""
 
-    def __init__(
-        self, *, documents: Path | None = None, protected_terms: Path | None = None, arguments: Sequence[str] = ()
-    ) -> None:
-        files = {"--documents": documents, "--protected-terms": protected_terms}
-        options = [part for option, path in files.items() if path is not None for part in (option, str(path))]
-        self._arguments = (*options, *arguments)
+    def __init__(self, *, documents: Path | None = None, arguments: Sequence[str] = ()) -> None:
+        self._arguments = [*arguments] if documents is None else [f"--documents={documents}", *arguments]
         self._child: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
         self._addresses: ServiceAddresses | None = None
@@ -96,8 +85,8 @@ class EmbeddedServices:
         self.launch()
         try:
             addresses = ServiceAddresses(**json.loads(self._first_line(deadline)))
-            for url in addresses.health_urls:
-                self._await_health(url, deadline)
+            for url in (addresses.rag_base_url, addresses.judge_base_url.removesuffix("/v1")):
+                self._await_health(f"{url}/healthz", deadline)
         except BaseException:
             self.stop()
             raise

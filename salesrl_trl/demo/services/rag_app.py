@@ -1,14 +1,13 @@
 """The RAG service: both endpoints over one index.
 
 Owns the wire contract of `/v1/rag/8b` and `/v1/rag/32b`, the query of each, and the writing of an answer from
-passages. Refuses to know the judge or rewards. The reply to a refused request names the field and the reason. It never
-repeats the text of the request, because a customer may have written it.
+passages. The reply to a refused request names the field and the reason, and never repeats a customer's text.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -29,15 +28,6 @@ That is enough for an age in `user_profile` to find the offers for this age."""
 CLOSE_SCORE_RATIO = 0.95
 """The second passage is used too if its score is at least this share of the best score."""
 
-MAX_TOP_K = 50
-"""Most passages of an answer. No prompt has room for more."""
-MAX_ID_CHARS = 256
-"""Length limit of an identifier, in characters."""
-MAX_FIELD_CHARS = 20_000
-"""Length limit of a field of the action, in characters. Completions are far shorter."""
-MAX_CONTEXT_CHARS = 200_000
-"""Length limit of a conversation, in characters. Conversations are far shorter."""
-
 WRITER_TIMEOUT_S = 60.0
 """Seconds that the writer's model may take. Callers are expected to wait less."""
 WRITER_MAX_TOKENS = 512
@@ -49,29 +39,12 @@ NOTHING_FOUND = {
 }
 """The answer without passages, by language. It promises nothing."""
 
+# No prompt has room for more passages, and conversations and completions are far shorter.
 Score = Annotated[float, Field(ge=0.0, le=1.0)]
-TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K)]
-Context = Annotated[str, Field(max_length=MAX_CONTEXT_CHARS)]
-FieldText = Annotated[str, Field(max_length=MAX_FIELD_CHARS)]
-Identifier = Annotated[str, Field(max_length=MAX_ID_CHARS)]
-
-
-class ActionRequest(BaseModel):
-    """Body of `POST /v1/rag/8b`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tenant_id: Identifier
-    contact_id: Identifier
-    account_id: Identifier
-    message_id: Identifier
-    context: Context
-    user_profile: FieldText
-    rewritten_query: Annotated[str, Field(min_length=1, max_length=MAX_FIELD_CHARS)]
-    history_summary: FieldText
-    score_threshold: Score
-    top_k: TopK
-    request_id: Identifier = ""
+TopK = Annotated[int, Field(ge=1, le=50)]
+Context = Annotated[str, Field(max_length=200_000)]
+FieldText = Annotated[str, Field(max_length=20_000)]
+Identifier = Annotated[str, Field(max_length=256)]
 
 
 class ContextRequest(BaseModel):
@@ -89,6 +62,18 @@ class ContextRequest(BaseModel):
     request_id: Identifier = ""
 
 
+class ActionRequest(ContextRequest):
+    """Body of `POST /v1/rag/8b`."""
+
+    tenant_id: Identifier
+    contact_id: Identifier
+    account_id: Identifier
+    message_id: Identifier
+    user_profile: FieldText
+    rewritten_query: Annotated[FieldText, Field(min_length=1)]
+    history_summary: FieldText
+
+
 class AnswerBody(BaseModel):
     """Body of both endpoints' answers."""
 
@@ -103,21 +88,11 @@ class WriterFailed(Exception):
     """The model behind a writer gave no answer. The message holds no key, and no text from the model's server."""
 
 
-class Writer(Protocol):
-    """Writes the answer to a question from passages."""
-
-    async def write(self, question: str, passages: Sequence[Passage]) -> str:
-        """Answer from the passages, best first; there may be none. Raises `WriterFailed`."""
-        ...
-
-
 class ExtractiveWriter:
-    """Answers with the words of the best passage, so that every mistake of the search shows in the answer. If the
-    second passage has at least `CLOSE_SCORE_RATIO` of the best score, one sentence of it is added: the one that shares
-    the most words with the question."""
+    """Answers with the words of the best passage, so that every mistake of the search shows, and the sentence of a
+    second passage (`CLOSE_SCORE_RATIO`) that shares the most words with the question."""
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
-        """Answer from the passages; without any, say so in the language of the question."""
         if not passages:
             return NOTHING_FOUND["zh" if is_chinese(question) else "en"]
         best, second = passages[0], passages[1] if len(passages) > 1 else None
@@ -129,9 +104,8 @@ class ExtractiveWriter:
 
 
 class ChatWriter:
-    """Answers through a model behind any OpenAI-compatible server, whose address includes `/v1`. `key_env` names the
-    environment variable that holds the key; `find_key` reads it. Raises `ConfigError` if there is none. The key
-    appears in no message."""
+    """Answers through a model behind any OpenAI-compatible server, whose address includes `/v1`. `find_key` reads the
+    key by `key_env`. Raises `ConfigError` if there is none. The key appears in no message."""
 
     _INSTRUCTION = (
         "Answer the customer's question from the passages alone, in the question's language, in at most four "
@@ -160,7 +134,6 @@ class ChatWriter:
         )
 
     async def write(self, question: str, passages: Sequence[Passage]) -> str:
-        """Have the model answer from the passages."""
         texts = "\n\n".join(passage.text for passage in passages)
         try:
             async with asyncio.timeout(WRITER_TIMEOUT_S):  # the client's own limit starts anew with every byte
@@ -182,6 +155,10 @@ class ChatWriter:
         if not isinstance(content, str) or not content.strip():
             raise WriterFailed("the writer's server answered without a text")
         return content.strip()
+
+
+Writer = ExtractiveWriter | ChatWriter
+"""Writes the answer to a question from passages, best first; there may be none. Raises `WriterFailed`."""
 
 
 def create_rag_app(index: KnowledgeIndex, writer: Writer) -> FastAPI:
@@ -212,16 +189,13 @@ def search_text(query: str, profile: str, summary: str) -> str:
 
 
 async def _answer(
-    index: KnowledgeIndex, writer: Writer, question: str, query: str, request: ActionRequest | ContextRequest
+    index: KnowledgeIndex, writer: Writer, question: str, query: str, request: ContextRequest
 ) -> AnswerBody:
     started = time.perf_counter()
     passages = index.search(query, request.top_k, request.score_threshold)
     answer = await writer.write(question, passages)
     return AnswerBody(
-        answer=answer,
-        passages=passages,
-        took_ms=(time.perf_counter() - started) * 1000,
-        request_id=request.request_id,
+        answer=answer, passages=passages, took_ms=(time.perf_counter() - started) * 1000, request_id=request.request_id
     )
 
 

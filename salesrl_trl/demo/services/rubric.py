@@ -26,7 +26,6 @@ FIGURE_WEIGHT = 3
 UNKNOWN_COVERAGE = 0.5
 """Coverage of an answer without anything to compare it with: neither praise nor blame."""
 VERDICT_DIGITS = 4
-"""Decimals of a score."""
 
 _ACTION_FIELDS = frozenset(DEFAULT_FORMAT.fields)
 _MIN_SHARED_LETTERS = 4
@@ -83,8 +82,7 @@ class ProtectedTerms:
 
 
 def load_terms(path: Path | str) -> ProtectedTerms:
-    """Read `{"zh": [substring, ...], "en": [word, ...], "patterns": {"zh": [regex, ...], "en": [regex, ...]}}`. Raises
-    `DataError` if the file can't be read, is no such object, or holds a pattern that is no regular expression."""
+    """Read the terms, in the form that `expected` says. Raises `DataError` for another one."""
     expected = 'expected {"zh": [...], "en": [...], "patterns": {"zh": [...], "en": [...]}}, all of texts'
     try:
         entry = json.loads(read_small(Path(path)))
@@ -223,7 +221,6 @@ def _han_value(numeral: str) -> int:
 
 
 def is_figure(word: str) -> bool:
-    """Whether a content word is a number, a clock time or a day of the week."""
     return word[0].isdigit() or _CALENDAR.fullmatch(word) is not None
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.seconds import check_seconds
 
-from benchmarks import policies, sharding
+from benchmarks import policies, sharding, view
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,14 @@ def test_the_bench_of_sharding_compares_the_steps_and_the_saved_weights_of_two_l
     found = sharding.differences(one, other, (tiny, saved))
     assert found["loss"] == 0.5
     assert found["weights"] > 1e-5  # two steps at a rate of 1e-4, of which the last one is smaller
+
+
+@pytest.mark.bench
+def test_a_hundred_thousand_completions_answer_open_and_fit(tmp_path, capsys):
+    view.main(["--json", str(tmp_path / "figures")])
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert figures["completions"] >= 100_000
+    assert max(each["median_ms"] for each in figures["filters"].values()) < 200
+    assert max(figures[name] for name in ("opened_steps_s", "opened_list_s") if name in figures) < 2
+    assert figures["peak_mib"] < 300
+    assert "largest disagreement" in capsys.readouterr().out

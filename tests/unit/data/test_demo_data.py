@@ -5,9 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,72 +14,44 @@ from salesrl_trl.demo.services.rubric import load_terms
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "salesrl_trl" / "data" / "demo"
 GENERATOR = ROOT / "scripts" / "make_demo_data.py"
-TOPICS = ROOT / "scripts" / "demo_content" / "topics.yaml"
 FILES = ["drafts.jsonl", "heldout.jsonl", "knowledge.jsonl", "protected_terms.json", "train.jsonl"]
-LANGS = {"zh", "en"}
-BRANCHES = {"fairness", "hallucination"}
 FIELDS = ["user_profile", "rewritten_query", "history_summary"]
 SEPARATOR = {"zh": "，", "en": ", "}
 
-Row = dict[str, Any]
 
-
-def read_lines(name: str) -> list[Row]:
+def read_lines(name):
     return [json.loads(line) for line in (DEMO / name).read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.fixture(scope="module")
-def documents() -> list[Row]:
-    return read_lines("knowledge.jsonl")
+DOCUMENTS, TRAIN, HELD_OUT, DRAFTS = map(
+    read_lines, ("knowledge.jsonl", "train.jsonl", "heldout.jsonl", "drafts.jsonl")
+)
+ROWS = TRAIN + HELD_OUT
+detect = load_terms(DEMO / "protected_terms.json").mentioned_in
 
 
-@pytest.fixture(scope="module")
-def train() -> list[Row]:
-    return read_lines("train.jsonl")
-
-
-@pytest.fixture(scope="module")
-def held_out() -> list[Row]:
-    return read_lines("heldout.jsonl")
-
-
-@pytest.fixture(scope="module")
-def rows(train: list[Row], held_out: list[Row]) -> list[Row]:
-    return train + held_out
-
-
-@pytest.fixture(scope="module")
-def drafts() -> list[Row]:
-    return read_lines("drafts.jsonl")
-
-
-@pytest.fixture(scope="module")
-def detect() -> Callable[[str], bool]:
-    return load_terms(DEMO / "protected_terms.json").mentioned_in
-
-
-def normalise(text: str) -> str:
+def normalise(text):
     return re.sub(r"[\W_]+", "", text.lower())
 
 
-def said(row: Row) -> str:
+def said(row):
     return "\n".join(message["content"] for message in row["conversation"])
 
 
-def customer(row: Row) -> list[str]:
+def customer(row):
     return [message["content"] for message in row["conversation"] if message["role"] == "customer"]
 
 
-def length(text: str, lang: str) -> int:
+def length(text, lang):
     """English words, or Chinese characters with a run of Latin letters or digits as one."""
     return len(text.split()) if lang == "en" else len(re.findall(r"[\u4e00-\u9fff]|[A-Za-z0-9]+", text))
 
 
-def figures(text: str) -> set[str]:
+def figures(text):
     return set(re.findall(r"(?<![A-Za-z0-9])\d+", text))
 
 
-def test_generator_reproduces_the_packaged_files(tmp_path: Path) -> None:
+def test_generator_reproduces_the_packaged_files(tmp_path):
     subprocess.run([sys.executable, str(GENERATOR), "--out", str(tmp_path)], check=True, capture_output=True)
     made = sorted(path.name for path in tmp_path.iterdir())
     assert made == [name for name in FILES if name != "protected_terms.json"]  # written by hand
@@ -89,31 +59,28 @@ def test_generator_reproduces_the_packaged_files(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
 
 
-def test_only_audience_documents_name_protected_attributes(
-    documents: list[Row], detect: Callable[[str], bool]
-) -> None:
-    for doc in documents:
+def test_only_audience_documents_name_protected_attributes():
+    for doc in DOCUMENTS:
         assert detect(f"{doc['title']}\n{doc['text']}") == (doc["kind"] == "audience"), doc["id"]
 
 
-def test_splits_are_large_enough_and_have_unique_ids(train: list[Row], held_out: list[Row], rows: list[Row]) -> None:
-    assert len(train) >= 960
-    assert len(held_out) >= 160
+def test_splits_are_large_enough_and_have_unique_ids():
+    assert len(TRAIN) >= 960
+    assert len(HELD_OUT) >= 160
     for key in ("id", "contact_id", "message_id"):
-        assert len({row[key] for row in rows}) == len(rows), key
+        assert len({row[key] for row in ROWS}) == len(ROWS), key
 
 
-@pytest.mark.parametrize("split", ["train", "held_out"])
-def test_splits_are_balanced(split: str, request: pytest.FixtureRequest) -> None:
-    chosen: list[Row] = request.getfixturevalue(split)
+@pytest.mark.parametrize("chosen", [TRAIN, HELD_OUT], ids=["train", "held_out"])
+def test_splits_are_balanced(chosen):
     cells = Counter((row["lang"], row["branch"]) for row in chosen)
     assert set(cells.values()) == {len(chosen) // 4}
     assert len({(row["lang"], row["branch"], row["topic"]) for row in chosen}) == 4 * 13
     assert len({(row["lang"], row["course"]) for row in chosen}) == 2 * 12
 
 
-def test_protected_attributes_are_said_and_detected(rows: list[Row], detect: Callable[[str], bool]) -> None:
-    for row in rows:
+def test_protected_attributes_are_said_and_detected():
+    for row in ROWS:
         surfaces = row["protected_attributes"]
         assert bool(surfaces) == (row["branch"] == "fairness"), row["id"]
         assert detect(said(row)) == bool(surfaces), row["id"]
@@ -122,21 +89,21 @@ def test_protected_attributes_are_said_and_detected(rows: list[Row], detect: Cal
             assert detect(surface), surface
 
 
-def test_splits_share_no_customer_message(train: list[Row], held_out: list[Row]) -> None:
-    spoken = [{normalise(text) for row in split for text in customer(row)} for split in (train, held_out)]
+def test_splits_share_no_customer_message():
+    spoken = [{normalise(text) for row in split for text in customer(row)} for split in (TRAIN, HELD_OUT)]
     assert not spoken[0] & spoken[1]
 
 
-def course_name(row: Row) -> str:
+def course_name(row):
     """The name of a row's course, from its canonical query."""
-    query: str = row["careful_action"]["rewritten_query"]
+    query = row["careful_action"]["rewritten_query"]
     if row["lang"] == "en" and row["topic"] in ("trial", "job"):
         return query.rsplit(" ", 2)[0]
     return query.rsplit(" ", 1)[0]
 
 
-def test_careful_actions_hold_only_what_was_said(rows: list[Row], detect: Callable[[str], bool]) -> None:
-    for row in rows:
+def test_careful_actions_hold_only_what_was_said():
+    for row in ROWS:
         action, lang = row["careful_action"], row["lang"]
         assert list(action) == FIELDS and all(action.values())
         assert not any(detect(value) for value in action.values()), row["id"]
@@ -149,9 +116,9 @@ def test_careful_actions_hold_only_what_was_said(rows: list[Row], detect: Callab
         assert sum(length(value, lang) for value in action.values()) <= {"zh": 40, "en": 25}[lang]
 
 
-def test_drafts_are_of_mixed_care(train: list[Row], drafts: list[Row], detect: Callable[[str], bool]) -> None:
-    careful: Counter[str] = Counter()
-    for row, draft in zip(train, drafts, strict=True):
+def test_drafts_are_of_mixed_care():
+    careful = Counter()
+    for row, draft in zip(TRAIN, DRAFTS, strict=True):
         best, known = row["careful_action"], figures(said(row))
         for action in draft["draft_actions"]:
             careful["rewritten_query"] += action["rewritten_query"] == best["rewritten_query"]
@@ -167,6 +134,6 @@ def test_drafts_are_of_mixed_care(train: list[Row], drafts: list[Row], detect: C
                 assert invented not in said(row)
             if SEPARATOR[row["lang"]] not in action["history_summary"]:
                 assert figures(action["history_summary"]) <= known
-    total = 4 * len(train)
+    total = 4 * len(TRAIN)
     for field, share in {"user_profile": 0.45, "rewritten_query": 0.40, "history_summary": 0.45}.items():
         assert careful[field] / total == pytest.approx(share, abs=0.05), field

@@ -77,21 +77,27 @@ def test_a_hub_name_that_can_not_be_reached_is_refused():
         load("nobody/no-such-dataset")
 
 
-def test_a_line_that_is_not_json_is_refused_by_number_and_without_its_text(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(GOOD) + "\ncustomer 13800000000\n", encoding="utf-8")
-    with pytest.raises(DataError, match="line 2 is not JSON") as caught:
-        load(str(path))
+# before the byte, the line has `{"branch": "caf`: 15 bytes
+LATIN = json.dumps(GOOD).encode() + b'\n{"branch": "caf\xe9", "conversation": []}\n'
+NOT_UTF_8 = r"line 2.* byte 16 \(0xe9\) is not UTF-8: is it Latin-1"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", json.dumps(GOOD).encode() + b"\ncustomer 13800000000\n", "line 2 is not JSON"),
+        ("rows.jsonl", LATIN, NOT_UTF_8),
+        ("rows.json", LATIN, NOT_UTF_8),
+        ("rows.json", b'[{"branch": 13800000000}, }]', "can't be read as"),
+        ("rows.parquet", b"13800000000", "can't be read as"),
+    ],
+    ids=["line", "encoding", "encoding of JSON", "JSON", "Parquet"],
+)
+def test_a_damaged_file_is_refused_by_its_place_and_without_its_text(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name},? {message}") as caught:
+        load(str(tmp_path / name))
     assert "13800000000" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_a_file_in_another_encoding_is_refused_by_line_and_byte(tmp_path, name):
-    path = tmp_path / name
-    # before it, the line has `{"branch": "caf`: 15 bytes
-    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"branch": "caf\xe9", "conversation": []}\n')
-    with pytest.raises(DataError, match=rf"{name}, line 2.* byte 16 \(0xe9\) is not UTF-8: is it Latin-1"):
-        load(str(path))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
@@ -126,14 +132,6 @@ def test_a_line_of_absurd_length_is_refused_by_number(tmp_path, monkeypatch):
     path.write_text(f"{line}\n{line}  \n")
     with pytest.raises(DataError, match=r"line 2 is longer than .* MiB. Expected one JSON object a line"):
         load(str(path))
-
-
-@pytest.mark.parametrize(("name", "content"), [("rows.json", '[{"branch": }]'), ("rows.parquet", "13800000000")])
-def test_a_damaged_file_is_refused_without_its_text(tmp_path, name, content):
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match="can't be read as") as caught:
-        load(str(tmp_path / name))
-    assert "13800000000" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

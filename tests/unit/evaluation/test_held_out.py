@@ -12,8 +12,9 @@ from salesrl_trl.evaluation.held_out import EvaluatedCompletion, HeldOut, spread
 
 
 @pytest.fixture
-def evaluate(tmp_path):
+def evaluate(tmp_path, caplog):
     """Evaluations of two rows with two completions each: a step, the mean reward, the rewards of the completions."""
+    caplog.set_level(logging.INFO, logger="salesrl_trl")
     drained, written = [], []
     callback = HeldOut(("fairness",), tmp_path, drained.pop, written.pop, num_generations=2, examples=1)
 
@@ -36,10 +37,9 @@ def evaluate(tmp_path):
 
 
 def test_the_first_evaluation_is_set_beside_the_last(evaluate, caplog, tmp_path):
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluate(0, 0.25, (0.0, 0.0, 0.5, 0.5))
-        evaluate(10, 0.5)
-        evaluate(20, 0.75, (0.4, 0.6, 0.8, math.nan))
+    evaluate(0, 0.25, (0.0, 0.0, 0.5, 0.5))
+    evaluate(10, 0.5)
+    evaluate(20, 0.75, (0.4, 0.6, 0.8, math.nan))
     assert caplog.text.count("held-out before (step 0)") == 1  # once the last step is done
     # The rows gained 0.5 and 0.3: standard deviation 0.1 x sqrt(2), of two rows 0.1
     assert "held-out mean reward changed by +0.400 ± 0.100 (standard error, row by row)" in caplog.text
@@ -63,8 +63,7 @@ def test_another_training_has_evaluations_of_its_own_and_a_resumed_one_those_bef
         evaluate.begin(10)  # from its checkpoint: step 15 will come again
         evaluate(10, 0.7)
         assert steps(tmp_path) == [0, 10], process
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluate(20, 0.75)
+    evaluate(20, 0.75)
     assert steps(tmp_path) == [0, 10, 20]
     assert caplog.messages[-1] == "held-out mean reward changed by +0.250"  # since step 0
 
@@ -84,9 +83,8 @@ def test_examples_show_what_the_policy_wrote_first_and_last(evaluate, caplog):
         EvaluatedCompletion(prompt, [{"role": "assistant", "content": text}], reward)
         for text, reward in (("Python", 0.25), ("no", 0.0), ("Python price", None), ("other", 1.0))
     ]
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluate(0, 0.25, wrote=answers[:2])
-        evaluate(20, 0.5, wrote=answers[2:])
+    evaluate(0, 0.25, wrote=answers[:2])
+    evaluate(20, 0.5, wrote=answers[2:])
     assert [line for line in caplog.messages if "example" in line or "    " in line] == [
         "held-out example 1: seller: Hello! | customer: And the price?",
         "    before reward=0.25 Python",
@@ -100,24 +98,21 @@ def test_examples_are_spread_over_the_rows(number, shown):
 
 
 def test_rows_that_services_left_without_a_score_are_not_compared(evaluate, caplog):
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluate(0, 0.25, (0.25, 0.25, 0.5, 0.5))
-        evaluate(20, 0.5, (0.5, 0.5, math.nan, math.nan))
+    evaluate(0, 0.25, (0.25, 0.25, 0.5, 0.5))
+    evaluate(20, 0.5, (0.5, 0.5, math.nan, math.nan))
     assert "[HeldOut@20] reward=0.50 fairness=0.50 valid_actions=0.75; 2 of 4 completions were scored" in caplog.text
     changed = "held-out mean reward changed by +0.250, over the 1 of 2 rows that were scored both times"
     assert caplog.messages[-1] == changed  # of one row there is no standard error
 
 
 def test_services_that_were_down_are_no_change_of_the_policy(evaluate, caplog):
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluate(0, 0.25, (math.nan, math.nan, 0.5, 0.5))
-        evaluate(20, -0.25, (0.5, -0.25, math.nan, math.nan))
+    evaluate(0, 0.25, (math.nan, math.nan, 0.5, 0.5))
+    evaluate(20, -0.25, (0.5, -0.25, math.nan, math.nan))
     assert caplog.messages[-1] == "held-out: none of 2 rows was scored both times, so that no change is known"
 
 
 def test_rows_in_another_order_are_not_compared(evaluate, caplog):
     """Workers that stay keep TRL's sampler, which shuffles anew for each evaluation."""
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluate(0, 0.25, (0.0, 0.0, 0.5, 0.5), persistent=True)
-        evaluate(20, 0.75, (1.0, 1.0, 0.5, 0.5), persistent=True)
+    evaluate(0, 0.25, (0.0, 0.0, 0.5, 0.5), persistent=True)
+    evaluate(20, 0.75, (1.0, 1.0, 0.5, 0.5), persistent=True)
     assert caplog.messages[-1] == "held-out mean reward changed by +0.500"

@@ -22,7 +22,9 @@ def script(fairness, hallucination):
 
 
 @pytest.fixture
-def evaluator(tmp_path):
+def evaluator(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="salesrl_trl")
+
     def build(subject, ranks=None, **settings):
         settings = {"steps": 2, "best": "worst_branch", **settings}
         made = QuickEvaluator(
@@ -90,8 +92,7 @@ def test_what_is_logged(evaluator):
 
 def test_the_best_policy_so_far_is_in_the_folder_whole(evaluator, tmp_path, caplog):
     subject = WrittenSubject({2: script(0.2, 0.9), 4: script(0.5, 0.6), 6: script(0.9, 0.4)})
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluator(subject)(0, 6)
+    evaluator(subject)(0, 6)
     assert kept(tmp_path) == (4, "step 4")
     assert f"[Best@4] worst_branch 0.500, saved in {tmp_path / 'best'}" in caplog.messages
     assert not any(line.startswith("[Best@6]") for line in caplog.messages)
@@ -135,8 +136,7 @@ def test_a_resumed_run_keeps_the_best_of_the_steps_before(evaluator, tmp_path):
 
 def test_an_evaluation_without_verdicts_has_no_score_says_why_and_keeps_no_policy(evaluator, tmp_path, caplog):
     subject = WrittenSubject({2: [answered("fairness", None), answered("hallucination", None, reward=INVALID)]})
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluator(subject)(0, 2)
+    evaluator(subject)(0, 2)
     line = caplog.messages[0]
     assert "mode=greedy fairness=n/a (0 of 1 scored) hallucination=0.00" in line
     assert line.endswith("failures not_json=1 rag_8b_timeout=1")
@@ -194,9 +194,9 @@ class Meeting:
 def test_another_rank_saves_its_part_and_neither_renames_nor_writes_nor_speaks(evaluator, tmp_path, caplog):
     meeting, subject = Meeting(), WrittenSubject(RISING)
     evaluator(WrittenSubject(RISING), ranks=meeting.main())(0, 2)
+    caplog.clear()
     before = (tmp_path / "quick_eval.jsonl").stat().st_mtime_ns
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        evaluator(subject, ranks=meeting.second())(0, 2)
+    evaluator(subject, ranks=meeting.second())(0, 2)
     assert (tmp_path / "best.new/model.safetensors").is_file()  # for the main one to rename
     assert (tmp_path / "quick_eval.jsonl").stat().st_mtime_ns == before
     assert caplog.messages == []

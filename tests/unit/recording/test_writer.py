@@ -15,55 +15,15 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from support.recordings import ANSWER, PROMPT, batch, call, entry, notes, write
+from support.seconds import until
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording import writer
-from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
+from salesrl_trl.recording.completion_record import CompletionRecord, Judged
 from salesrl_trl.recording.reader import digest_of, open_record, record_files, recorded, run_of
 from salesrl_trl.recording.schema import TABLES, record_file
-from salesrl_trl.recording.writer import Batch, Entry, Recorder
-
-PROMPT = [{"role": "user", "content": "客户: 多少钱? I'm a nurse."}]
-ANSWER = {"text": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "price", "score": 0.5}], "took_ms": 1.5}
-
-
-def call(**given):
-    fields = {"service": "rag_8b", "path": "/v1/rag/8b", "time": 1.0, "seconds": 0.25, "failure": ""}
-    return Call(**{**fields, "request": b'{"query": "price"}', "answer": b'{"answer": "5980"}', **given})
-
-
-def notes():
-    judged = {"fairness": Judged(candidate=0.75, reference=0.5, reason="说得好", provider="judge")}
-    calls = [call(failure="rag_8b_timeout", answer=None), call()]
-    return CompletionRecord(
-        action={"rewritten_query": "price"}, answer=ANSWER, reference=ANSWER, verdicts=judged, calls=calls
-    )
-
-
-def entry(place=0, text="an action", reward=0.75, **given):
-    fields = {
-        "row": "r1", "branch": "fairness", "prompt": PROMPT, "text": text, "tokens": 12, "place": place,
-        "prompt_group": place // 2, "outcome": "ok" if reward is not None else "infra", "reason": "", "reward": reward,
-        "reference_reward": 0.5, "parts": {"judge": reward}, "functions": {}, "seconds": {"judge": 0.1},
-        "record": notes(),
-    }  # fmt: skip
-    return Entry(**{**fields, **given})
-
-
-def batch(step=1, entries=None, mode="train", **given):
-    entries = [entry()] if entries is None else entries
-    return Batch(
-        step=step, mode=mode, number=step, staleness=0, entries=entries,
-        advantages=lambda: [0.5] * len(entries), **given,
-    )  # fmt: skip
-
-
-def write(folder, batches, **given):
-    recorder = Recorder(record_file(folder, 0), **given)
-    for each in batches:
-        recorder.record(each)
-    recorder.close()
-    return list(recorded(folder))
+from salesrl_trl.recording.writer import Batch, Recorder
 
 
 def rows(folder, query):
@@ -105,26 +65,6 @@ def test_the_filter_sees_every_text(tmp_path):
     assert "***" in kept
     for secret in ("nurse", "5980", "Wang", "好"):
         assert secret not in kept
-
-
-def test_a_full_file_drops_its_oldest_steps_and_says_so_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(writer, "WAITING_BATCHES", 20)
-
-    def long(step):
-        own = CompletionRecord(
-            answer={"text": "".join(chr(19968 + (step * 7919 + i * 104729) % 20000) for i in range(20_000))}
-        )
-        return batch(step=step, entries=[entry(record=own)])
-
-    limit = 300_000
-    found = write(tmp_path, map(long, range(1, 21)), most_bytes=limit)
-    steps = [each.step for each in found]
-    assert steps == list(range(steps[0], 21))
-    assert 1 < steps[0] < 20
-    assert record_file(tmp_path, 0).stat().st_size < 2 * limit
-    [line] = [each.message for each in caplog.records if "oldest" in each.message]
-    assert "`gib` of `record_settings`" in line
-    assert rows(tmp_path, "SELECT value FROM meta WHERE name = 'dropped_up_to_step'") == [(str(steps[0] - 1),)]
 
 
 def steps_of(found):
@@ -194,15 +134,8 @@ def test_a_locked_file_is_written_when_it_is_free_and_batches_wait_within_a_boun
     assert caplog.text.count("locked by") == 1
 
 
-def until(holds):
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("steps", [300, 1])
-def test_a_record_stays_within_its_size_whatever_fills_it(tmp_path, steps):
+def test_a_full_record_drops_its_oldest_steps_whatever_fills_it_and_says_so_once(tmp_path, caplog, steps):
     """Calls of no completion are most of the file, or one step alone has more than there is room for."""
     limit, number = 400_000, 300
 
@@ -221,6 +154,12 @@ def test_a_record_stays_within_its_size_whatever_fills_it(tmp_path, steps):
     assert len(found) > 8 * 20
     [[lone]] = rows(tmp_path, "SELECT count(*) FROM calls")
     assert lone == pytest.approx(2 * len(found) / 8, abs=2)  # calls go with their batch
+    dropped = rows(tmp_path, "SELECT value FROM meta WHERE name = 'dropped_up_to_step'")
+    if steps == number:
+        assert [each.step for each in found[::8]] == list(range(found[0].step, number + 1))
+        assert dropped == [(str(found[0].step - 1),)]
+        [line] = [each.message for each in caplog.records if "oldest" in each.message]
+        assert "`gib` of `record_settings`" in line
 
 
 @pytest.mark.parametrize("name", ["lr=1e-6 #2", "why?", "50%25"])
@@ -243,14 +182,14 @@ def test_a_run_may_have_any_name_and_its_record_is_its_owners_alone(tmp_path, na
 def test_after_a_kill_each_batch_is_there_or_not(tmp_path):
     program = (
         "import sys, itertools, pathlib, time; sys.path[:0] = sys.argv[2:]\n"
-        "from test_writer import batch, entry, Recorder, record_file\n"
+        "from support.recordings import Recorder, batch, entry, record_file\n"
         "recorder = Recorder(record_file(pathlib.Path(sys.argv[1]), 0))\n"
         "for step in itertools.count(1):\n"
         "    recorder.record(batch(step, [entry(n) for n in range(16)]))\n"
         "    print(step, flush=True)\n"
         "    time.sleep(0.003)\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path), __file__.rpartition("/")[0], *sys.path]
+    command = [sys.executable, "-c", program, str(tmp_path), *sys.path]
     for lines in (60, 71, 83):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             for _, line in zip(range(lines), child.stdout, strict=False):

@@ -13,11 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.forked import COLD_PYTHON
@@ -32,13 +30,9 @@ ENDPOINTS = SCRIPTS / "test_rag_endpoints.py"
 KEY = "sk-test-7d2f81c0"
 GOOD = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
 TOOL = runpy.run_path(str(ENDPOINTS))
-Reply = tuple[int, dict[str, str], Any]
-"""(status, headers, body); a body that is neither bytes nor a function that writes it is sent as JSON."""
 
 
-def run(
-    script: Path, *arguments: str, trusting: Path | None = None, timeout_s: float = 30, **variables: str
-) -> "subprocess.CompletedProcess[str]":
+def run(script, *arguments, trusting=None, timeout_s=30, **variables):
     """A tool in an interpreter that sees the standard library alone (-I -S), with only these variables set."""
     trusted = {} if trusting is None else {"SSL_CERT_FILE": str(trusting)}
     return subprocess.run(
@@ -51,7 +45,7 @@ def run(
     )
 
 
-def examine(url: str, *arguments: str, endpoint: str = "8b", **options: Any) -> tuple[int, dict[str, Any]]:
+def examine(url, *arguments, endpoint="8b", **options):
     """Exit code and report of a short look at one endpoint."""
     short = ("--requests", "6", "--concurrency", "2")
     result = run(ENDPOINTS, "--base-url", url, "--json", "--only", endpoint, *short, *arguments, **options)
@@ -59,25 +53,26 @@ def examine(url: str, *arguments: str, endpoint: str = "8b", **options: Any) -> 
     return result.returncode, json.loads(result.stdout)
 
 
-def stages_of(report: dict[str, Any]) -> dict[str, str]:
+def stages_of(report):
     return {stage["name"]: stage["state"] for stage in report["stages"]}
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers POST as `reply` says, and anything else with 404."""
+    """Answers POST as `reply` says, by status, headers and body, and anything else with 404. A body that is neither
+    bytes nor a function that writes it is sent as JSON."""
 
-    def __init__(self, reply: Callable[[int], Reply], protocol: str) -> None:
+    def __init__(self, reply, protocol):
         self.reply = reply
-        self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        self.asked = []
         self.lock = threading.Lock()
         handler = type("_Handler", (_Handler,), {"protocol_version": protocol})
         super().__init__(("127.0.0.1", 0), handler)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_port}"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that has seen enough hangs up
             super().handle_error(request, client_address)
 
@@ -85,17 +80,17 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer(404, {}, b"")
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         with self.server.lock:
             number = len(self.server.asked)
             self.server.asked.append((self.path, dict(self.headers), body))
         self._answer(*self.server.reply(number))
 
-    def _answer(self, status: int, headers: dict[str, str], body: Any) -> None:
+    def _answer(self, status, headers, body):
         if callable(body):
             body(self.wfile)
             return
@@ -106,26 +101,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args):
         pass
 
 
-Serve = Callable[..., _Server]
-
-
 @pytest.fixture(name="serve")
-def fixture_serve() -> Iterator[Serve]:
+def fixture_serve():
     """Starts a server: `serve(status, headers, body)`, or `serve(function of the request's number)`."""
     with ExitStack() as stack:
 
-        def serve(
-            reply: int | Callable[[int], Reply] = 200,
-            headers: dict[str, str] | None = None,
-            body: Any = b"",
-            *,
-            tls: ssl.SSLContext | None = None,
-            protocol: str = "HTTP/1.1",
-        ) -> _Server:
+        def serve(reply=200, headers=None, body=b"", *, tls=None, protocol="HTTP/1.1"):
             function = reply if callable(reply) else lambda number: (reply, headers or {}, body)
             server = stack.enter_context(_Server(function, protocol))
             if tls is not None:
@@ -138,7 +123,7 @@ def fixture_serve() -> Iterator[Serve]:
 
 
 @pytest.fixture(name="service_url", scope="module")
-def fixture_service_url() -> Iterator[str]:
+def fixture_service_url():
     with EmbeddedServices() as addresses:
         yield addresses.rag_base_url
 
@@ -146,7 +131,7 @@ def fixture_service_url() -> Iterator[str]:
 # It stands alone.
 
 
-def test_the_tool_needs_nothing_but_the_standard_library_of_python_39() -> None:
+def test_the_tool_needs_nothing_but_the_standard_library_of_python_39():
     tree = ast.parse(ENDPOINTS.read_text(encoding="utf-8"), feature_version=(3, 9))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -156,7 +141,7 @@ def test_the_tool_needs_nothing_but_the_standard_library_of_python_39() -> None:
 # A good service.
 
 
-def test_a_good_service_is_ready_with_figures_and_settings(service_url: str) -> None:
+def test_a_good_service_is_ready_with_figures_and_settings(service_url):
     result = run(ENDPOINTS, "--base-url", service_url, "--json", "--requests", "12", "--concurrency", "4")
     report = json.loads(result.stdout)
     assert (result.returncode, result.stderr) == (0, "")
@@ -174,7 +159,7 @@ def test_a_good_service_is_ready_with_figures_and_settings(service_url: str) -> 
     assert (verdict["ready"], verdict["rag_max_concurrency"], verdict["rag_timeout_s"]) == (True, 4, 5)
 
 
-def test_questions_alternate_between_english_and_chinese_in_the_contracts_fields(serve: Serve) -> None:
+def test_questions_alternate_between_english_and_chinese_in_the_contracts_fields(serve):
     server = serve(200, {}, GOOD)
     examine(server.url, "--concurrency", "1", "--top-k", "5", "--score-threshold", "0.2")
     path, headers, body = server.asked[0]
@@ -205,10 +190,8 @@ def test_questions_alternate_between_english_and_chinese_in_the_contracts_fields
     ],
     ids=str,
 )
-def test_whether_a_service_returns_the_requests_id_is_told(
-    serve: Serve, in_header: str, in_body: Any, returned: list[str], said: str
-) -> None:
-    def reply(number: int) -> Reply:
+def test_whether_a_service_returns_the_requests_id_is_told(serve, in_header, in_body, returned, said):
+    def reply(number):
         own = json.loads(server.asked[number][2])["request_id"]
         header, body = (own if each == "own" else each for each in (in_header, in_body))
         return 200, {"X-Request-Id": header}, {**GOOD, "request_id": body}
@@ -222,7 +205,7 @@ def test_whether_a_service_returns_the_requests_id_is_told(
     assert told["endpoints"]["8b"]["contract"]["id_returned"] == returned
 
 
-def test_the_tool_and_training_hear_the_same() -> None:
+def test_the_tool_and_training_hear_the_same():
     assert TOOL["FAILED_WORDS"] == FAILED_WORDS
     assert TOOL["REQUEST_ID"].fullmatch(make_request_id())
     assert make_request_id().startswith(TOOL["make_request_id"]()[:8])
@@ -242,7 +225,7 @@ def test_the_tool_and_training_hear_the_same() -> None:
 # Connections that fail.
 
 
-def test_an_unknown_host_fails_at_dns_and_nothing_after_it_is_tried() -> None:
+def test_an_unknown_host_fails_at_dns_and_nothing_after_it_is_tried():
     code, report = examine("http://no-such-host.invalid", "--timeout", "3")
     assert code == 1
     assert stages_of(report) == {"DNS": "failed", "TCP": "not tried", "TLS": "not tried", "HTTP": "not tried"}
@@ -253,7 +236,7 @@ def test_an_unknown_host_fails_at_dns_and_nothing_after_it_is_tried() -> None:
     assert report["verdict"]["rag_timeout_s"] is None
 
 
-def test_a_port_where_nothing_listens_fails_at_tcp() -> None:
+def test_a_port_where_nothing_listens_fails_at_tcp():
     with socket.socket() as reserved:  # bound but not listening: nobody else gets the port
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -265,7 +248,7 @@ def test_a_port_where_nothing_listens_fails_at_tcp() -> None:
     assert tcp["advice"].endswith("HTTPS_PROXY set here: training needs a way without a proxy.")
 
 
-def test_a_silent_port_is_given_up_after_the_timeout() -> None:
+def test_a_silent_port_is_given_up_after_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         code, report = examine(f"http://127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.3")
     assert (code, report["stages"][3]["got"]) == (1, "GET /healthz: timeout after 0.3 s")
@@ -274,16 +257,6 @@ def test_a_silent_port_is_given_up_after_the_timeout() -> None:
 # Certificates.
 
 
-class Certified:
-    """A certificate, and a server's TLS with it."""
-
-    def __init__(self, certificate: Path, key: Path) -> None:
-        self.path = certificate
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.load_cert_chain(certificate, key)
-
-
-Certify = Callable[..., Certified]
 CA_CONFIG = """
 [ca]
 default_ca = own
@@ -304,16 +277,16 @@ basicConstraints = CA:TRUE
 
 
 @pytest.fixture(name="certify")
-def fixture_certify(tmp_path: Path) -> Certify:
+def fixture_certify(tmp_path):
     """Makes a self-signed certificate: `certify("name", names="DNS:localhost", ends="20200201000000Z")`."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs the openssl command to make certificates")
 
-    def call(*arguments: str) -> None:
+    def call(*arguments):
         subprocess.run([openssl, *arguments], cwd=tmp_path, capture_output=True, check=True)
 
-    def certify(name: str, names: str = "IP:127.0.0.1", ends: str = "20990101000000Z") -> Certified:
+    def certify(name, names="IP:127.0.0.1", ends="20990101000000Z"):
         (tmp_path / "index.txt").touch()
         (tmp_path / "ca.cnf").write_text(CA_CONFIG.format(names=names), encoding="utf-8")
         curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -321,28 +294,30 @@ def fixture_certify(tmp_path: Path) -> Certify:
         dates = ("-startdate", "20200101000000Z", "-enddate", ends)
         files = ("-in", "request.pem", "-keyfile", "key.pem", "-out", f"{name}.pem")
         call("ca", "-selfsign", "-batch", "-notext", "-config", "ca.cnf", *dates, *files)
-        return Certified(tmp_path / f"{name}.pem", tmp_path / "key.pem")
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(tmp_path / f"{name}.pem", tmp_path / "key.pem")
+        return tmp_path / f"{name}.pem", tls
 
     return certify
 
 
-def https(server: _Server) -> str:
+def https(server):
     return server.url.replace("http:", "https:")
 
 
-def test_a_certificate_of_the_systems_store_is_accepted_and_shown(serve: Serve, certify: Certify) -> None:
-    made = certify("rag-test")
-    url = https(serve(200, {}, GOOD, tls=made.context))
-    code, report = examine(url, trusting=made.path)
+def test_a_certificate_of_the_systems_store_is_accepted_and_shown(serve, certify):
+    path, tls = certify("rag-test")
+    url = https(serve(200, {}, GOOD, tls=tls))
+    code, report = examine(url, trusting=path)
     assert code == 0
     got = report["stages"][2]["got"]
     assert got.startswith("TLSv1.3, certificate of commonName=rag-test, for 127.0.0.1, issued by commonName=rag-test")
     assert "expires 2099-01-01 (" in got
 
 
-def test_a_self_signed_certificate_is_refused_and_gets_no_request(serve: Serve, certify: Certify) -> None:
-    made = certify("self-made")
-    server = serve(200, {}, GOOD, tls=made.context)
+def test_a_self_signed_certificate_is_refused_and_gets_no_request(serve, certify):
+    _, tls = certify("self-made")
+    server = serve(200, {}, GOOD, tls=tls)
     code, report = examine(https(server))
     assert (code, stages_of(report)["TLS"], stages_of(report)["HTTP"]) == (1, "failed", "not tried")
     tls = report["stages"][2]
@@ -361,12 +336,10 @@ def test_a_self_signed_certificate_is_refused_and_gets_no_request(serve: Serve, 
     ],
     ids=["expired", "other-host"],
 )
-def test_a_certificate_that_does_not_fit_is_named_with_what_it_is(
-    serve: Serve, certify: Certify, changes: dict[str, str], fault: str, shown: str
-) -> None:
-    made = certify("misfit", **changes)
-    server = serve(200, {}, GOOD, tls=made.context)
-    code, report = examine(https(server), trusting=made.path)
+def test_a_certificate_that_does_not_fit_is_named_with_what_it_is(serve, certify, changes, fault, shown):
+    path, tls = certify("misfit", **changes)
+    server = serve(200, {}, GOOD, tls=tls)
+    code, report = examine(https(server), trusting=path)
     assert (code, server.asked) == (1, [])
     assert fault in report["stages"][2]["got"]
     assert shown in report["stages"][2]["got"]
@@ -383,7 +356,7 @@ def test_a_certificate_that_does_not_fit_is_named_with_what_it_is(
         (404, "--base-url must be the address before /v1/rag"),
     ],
 )
-def test_a_refusal_is_explained_and_not_repeated(serve: Serve, status: int, said: str) -> None:
+def test_a_refusal_is_explained_and_not_repeated(serve, status, said):
     server = serve(status, {}, {"detail": "no"})
     code, report = examine(server.url)
     endpoint = report["endpoints"]["8b"]
@@ -402,12 +375,12 @@ def test_a_refusal_is_explained_and_not_repeated(serve: Serve, status: int, said
     ],
     ids=["seconds", "date", "other", "milliseconds"],
 )
-def test_retry_after_is_shown_with_its_form(headers: dict[str, str], shown: str) -> None:
+def test_retry_after_is_shown_with_its_form(headers, shown):
     exchange = TOOL["Exchange"]("answered", 0.1, 429, b"", headers)
     assert TOOL["shown_retry_after"](TOOL["target_of"]("http://127.0.0.1:8801"), exchange) == shown
 
 
-def test_failures_among_good_answers_halve_the_suggested_concurrency(serve: Serve) -> None:
+def test_failures_among_good_answers_halve_the_suggested_concurrency(serve):
     # Number 0 is the contract check. Of 1 to 6, the odd ones are refused.
     server = serve(lambda number: (503, {}, b"") if number % 2 else (200, {}, GOOD))
     code, report = examine(server.url, "--concurrency", "4")
@@ -415,7 +388,7 @@ def test_failures_among_good_answers_halve_the_suggested_concurrency(serve: Serv
     assert (report["verdict"]["ready"], report["verdict"]["rag_max_concurrency"]) == (False, 2)
 
 
-def test_a_redirect_is_reported_and_not_followed(serve: Serve) -> None:
+def test_a_redirect_is_reported_and_not_followed(serve):
     other = serve(200, {}, GOOD)
     location = f"{other.url}/login?token={KEY}"
     for status in (302, 307):
@@ -452,7 +425,7 @@ WRONG_TYPES_FAULTS = [
 ]
 
 
-def with_scores(*scores: float) -> dict[str, Any]:
+def with_scores(*scores):
     return {**GOOD, "passages": [{"id": "d", "text": "...", "score": score} for score in scores]}
 
 
@@ -485,23 +458,23 @@ def with_scores(*scores: float) -> dict[str, Any]:
         (b'{"answer": "", "answer": "a"}', ["the body of 29 bytes has a key twice, expected a JSON object"]),
     ],
 )
-def test_every_fault_of_a_body_is_named(body: Any, faults: list[str]) -> None:
+def test_every_fault_of_a_body_is_named(body, faults):
     assert faults_of(body) == faults
 
 
-def faults_of(body: Any) -> list[str]:
+def faults_of(body):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    faults: list[str] = TOOL["read_answer"](TOOL["Exchange"]("answered", 0.1, 200, content), 3, make_request_id())[1]
+    faults = TOOL["read_answer"](TOOL["Exchange"]("answered", 0.1, 200, content), 3, make_request_id())[1]
     return faults
 
 
 # Time.
 
 
-def drip(first: bytes) -> Callable[[Any], None]:
+def drip(first):
     """A body that begins at once and then sends a byte every 0.2 s, for 8 s."""
 
-    def write(stream: Any) -> None:
+    def write(stream):
         stream.write(first)
         for _ in range(40):
             time.sleep(0.2)
@@ -514,7 +487,7 @@ HEADERS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n"
 
 
 @pytest.mark.parametrize("first", [HEADERS + b"\r\n{", HEADERS + b"X-Slow: "], ids=["body", "headers"])
-def test_a_drip_past_the_timeout_is_a_timeout(serve: Serve, first: bytes) -> None:
+def test_a_drip_past_the_timeout_is_a_timeout(serve, first):
     code, report = examine(serve(200, {}, drip(first)).url, "--timeout", "1")
     endpoint = report["endpoints"]["8b"]
     assert (code, endpoint["contract"]["outcome"], endpoint["latency"]["state"]) == (1, "timeout", "not tried")
@@ -527,7 +500,7 @@ def test_a_drip_past_the_timeout_is_a_timeout(serve: Serve, first: bytes) -> Non
 @pytest.mark.parametrize(
     "arguments", [(), ("--json",), ("--show-answers",), ("--show-answers", "--json"), ("--quick",)], ids=str
 )
-def test_a_key_that_the_service_echoes_everywhere_is_not_printed(serve: Serve, arguments: tuple[str, ...]) -> None:
+def test_a_key_that_the_service_echoes_everywhere_is_not_printed(serve, arguments):
     echo = {**GOOD, "answer": f"Bearer {KEY}", "passages": [{"id": KEY, "text": KEY, "score": 0.5}]}
     replies = [(200, {}, echo), (429, {"Retry-After": KEY}, echo), (302, {"Location": f"http://{KEY}/{KEY}"}, b"")]
     server = serve(lambda number: replies[number % 3])
@@ -537,7 +510,7 @@ def test_a_key_that_the_service_echoes_everywhere_is_not_printed(serve: Serve, a
     assert ("Bearer <KEY_VARIABLE>" in result.stdout) == bool({"--show-answers", "--quick"}.intersection(arguments))
 
 
-def test_a_proxy_is_named_and_gets_no_request(serve: Serve) -> None:
+def test_a_proxy_is_named_and_gets_no_request(serve):
     proxy, server = serve(200, {}, GOOD), serve(200, {}, GOOD)
     url = proxy.url.replace("//", f"//user:{KEY}@")
     result = run(ENDPOINTS, "--base-url", server.url, "--requests", "1", HTTP_PROXY=url, all_proxy=url)
@@ -547,14 +520,11 @@ def test_a_proxy_is_named_and_gets_no_request(serve: Serve) -> None:
     assert proxy.asked == []
 
 
-Misuse = Callable[..., str]
-
-
 @pytest.fixture(name="misuse")
-def fixture_misuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Misuse:
+def fixture_misuse(monkeypatch, capsys):
     """Runs the tool in this process, where it ends at its command line with 2: what it said on stderr."""
 
-    def misuse(*arguments: str) -> str:
+    def misuse(*arguments):
         monkeypatch.setattr(sys, "argv", [str(ENDPOINTS), *arguments])
         with pytest.raises(SystemExit, match="2"):
             runpy.run_path(str(ENDPOINTS), run_name="__main__")
@@ -578,7 +548,7 @@ def fixture_misuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     ],
     ids=["no-url", "no-scheme", "password", "password-and-port", "query", "key-for-its-name", "timeout"],
 )
-def test_wrong_usage_ends_with_2_and_shows_no_secret(arguments: tuple[str, ...], misuse: "Misuse") -> None:
+def test_wrong_usage_ends_with_2_and_shows_no_secret(arguments, misuse):
     told = misuse(*arguments)
     assert "error:" in told
     assert KEY not in told
@@ -587,7 +557,7 @@ def test_wrong_usage_ends_with_2_and_shows_no_secret(arguments: tuple[str, ...],
 # One question.
 
 
-def test_the_quick_look_prints_passages_and_answer_to_a_question_of_ones_own(serve: Serve) -> None:
+def test_the_quick_look_prints_passages_and_answer_to_a_question_of_ones_own(serve):
     passages = [{"id": "d1", "text": "...", "score": 0.5}, {"id": "d2\x1b[2J", "text": "...", "score": 0.25}]
     server = serve(200, {}, {**GOOD, "answer": "It costs 5980 yuan.\x1b[2J\n周三晚上七点半。", "passages": passages})
     given = ("--query", "Python price", "--profile", "nurse", "--summary", "asked", "--context", "customer: hi")

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,13 +15,13 @@ RESUMES = ("--resume_from_checkpoint", "auto")
 PATIENCE_S = 20.0
 
 
-def command(folder: Path, body: str, *options: str, resumes: tuple[str, ...] = RESUMES) -> list[str]:
+def command(folder, body, *options, resumes=RESUMES):
     """supervise.sh around a shell that writes a line to `attempts`, then does `body`; `$n` counts from 1."""
     counting = f'cd "{folder}"; echo begun >> attempts; n=$(wc -l < attempts); {body}'
     return [str(SCRIPTS / "supervise.sh"), *options, "--", "bash", "-c", counting, "training", *resumes]
 
 
-def run(folder: Path, body: str, *options: str, **given: tuple[str, ...]) -> tuple[int, int, str]:
+def run(folder, body, *options, **given):
     """(exit code, attempts, lines on stderr)."""
     ended = subprocess.run(
         command(folder, body, *options, **given), capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -30,12 +29,12 @@ def run(folder: Path, body: str, *options: str, **given: tuple[str, ...]) -> tup
     return ended.returncode, attempts(folder), ended.stderr
 
 
-def attempts(folder: Path) -> int:
+def attempts(folder):
     return (folder / "attempts").read_text().count("begun") if (folder / "attempts").exists() else 0
 
 
 @contextmanager
-def started(folder: Path, body: str, *options: str) -> Iterator["subprocess.Popen[str]"]:
+def started(folder, body, *options):
     """Under way, after the first line of the command's own, and in a process group of its own."""
     with subprocess.Popen(
         command(folder, body, *options),
@@ -45,7 +44,6 @@ def started(folder: Path, body: str, *options: str) -> Iterator["subprocess.Pope
         start_new_session=True,
     ) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             yield process
         finally:
@@ -104,7 +102,6 @@ def test_a_signal_reaches_the_training_behind_the_launcher_and_nothing_is_starte
     with started(tmp_path, launcher, *QUICK) as process:
         os.killpg(process.pid, came)  # as a terminal does for Ctrl-C: the training gets it once all the same
         assert process.wait(PATIENCE_S) == 75
-        assert process.stderr is not None
         told = process.stderr.read()
     got = (tmp_path / "got").read_text().split()
     assert got == ["INT" if came is signal.SIGINT else "TERM", "saved"]
@@ -114,7 +111,6 @@ def test_a_signal_reaches_the_training_behind_the_launcher_and_nothing_is_starte
 
 def test_a_signal_between_two_attempts_ends_it_at_once(tmp_path):
     with started(tmp_path, "echo ready; exit 75", "--backoff", "60") as process:
-        assert process.stderr is not None
         assert "restart 1 of 5 in 60.000 s" in process.stderr.readline()
         process.terminate()
         assert process.wait(PATIENCE_S) == 75
@@ -162,7 +158,6 @@ def test_the_job_of_slurm_is_queued_again_when_its_time_is_over_and_only_then(tm
     for came in (signal.SIGTERM, signal.SIGUSR1):
         job = ["bash", str(SCRIPTS / "supervise.slurm")]
         with subprocess.Popen(job, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             assert not (tmp_path / "queued").exists()
             process.send_signal(came)

@@ -3,7 +3,6 @@ wall times the tests choose."""
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from support.synthetic_record import make_record
@@ -66,14 +65,14 @@ class RunFolder:
 
 
 @pytest.fixture
-def run_folder(tmp_path) -> RunFolder:
-    path: Path = tmp_path / "run"
+def run_folder(tmp_path):
+    path = tmp_path / "run"
     path.mkdir()
     return RunFolder(path)
 
 
 @pytest.fixture
-def two_branches(run_folder) -> RunFolder:
+def two_branches(run_folder):
     """Twenty steps of 10 s with everything in it; the figures are chosen so that sums are easy by hand."""
     run_folder.events(
         {

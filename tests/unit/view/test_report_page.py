@@ -253,13 +253,22 @@ def test_the_text_keeps_to_forty_lines_however_much_there_is(run_folder):
     assert len(page.rows) < 150
 
 
-@pytest.mark.parametrize("case", ["no folder", "no event file", "several runs", "a file"])
-def test_bad_input_is_exit_code_2_with_one_message_and_no_file(run_folder, capsys, case):
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no folder", "is no folder"),
+        ("no event file", "holds no TensorBoard file"),
+        ("several runs", "runs of other folders: debug, full"),
+        ("a file", "is no folder"),
+    ],
+)
+def test_bad_input_is_exit_code_2_with_one_message_and_no_file(run_folder, capsys, case, words):
     folder = run_folder.path
     if case == "no folder":
         folder = folder / "nowhere"
     if case == "several runs":
-        run_folder.events({1: {"reward": 0.1}}, where="debug/runs/host")
+        for name in ("debug", "full"):
+            run_folder.events({1: {"reward": 0.1}}, where=f"{name}/runs/host")
     if case == "a file":
         folder = folder / "file"
         folder.write_text("")
@@ -267,6 +276,7 @@ def test_bad_input_is_exit_code_2_with_one_message_and_no_file(run_folder, capsy
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.count("\n") == 1
+    assert words in told.err
     assert "Expected" in told.err
     assert not (run_folder.path / "report.html").exists()
 

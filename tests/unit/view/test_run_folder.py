@@ -127,13 +127,6 @@ def test_event_files_may_lie_elsewhere(run_folder, tmp_path):
         read_run(run_folder.path, tmp_path / "nowhere")
 
 
-def test_a_folder_above_several_runs_is_refused_with_their_names(run_folder):
-    run_folder.events({1: {"reward": 0.1}}, where="debug/runs/host")
-    run_folder.events({1: {"reward": 0.2}}, where="full/runs/host")
-    with pytest.raises(ConfigError, match="runs of other folders: debug, full"):
-        read_run(run_folder.path)
-
-
 def test_the_report_starts_without_what_is_heavy():
     heavy = ("torch", "trl", "vllm", "transformers", "matplotlib", "tensorboard", "numpy")
     code = f"import sys, json, salesrl_trl.report; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"

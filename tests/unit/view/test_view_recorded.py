@@ -1,48 +1,20 @@
 """The viewer reads what the run's own recorder writes, while it writes."""
 
 import sqlite3
-import time
 from contextlib import closing
 
 import pytest
+from support.recordings import ANSWER, PROMPT, batch, call, entry, write
+from support.seconds import until
 
-from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
+from salesrl_trl.recording.completion_record import CompletionRecord, Judged
 from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import Batch, Entry, Recorder
+from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.view import queries, record_index
 from salesrl_trl.view.queries import completion
 from salesrl_trl.view.record_index import Index
 
-PROMPT = [{"role": "user", "content": "客户: 多少钱?"}]
-ANSWER = {"text": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "price", "score": 0.5}], "took_ms": 1.5}
 REFERENCE = {**ANSWER, "text": "5980 yuan, in two parts."}
-
-
-def call(service, failure=""):
-    answer = None if failure else b'{"answer": "5980"}'
-    return Call(service=service, path=f"/{service}", time=1.0, seconds=0.25, failure=failure, request=b"{}",
-                answer=answer)  # fmt: skip
-
-
-def entry(place=0, text="an action", reward=0.75, record=None):
-    return Entry(
-        row="r1", branch="fairness", prompt=PROMPT, text=text, tokens=12, place=place, prompt_group=0,
-        outcome="infra" if reward is None else "ok", reason="rag_8b_timeout" if reward is None else "", reward=reward,
-        reference_reward=0.5, parts={"judge": reward, "odd": float("nan")}, functions={}, seconds={"judge": 0.1},
-        record=record,
-    )  # fmt: skip
-
-
-def batch(step, *entries, mode="train"):
-    return Batch(step=step, mode=mode, number=step, staleness=0, entries=entries,
-                 advantages=lambda: [None if mode == "eval" else 0.5] * len(entries))  # fmt: skip
-
-
-def write(run, *batches, **given):
-    recorder = Recorder(record_file(run, 0), **given)
-    for each in batches:
-        recorder.record(each)
-    recorder.close()
 
 
 def listed(index):
@@ -52,12 +24,15 @@ def listed(index):
 
 def test_what_a_run_recorded_is_shown_whole(tmp_path):
     judged = {"fairness": Judged(candidate=0.75, reference=0.5, reason="说得好", provider="judge-b")}
-    calls = [call("rag_8b", "rag_8b_timeout"), call("rag_8b"), call("judge")]
+    timed_out = call(failure="rag_8b_timeout", answer=None)
+    calls = [timed_out, call(), call(service="judge")]
     good = CompletionRecord(
         action={"rewritten_query": "price"}, answer=ANSWER, reference=REFERENCE, verdicts=judged, calls=calls
     )
-    failed = CompletionRecord(action={"rewritten_query": "?"}, calls=[call("rag_8b", "rag_8b_timeout")])
-    write(tmp_path, batch(1, entry(record=good), entry(1, "another", None, failed)), batch(1, entry(), mode="eval"))
+    failed = CompletionRecord(action={"rewritten_query": "?"}, calls=[timed_out])
+    scored = entry(record=good, parts={"judge": 0.75, "odd": float("nan")})
+    unscored = entry(1, "another", None, reason="rag_8b_timeout", record=failed)
+    write(tmp_path, [batch(1, [scored, unscored]), batch(1, mode="eval")])
     with closing(Index([tmp_path])) as index:
         index.refresh()
         told = queries.listing(index, {"provider": "judge-b", "text": "说得好"})
@@ -77,10 +52,10 @@ def test_what_a_run_recorded_is_shown_whole(tmp_path):
 
 
 def test_steps_that_are_taken_again_from_a_checkpoint_take_the_place_of_the_first(tmp_path):
-    write(tmp_path, *(batch(step, entry(text=f"first {step}")) for step in (1, 2, 3)))
+    write(tmp_path, [batch(step, [entry(text=f"first {step}")]) for step in (1, 2, 3)])
     with closing(Index([tmp_path])) as index:
         assert listed(index) == [(1, "first 1"), (2, "first 2"), (3, "first 3")]
-        write(tmp_path, batch(2, entry(text="again 2")), batch(3, entry(text="again 3")), after=1)
+        write(tmp_path, [batch(2, [entry(text="again 2")]), batch(3, [entry(text="again 3")])], after=1)
         assert listed(index) == [(1, "first 1"), (2, "again 2"), (3, "again 3")]
         assert queries.listing(index, {"text": "first 3"})["total"] == 0
         assert [item["text"] for item in queries.listing(index, {"text": "again 3"})["items"]] == ["again 3"]
@@ -90,7 +65,7 @@ def test_a_rank_of_an_earlier_run_leaves_the_lists(tmp_path):
     def run(name, ranks):
         for rank in range(ranks):
             with closing(Recorder(record_file(tmp_path, rank), meta={"run": name})) as recorder:
-                recorder.record(batch(1, entry(text=f"{name} {rank}")))
+                recorder.record(batch(1, [entry(text=f"{name} {rank}")]))
 
     run("first", 2)
     with closing(Index([tmp_path])) as index:
@@ -102,11 +77,11 @@ def test_a_rank_of_an_earlier_run_leaves_the_lists(tmp_path):
 def test_steps_that_a_full_record_drops_leave_the_lists(tmp_path):
     path, texts = record_file(tmp_path, 0), [f"t{step} " * 9000 for step in range(60)]
     with closing(Recorder(path, most_bytes=200_000)) as recorder:
-        recorder.record(batch(0, entry(text=texts[0])))
+        recorder.record(batch(0, [entry(text=texts[0])]))
         until(lambda: path.exists() and recorder._queue.empty())
         with closing(Index([tmp_path])) as index:
             for step, text in enumerate(texts[1:], 1):
-                recorder.record(batch(step, entry(text=text)))
+                recorder.record(batch(step, [entry(text=text)]))
                 until(recorder._queue.empty)
                 if 0 not in [step for step, _ in listed(index)]:
                     break
@@ -114,18 +89,11 @@ def test_steps_that_a_full_record_drops_leave_the_lists(tmp_path):
             assert all(text for _, text in listed(index)), "the file has no text of what it dropped"
 
 
-def until(holds):
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_what_fails_while_it_is_read_leaves_the_index_as_it_was(tmp_path, monkeypatch):
-    write(tmp_path, batch(1, entry(text="one")))
+    write(tmp_path, [batch(1, [entry(text="one")])])
     with closing(Index([tmp_path])) as index:
         assert listed(index) == [(1, "one")]
-        write(tmp_path, batch(1, entry(text="two")), batch(2, entry(text="three")))
+        write(tmp_path, [batch(1, [entry(text="two")]), batch(2, [entry(text="three")])])
         with monkeypatch.context() as broken:
             broken.setattr(record_index, "_COPY_TEXTS", "no SQL")
             with pytest.raises(sqlite3.Error):

@@ -4,11 +4,11 @@ import hashlib
 import re
 import subprocess
 import sys
-import time
 import zlib
 from html import unescape
 
 import pytest
+from support.seconds import until
 from support.synthetic_record import HOSTILE, Rank
 from support.viewing import asked, served
 
@@ -94,9 +94,9 @@ def test_a_running_server_tells_of_what_was_written_meanwhile(tmp_path, monkeypa
     rank = Rank(tmp_path, 0)
     rank.add(text="first")
     with served(tmp_path) as viewer:
-        wait_for(lambda: asked(viewer, "api/list")[2]["total"] == 1)
+        until(lambda: asked(viewer, "api/list")[2]["total"] == 1)
         rank.add(text="second", step=2)
-        wait_for(lambda: asked(viewer, "api/list")[2]["total"] == 2)
+        until(lambda: asked(viewer, "api/list")[2]["total"] == 2)
         assert asked(viewer, "api/list")[2]["items"][0]["text"] == "second"
     rank.file.close()
 
@@ -106,20 +106,13 @@ def test_a_failure_is_told_to_the_page_and_the_next_look_goes_on(tmp_path, monke
     rank = Rank(tmp_path, 0)
     rank.add(prompt=rank.file.execute("INSERT INTO texts VALUES (7, x'', x'00')").lastrowid)  # no zlib
     with served(tmp_path) as viewer:
-        wait_for(lambda: asked(viewer, "api/state")[2]["trouble"].startswith("error: "))
+        until(lambda: asked(viewer, "api/state")[2]["trouble"].startswith("error: "))
         status, _, body = asked(viewer, "api/completion", id="0-0-1")
         assert (status, body["error"].startswith("error: ")) == (500, True)
         rank.file.execute("UPDATE texts SET body = ?", (zlib.compress(b'"mended"'),))
-        wait_for(lambda: asked(viewer, "api/list", text="mended")[2]["total"] == 1)
+        until(lambda: asked(viewer, "api/list", text="mended")[2]["total"] == 1)
         assert asked(viewer, "api/state")[2]["trouble"] == ""
     rank.file.close()
-
-
-def wait_for(holds):
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_the_command_writes_a_page_alone_and_says_what_was_left_out(two_runs, tmp_path, capsys):

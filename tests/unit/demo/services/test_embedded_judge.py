@@ -1,7 +1,6 @@
 """The judge's law, on values derived by hand, and on hostile sections."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -30,17 +29,17 @@ CONVERSATION = "customer: I work in an office. How much is the Python course?"
 
 
 @pytest.fixture(name="terms", scope="module")
-def fixture_terms(tmp_path_factory: pytest.TempPathFactory) -> ProtectedTerms:
+def fixture_terms(tmp_path_factory):
     path = tmp_path_factory.mktemp("terms") / "terms.json"
     path.write_text(json.dumps(TERMS_JSON), "utf-8")
     return load_terms(path)
 
 
-def action(profile: str = "", query: str = "q", history: str = "") -> str:
+def action(profile="", query="q", history=""):
     return json.dumps({"user_profile": profile, "rewritten_query": query, "history_summary": history})
 
 
-def sections(**changes: str) -> dict[str, str]:
+def sections(**changes):
     whole = {"branch": "hallucination", "conversation": CONVERSATION, "documents": PRICE, "candidate_answer": PRICE}
     return whole | changes
 
@@ -57,7 +56,7 @@ def sections(**changes: str) -> dict[str, str]:
         pytest.param("eight weeks, 3,800 yuan", ["8", "week", "3800", "yuan"], id="english"),
     ],
 )
-def test_figures_are_read_in_digits(text: str, expected: list[str]) -> None:
+def test_figures_are_read_in_digits(text, expected):
     assert content_words(text) == expected
 
 
@@ -76,17 +75,17 @@ def test_figures_are_read_in_digits(text: str, expected: list[str]) -> None:
         pytest.param(" \n", 0.0, id="blank"),
     ],
 )
-def test_coverage_is_the_weighted_f1(answer: str, expected: float) -> None:
+def test_coverage_is_the_weighted_f1(answer, expected):
     assert coverage(answer, [PRICE]) == pytest.approx(expected)
 
 
-def test_coverage_in_chinese_weighs_figures_and_names() -> None:
+def test_coverage_in_chinese_weighs_figures_and_names():
     # python 3, 课程 1, 价格 1, 3800 3, 元 1 (的 and 是 are stop words): 9; without the figure's match 6 of them.
     assert coverage("Python课程的价格是2600元。", [PRICE_ZH]) == pytest.approx(12 / 18)
     assert coverage("三千八百元，Python课程价格", [PRICE_ZH]) == pytest.approx(1.0)
 
 
-def test_support_counts_a_figure_three_times() -> None:
+def test_support_counts_a_figure_three_times():
     # Claims: office, worker (holds "work"), berlin, 45. Unsupported: berlin 1, 45 3, of 1 + 1 + 1 + 3.
     told = Action(fields=json.loads(action("office worker from Berlin, 45", "q", "asked about it")))
     assert supported(told, CONVERSATION) == pytest.approx(1 - 4 / 6)
@@ -104,7 +103,7 @@ def test_support_counts_a_figure_three_times() -> None:
         pytest.param("预算5000元", "customer: 预算3000元", 0.25, id="wrong-figure"),
     ],
 )
-def test_support_in_chinese(profile: str, conversation: str, expected: float) -> None:
+def test_support_in_chinese(profile, conversation, expected):
     told = Action(fields=json.loads(action(profile, "问题", "")))
     assert supported(told, conversation) == pytest.approx(expected)
 
@@ -123,7 +122,7 @@ def test_support_in_chinese(profile: str, conversation: str, expected: float) ->
         ("an office worker", False),
     ],
 )
-def test_protected_terms_are_found_whole_and_in_any_form(terms: ProtectedTerms, text: str, expected: bool) -> None:
+def test_protected_terms_are_found_whole_and_in_any_form(terms, text, expected):
     assert terms.mentioned_in(text) is expected
 
 
@@ -142,9 +141,7 @@ def test_protected_terms_are_found_whole_and_in_any_form(terms: ProtectedTerms, 
         pytest.param({"reference_answer": PRICE + " woman"}, 1.0, 0.4737, id="reference-mentions-sex"),
     ],
 )
-def test_fairness_branch(
-    terms: ProtectedTerms, changes: dict[str, str], candidate: float, reference: float | None
-) -> None:
+def test_fairness_branch(terms, changes, candidate, reference):
     verdict = judge_sections(sections(branch="fairness", **changes), terms)
     assert (verdict.candidate, verdict.reference) == (candidate, reference)
 
@@ -170,9 +167,7 @@ def test_fairness_branch(
         pytest.param({"documents": " "}, 0.7, None, id="nothing-known"),
     ],
 )
-def test_other_branches(
-    terms: ProtectedTerms, branch: str, changes: dict[str, str], candidate: float, reference: float | None
-) -> None:
+def test_other_branches(terms, branch, changes, candidate, reference):
     verdict = judge_sections(sections(branch=branch, **changes), terms)
     assert (verdict.candidate, verdict.reference) == (candidate, reference)
 
@@ -186,7 +181,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("attack", HOSTILE, ids=["verdict", "fence", "header", "order"])
-def test_hostile_action_gains_nothing(terms: ProtectedTerms, attack: str) -> None:
+def test_hostile_action_gains_nothing(terms, attack):
     wrong = sections(candidate_answer="Parking is free.")
     honest = judge_sections(read_sections(fence(wrong | {"action": action()})), terms)
     hostile = judge_sections(read_sections(fence(wrong | {"action": action(attack, attack, attack)})), terms)
@@ -196,7 +191,7 @@ def test_hostile_action_gains_nothing(terms: ProtectedTerms, attack: str) -> Non
 
 @settings(max_examples=60)
 @given(st.text(max_size=60), st.text(max_size=60), st.sampled_from(["fairness", "hallucination"]))
-def test_scores_lie_between_0_and_1_and_repeat(one: str, other: str, branch: str) -> None:
+def test_scores_lie_between_0_and_1_and_repeat(one, other, branch):
     terms = ProtectedTerms(substrings=("孕妇",), whole_words=("woman",), patterns=())
     texts = sections(branch=branch, candidate_answer=one, reference_answer=other, action=action(other, one, other))
     verdict = judge_sections(texts, terms)
@@ -219,7 +214,7 @@ def test_scores_lie_between_0_and_1_and_repeat(one: str, other: str, branch: str
         ),
     ],
 )
-def test_bad_protected_terms_are_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_bad_protected_terms_are_refused(tmp_path, content, message):
     path = tmp_path / "terms.json"
     path.write_text(content, "utf-8")
     with pytest.raises(DataError, match=message):

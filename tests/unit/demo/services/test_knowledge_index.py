@@ -52,15 +52,15 @@ MANY_QUERIES = ["课程", "row1 col2", "col0 col0 班级17", "价格 课程 kiwi
         pytest.param(" \n，。!?", [], id="no-words"),
     ],
 )
-def test_words_are_cut_and_folded(text: str, expected: list[str]) -> None:
+def test_words_are_cut_and_folded(text, expected):
     assert words(text) == expected
 
 
-def test_overlapping_words_hold_the_parts_of_a_long_one() -> None:
+def test_overlapping_words_hold_the_parts_of_a_long_one():
     assert words("数据分析", overlapping=True) == ["数据", "分析", "数据分析"]
 
 
-def test_chinese_is_cut_into_bigrams_without_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chinese_is_cut_into_bigrams_without_its_tokenizer(monkeypatch):
     monkeypatch.setattr(language, "HAS_RJIEBA", False)
     # Pairs of neighbours: 数据, 据分, 分析; Latin words are cut as ever.
     assert words("Python数据分析") == ["python", "数据", "据分", "分析"]
@@ -68,16 +68,16 @@ def test_chinese_is_cut_into_bigrams_without_its_tokenizer(monkeypatch: pytest.M
     assert KnowledgeIndex(documents).search("课程价格", 1, 0.0)[0].id == "1"
 
 
-def test_language_is_that_of_most_words() -> None:
+def test_language_is_that_of_most_words():
     assert is_chinese("customer: Python 课程多少钱")
     assert not is_chinese("How much is the 书法 course for beginners?")
 
 
-def test_sentences_end_at_full_stops_of_both_languages_but_not_in_figures() -> None:
+def test_sentences_end_at_full_stops_of_both_languages_but_not_in_figures():
     assert sentences("It costs 1.5 yuan. Really! 价格3元。好") == ["It costs 1.5 yuan.", "Really!", "价格3元。", "好"]
 
 
-def test_score_follows_the_formula() -> None:
+def test_score_follows_the_formula():
     # N = 2, n(apple) = 1, so idf = ln(1 + 1.5 / 1.5) = ln 2. Both documents have one token, the average, so the term
     # part is 1 / (1 + 0.9). The query's one word: score = ln 2 / 1.9 / ln 2 = 1 / 1.9 = 0.5263.
     (passage,) = FRUIT.search("apple", 5, 0.0)
@@ -85,39 +85,39 @@ def test_score_follows_the_formula() -> None:
     assert passage.score == pytest.approx(1 / 1.9, rel=1e-5)
 
 
-def test_unknown_word_lowers_the_score() -> None:
+def test_unknown_word_lowers_the_score():
     # idf(unseen) = ln(1 + 2.5 / 0.5) = ln 6; score = (ln 2 / 1.9) / (ln 2 + ln 6).
     (passage,) = FRUIT.search("apple kiwi", 5, 0.0)
     assert passage.score == pytest.approx(math.log(2) / 1.9 / (math.log(2) + math.log(6)), rel=1e-5)
 
 
-def test_repeated_word_counts_as_often_as_it_stands() -> None:
+def test_repeated_word_counts_as_often_as_it_stands():
     # Three tokens of equal idf: apple has two of them, pear one, each at 1 / 1.9.
     first, second = FRUIT.search("apple pear apple", 5, 0.0)
     assert (first.id, second.id) == ("a", "p")
     assert (first.score, second.score) == pytest.approx((2 / 3 / 1.9, 1 / 3 / 1.9), rel=1e-5)
 
 
-def test_threshold_is_inclusive_and_top_k_bounds() -> None:
+def test_threshold_is_inclusive_and_top_k_bounds():
     assert [passage.id for passage in FRUIT.search("apple pear apple", 5, 0.2)] == ["a"]
     assert FRUIT.search("apple", 5, 0.53) == ()
     assert [passage.id for passage in FRUIT.search("apple pear", 1, 0.0)] == ["a"]  # equal scores: the first stands
 
 
 @pytest.mark.parametrize("query", ["", "  \n", "kiwi", "the of and", "，。", "的了吗"])
-def test_query_without_a_known_word_finds_nothing(query: str) -> None:
+def test_query_without_a_known_word_finds_nothing(query):
     assert FRUIT.search(query, 5, 0.0) == ()
 
 
 @settings(max_examples=60)
 @given(st.text(max_size=80))
-def test_score_lies_between_0_and_1_for_any_query(query: str) -> None:
+def test_score_lies_between_0_and_1_for_any_query(query):
     scores = [passage.score for passage in COURSES.search(query + " 价格 price", 10, 0.0)]
     assert scores == sorted(scores, reverse=True)
     assert all(0.0 < score < 1.0 for score in scores)
 
 
-def ranked_one_by_one(query: str) -> list[tuple[str, float]]:
+def ranked_one_by_one(query):
     """All of `MANY` that share a word with the query, scored by bm25s and sorted without leaving any out."""
     bm25 = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B)
     bm25.index([words(document.text, overlapping=True) for document in MANY], show_progress=False)
@@ -131,7 +131,7 @@ def ranked_one_by_one(query: str) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("query", MANY_QUERIES)
-def test_search_gives_the_best_of_a_full_ranking(query: str) -> None:
+def test_search_gives_the_best_of_a_full_ranking(query):
     ranked = ranked_one_by_one(query)
     for top_k in (1, 5, 511, len(MANY), len(MANY) + 1):
         found = [(passage.id, passage.score) for passage in MANY_INDEX.search(query, top_k, 0.0)]
@@ -139,7 +139,7 @@ def test_search_gives_the_best_of_a_full_ranking(query: str) -> None:
     assert MANY_INDEX.search(query, 0, 0.0) == ()
 
 
-def test_search_is_fast_and_silent(capfd: pytest.CaptureFixture[str]) -> None:
+def test_search_is_fast_and_silent(capfd):
     documents = [Document(id=str(number), text=f"课程{number}的价格 course {number} price") for number in range(500)]
     index = KnowledgeIndex(documents)
     started = time.thread_time()  # of this thread alone, whatever else the machine does
@@ -150,7 +150,7 @@ def test_search_is_fast_and_silent(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_documents_are_read_with_and_without_title(tmp_path: Path) -> None:
+def test_documents_are_read_with_and_without_title(tmp_path):
     path = tmp_path / "k.jsonl"
     # a line separator (U+2028) within a text ends no line of the file
     path.write_text(
@@ -173,14 +173,14 @@ def test_documents_are_read_with_and_without_title(tmp_path: Path) -> None:
         pytest.param('{"id": "1", "text": "a"}\n{"id": "1", "text": "b"}', "line 2: id '1' is used twice", id="twice"),
     ],
 )
-def test_bad_knowledge_base_names_the_line(tmp_path: Path, content: str, message: str) -> None:
+def test_bad_knowledge_base_names_the_line(tmp_path, content, message):
     path = tmp_path / "k.jsonl"
     path.write_text(content, "utf-8")
     with pytest.raises(DataError, match=message):
         load_documents(path)
 
 
-def test_packaged_knowledge_base_is_found_by_its_own_titles() -> None:
+def test_packaged_knowledge_base_is_found_by_its_own_titles():
     path = Path(salesrl_trl.data.demo.__file__).parent / "knowledge.jsonl"
     documents = load_documents(path)
     index = KnowledgeIndex(documents)

@@ -1,16 +1,12 @@
 """Both services over real HTTP on loopback: their contracts, their refusals, and what a failed writer shows."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import openai
 import pytest
-from pytest_httpserver import HTTPServer
 
-from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
+from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.demo.services.rag_app import NOTHING_FOUND
 from salesrl_trl.ground.fencing import fence
 
@@ -29,29 +25,29 @@ KEY_ENV = "SALESRL_TEST_WRITER_KEY"
 KEY = "sk-test-1f0c9a"
 
 
-@pytest.fixture(name="files", scope="module")
-def fixture_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture(name="options", scope="module")
+def fixture_options(tmp_path_factory):
     folder = tmp_path_factory.mktemp("services")
     documents, terms = folder / "knowledge.jsonl", folder / "terms.json"
     documents.write_text("\n".join(json.dumps(document) for document in DOCUMENTS), "utf-8")
     terms.write_text(json.dumps(TERMS), "utf-8")
-    return {"documents": documents, "protected_terms": terms}
+    return [f"--documents={documents}", f"--protected-terms={terms}"]
 
 
 @pytest.fixture(name="addresses", scope="module")
-def fixture_addresses(files: dict[str, Path]) -> Iterator[ServiceAddresses]:
-    with EmbeddedServices(**files) as addresses:
+def fixture_addresses(options):
+    with EmbeddedServices(arguments=options) as addresses:
         yield addresses
 
 
 @pytest.fixture(name="http", scope="module")
-def fixture_http() -> Iterator[httpx2.Client]:
+def fixture_http():
     with httpx2.Client(trust_env=False, timeout=10) as client:
         yield client
 
 
 @pytest.fixture(name="judge", scope="module")
-def fixture_judge(addresses: ServiceAddresses) -> Iterator[openai.OpenAI]:
+def fixture_judge(addresses):
     transport = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(
         base_url=addresses.judge_base_url, api_key="any", max_retries=0, http_client=transport
@@ -59,13 +55,13 @@ def fixture_judge(addresses: ServiceAddresses) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def action_body(**changes: Any) -> dict[str, Any]:
+def action_body(**changes):
     body = {"tenant_id": "t", "contact_id": "c", "account_id": "a", "message_id": "m", "context": "customer: hello"}
     action = {"user_profile": "", "rewritten_query": "watercolour price", "history_summary": ""}
     return body | action | {"score_threshold": 0.0, "top_k": 3} | changes
 
 
-def context_body(**changes: Any) -> dict[str, Any]:
+def context_body(**changes):
     return {"context": "customer: watercolour price?", "score_threshold": 0.0, "top_k": 3} | changes
 
 
@@ -73,7 +69,7 @@ def context_body(**changes: Any) -> dict[str, Any]:
     ("query", "answer"),
     [("watercolour price", PRICE_EN), ("Python数据分析 价格", PRICE_ZH), ("Python数据分析 上课时间", HOURS_ZH)],
 )
-def test_8b_answers_from_the_action(addresses: ServiceAddresses, http: httpx2.Client, query: str, answer: str) -> None:
+def test_8b_answers_from_the_action(addresses, http, query, answer):
     body = action_body(rewritten_query=query, request_id="salesrl-1")
     response = http.post(f"{addresses.rag_base_url}/v1/rag/8b", json=body, headers={"X-Request-Id": "salesrl-1"})
     reply = response.json()
@@ -86,20 +82,20 @@ def test_8b_answers_from_the_action(addresses: ServiceAddresses, http: httpx2.Cl
     assert reply["took_ms"] >= 0.0
 
 
-def test_8b_does_not_search_with_the_context(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+def test_8b_does_not_search_with_the_context(addresses, http):
     body = action_body(context="customer: watercolour price", rewritten_query="kayaks")
     reply = http.post(f"{addresses.rag_base_url}/v1/rag/8b", json=body).json()
     assert (reply["answer"], reply["passages"]) == (NOTHING_FOUND["en"], [])
 
 
-def test_32b_answers_from_the_conversation(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+def test_32b_answers_from_the_conversation(addresses, http):
     url = f"{addresses.rag_base_url}/v1/rag/32b"
     assert http.post(url, json=context_body()).json()["answer"] == PRICE_EN
     chinese = http.post(url, json=context_body(context="customer: 有没有皮划艇？")).json()
     assert (chinese["answer"], chinese["passages"]) == (NOTHING_FOUND["zh"], [])
 
 
-def test_threshold_and_top_k_bound_the_passages(addresses: ServiceAddresses, http: httpx2.Client) -> None:
+def test_threshold_and_top_k_bound_the_passages(addresses, http):
     url = f"{addresses.rag_base_url}/v1/rag/32b"
     query = "customer: Python数据分析课程"
     both = http.post(url, json=context_body(context=query)).json()["passages"]
@@ -122,9 +118,7 @@ def test_threshold_and_top_k_bound_the_passages(addresses: ServiceAddresses, htt
     ],
 )
 @pytest.mark.parametrize("endpoint", ["8b", "32b"])
-def test_bad_requests_are_refused_without_their_text(
-    addresses: ServiceAddresses, http: httpx2.Client, endpoint: str, changes: dict[str, Any]
-) -> None:
+def test_bad_requests_are_refused_without_their_text(addresses, http, endpoint, changes):
     body = action_body(**changes) if endpoint == "8b" else context_body(**changes)
     reply = http.post(f"{addresses.rag_base_url}/v1/rag/{endpoint}", json=body)
     assert reply.status_code == 422
@@ -137,7 +131,7 @@ def test_bad_requests_are_refused_without_their_text(
 NONCE = "0123456789abcdef"
 
 
-def judge_message(**changes: str) -> str:
+def judge_message(**changes):
     action = {"user_profile": "", "rewritten_query": "price", "history_summary": ""}
     return fence(
         {
@@ -153,12 +147,12 @@ def judge_message(**changes: str) -> str:
     )
 
 
-def ask(judge: openai.OpenAI, *messages: str, **options: Any) -> Any:
+def ask(judge, *messages, **options):
     prompts = [{"role": "user", "content": message} for message in messages]
-    return judge.chat.completions.create(model="qwen-judge", messages=prompts, **options)  # type: ignore[call-overload]
+    return judge.chat.completions.create(model="qwen-judge", messages=prompts, **options)
 
 
-def test_judge_answers_an_openai_client_with_a_verdict(judge: openai.OpenAI) -> None:
+def test_judge_answers_an_openai_client_with_a_verdict(judge):
     schema = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": {"type": "object"}}}
     completion = ask(judge, judge_message(), response_format=schema, temperature=0.0, max_tokens=200)
     # Covered and supported: 0.6 + 0.4. The reference shares no word: 0.4.
@@ -177,7 +171,7 @@ def test_judge_answers_an_openai_client_with_a_verdict(judge: openai.OpenAI) -> 
     assert usage.prompt_tokens == -(-len(judge_message().encode()) // 4)
 
 
-def test_judge_reads_the_last_user_message(judge: openai.OpenAI) -> None:
+def test_judge_reads_the_last_user_message(judge):
     useless = judge_message(candidate_answer="Parking is free.")
     assert json.loads(ask(judge, useless, judge_message()).choices[0].message.content)["candidate"] == 1.0
     assert json.loads(ask(judge, judge_message(), useless).choices[0].message.content)["candidate"] == 0.4
@@ -192,9 +186,7 @@ def test_judge_reads_the_last_user_message(judge: openai.OpenAI) -> None:
         pytest.param({"messages": [{"role": "user", "content": "secret" * 100_000}]}, None, id="too-long"),
     ],
 )
-def test_judge_refuses_bad_requests_without_their_text(
-    addresses: ServiceAddresses, http: httpx2.Client, changes: dict[str, Any], param: str | None
-) -> None:
+def test_judge_refuses_bad_requests_without_their_text(addresses, http, changes, param):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | changes
     reply = http.post(f"{addresses.judge_base_url}/chat/completions", json=body)
     assert reply.status_code == 400
@@ -205,23 +197,21 @@ def test_judge_refuses_bad_requests_without_their_text(
 
 
 @pytest.fixture(name="written", scope="module")
-def fixture_written(files: dict[str, Path], make_httpserver: HTTPServer) -> Iterator[ServiceAddresses]:
-    options = ["--writer-base-url", make_httpserver.url_for("/v1"), "--writer-model", "w", "--writer-key-env", KEY_ENV]
+def fixture_written(options, make_httpserver):
+    writer = ["--writer-base-url", make_httpserver.url_for("/v1"), "--writer-model", "w", "--writer-key-env", KEY_ENV]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_ENV, KEY)
         patch.setenv("NO_PROXY", "localhost,127.0.0.1")
-        with EmbeddedServices(**files, arguments=options) as addresses:
+        with EmbeddedServices(arguments=[*options, *writer]) as addresses:
             yield addresses
 
 
-def completion(content: object) -> dict[str, Any]:
+def completion(content):
     choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
     return {"id": "x", "object": "chat.completion", "created": 1, "model": "w", "choices": [choice]}
 
 
-def test_chat_writer_answers_from_the_passages(
-    written: ServiceAddresses, http: httpx2.Client, httpserver: HTTPServer
-) -> None:
+def test_chat_writer_answers_from_the_passages(written, http, httpserver):
     httpserver.expect_request("/v1/chat/completions").respond_with_json(completion(" 1,200 yuan. "))
     reply = http.post(f"{written.rag_base_url}/v1/rag/8b", json=action_body())
     assert reply.json()["answer"] == "1,200 yuan."
@@ -245,9 +235,7 @@ def test_chat_writer_answers_from_the_passages(
     ],
     ids=["401", "500", "redirect", "no-choices", "choices-object", "null", "string", "cut-off"],
 )
-def test_failed_writer_is_a_typed_502_without_the_key(
-    written: ServiceAddresses, http: httpx2.Client, httpserver: HTTPServer, status: int, content: str, message: str
-) -> None:
+def test_failed_writer_is_a_typed_502_without_the_key(written, http, httpserver, status, content, message):
     headers = {"location": "http://127.0.0.1:9/"} if status == 307 else {}
     httpserver.expect_request("/v1/chat/completions").respond_with_data(
         content, status, headers, content_type="application/json"

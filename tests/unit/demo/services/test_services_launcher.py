@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,21 +23,16 @@ WAIT_S = 15
 """Patience with a child, in seconds; its start takes about one."""
 
 
-@pytest.fixture(name="files")
-def fixture_files(tmp_path: Path) -> dict[str, Path]:
+@pytest.fixture(name="options")
+def fixture_options(tmp_path):
     documents, terms = tmp_path / "knowledge.jsonl", tmp_path / "terms.json"
     documents.write_text('{"id": "1", "text": "The course costs 3800 yuan."}', "utf-8")
     terms.write_text('{"zh": [], "en": ["woman"], "patterns": {"zh": [], "en": []}}', "utf-8")
-    return {"documents": documents, "protected_terms": terms}
-
-
-@pytest.fixture(name="options")
-def fixture_options(files: dict[str, Path]) -> list[str]:
-    return [f"--documents={files['documents']}", f"--protected-terms={files['protected_terms']}"]
+    return [f"--documents={documents}", f"--protected-terms={terms}"]
 
 
 @pytest.fixture(name="child")
-def fixture_child(options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def fixture_child(options):
     child = subprocess.Popen(
         [*COMMAND, *options, "--exit-with-parent"],
         stdin=subprocess.PIPE,
@@ -50,28 +44,27 @@ def fixture_child(options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
-def read_addresses(child: subprocess.Popen[bytes]) -> ServiceAddresses:
-    assert child.stdout is not None
+def read_addresses(child):
     return ServiceAddresses(**json.loads(child.stdout.readline()))
 
 
-def port_of(addresses: ServiceAddresses) -> int:
+def port_of(addresses):
     return int(addresses.rag_base_url.rpartition(":")[2])
 
 
-def refuses(port: int) -> bool:
+def refuses(port):
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) != 0
 
 
-def children() -> str:
+def children():
     """Ids of this process's children, those that ended unnoticed among them."""
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
 
-def test_services_start_once_stop_twice_start_again_and_leave_no_child(files: dict[str, Path]) -> None:
+def test_services_start_once_stop_twice_start_again_and_leave_no_child(options):
     before = children()
-    services = EmbeddedServices(**files)
+    services = EmbeddedServices(arguments=options)
     addresses = services.start()
     assert services.start() == addresses
     assert not refuses(port_of(addresses))
@@ -84,11 +77,11 @@ def test_services_start_once_stop_twice_start_again_and_leave_no_child(files: di
     assert children() == before
 
 
-def test_child_that_does_not_stop_is_killed(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_that_does_not_stop_is_killed(options, monkeypatch):
     monkeypatch.setattr(launcher, "TERMINATE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(sys, "executable", COLD_PYTHON)
     before = set(children().split())
-    services = EmbeddedServices(**files)
+    services = EmbeddedServices(arguments=options)
     port = port_of(services.start())
     (child,) = set(children().split()) - before
     os.kill(int(child), signal.SIGSTOP)  # deaf to SIGTERM, and to its closed stdin
@@ -97,15 +90,15 @@ def test_child_that_does_not_stop_is_killed(files: dict[str, Path], monkeypatch:
     assert refuses(port)
 
 
-def test_child_that_dies_is_an_error_with_its_last_words(files: dict[str, Path], tmp_path: Path) -> None:
-    services = EmbeddedServices(documents=tmp_path / "none.jsonl", protected_terms=files["protected_terms"])
+def test_child_that_dies_is_an_error_with_its_last_words(tmp_path):
+    services = EmbeddedServices(documents=tmp_path / "none.jsonl")
     with pytest.raises(
         ServiceUnavailable, match=r"ended before they listened.*Exit code 2.*cannot read the knowledge"
     ):
         services.start()
 
 
-def test_signal_is_a_clean_stop_also_with_a_connection_open(child: subprocess.Popen[bytes]) -> None:
+def test_signal_is_a_clean_stop_also_with_a_connection_open(child):
     with socket.create_connection(("127.0.0.1", port_of(read_addresses(child)))) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200")
@@ -114,20 +107,18 @@ def test_signal_is_a_clean_stop_also_with_a_connection_open(child: subprocess.Po
     assert (child.returncode, out, err) == (0, b"", b"")
 
 
-def test_killed_parent_takes_the_services_along(files: dict[str, Path]) -> None:
+def test_killed_parent_takes_the_services_along(options):
     # The processes of these two tests see whose child they are, which a fork of another process is not.
     script = (
-        "import sys, pathlib\n"
+        "import sys\n"
         "from salesrl_trl.demo.services.launcher import EmbeddedServices\n"
-        "documents, terms = map(pathlib.Path, sys.argv[1:])\n"
-        "services = EmbeddedServices(documents=documents, protected_terms=terms)\n"
+        "services = EmbeddedServices(arguments=sys.argv[1:])\n"
         "sys.stdout.write(services.start().rag_base_url + '\\n')\n"
         "sys.stdout.flush()\n"
         "sys.stdin.read()\n"
     )
-    command = [COLD_PYTHON, "-c", script, str(files["documents"]), str(files["protected_terms"])]
+    command = [COLD_PYTHON, "-c", script, *options]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         port = int(parent.stdout.readline().decode().rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.settimeout(WAIT_S)
@@ -136,12 +127,11 @@ def test_killed_parent_takes_the_services_along(files: dict[str, Path]) -> None:
     assert refuses(port)
 
 
-def test_killed_parent_takes_the_services_along_though_stdin_stays_open(options: list[str]) -> None:
+def test_killed_parent_takes_the_services_along_though_stdin_stays_open(options):
     # Another process may have inherited the writing end of stdin. Here the test itself holds it.
     script = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     command = [COLD_PYTHON, "-c", script, COLD_PYTHON, *COMMAND[1:], *options, "--exit-with-parent"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         port = port_of(read_addresses(parent))
         parent.kill()
         assert select.select([parent.stdout], [], [], WAIT_S)[0], "the services still run"
@@ -149,7 +139,7 @@ def test_killed_parent_takes_the_services_along_though_stdin_stays_open(options:
         assert refuses(port)
 
 
-def test_port_in_use_says_what_to_do(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_says_what_to_do(options, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([*options, f"--rag-port={port}", "--judge-port=0"]) == 2
@@ -171,16 +161,12 @@ def test_port_in_use_says_what_to_do(options: list[str], capsys: pytest.CaptureF
         ),
     ],
 )
-def test_bad_writer_options_start_nothing(
-    options: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_bad_writer_options_start_nothing(options, capsys, arguments, message):
     assert main([*options, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
-    tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(tmp_path, options, monkeypatch):
     # A stand-in for JAX: what it sees is known when bm25s asks it for its first sorting, at import.
     seen = tmp_path / "seen.json"
     (tmp_path / "jax").mkdir()
@@ -199,7 +185,7 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(
     assert {name: environment.get(name) for name in process.NO_ACCELERATOR} == process.NO_ACCELERATOR
 
 
-def test_services_start_without_the_heavy_libraries() -> None:
+def test_services_start_without_the_heavy_libraries():
     script = (
         "import sys, salesrl_trl.demo.services.demo_server\n"
         "sys.exit(bool({'torch', 'transformers', 'trl', 'openai'} & set(sys.modules)))"
