@@ -29,13 +29,10 @@ class RewardFuncs:
     """The rewards of a trainer."""
 
     reward_loop: RewardLoop
-    """Scores completions by all functions."""
     functions: list[Any]
     """For TRL, in the order of `reward_funcs`: functions that the loop answers, and reward models."""
     weights: list[float]
-    """TRL's weight of each."""
     has_models: bool
-    """Whether a reward model is among them."""
 
     @classmethod
     def of(

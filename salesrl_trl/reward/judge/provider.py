@@ -62,11 +62,8 @@ class JudgeProvider:
     base_url: str
     """Its address, `/v1` included: `"https://api.openai.com/v1"`."""
     model: str
-    """The model's name there."""
     transport: Transport
-    """Its limits, retries and traffic."""
     api_key: str | None = field(default=None, repr=False)
-    """Sent as a bearer token."""
     weight: float = 1.0
     """Its share of the verdicts, relative to the other providers' weights. 0: only if others fail."""
     response_format: str = "auto"
@@ -78,9 +75,7 @@ class JudgeProvider:
     extra_body: Mapping[str, object] = field(default_factory=dict, repr=False)
     """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
     usd_per_million_prompt_tokens: float = 0.0
-    """Price, for the cost metrics."""
     usd_per_million_completion_tokens: float = 0.0
-    """Price, for the cost metrics."""
 
 
 class _Message(BaseModel):

@@ -1,18 +1,12 @@
-"""The message to a judge, and the verdict in its answer.
+"""The message to a judge, and the verdict in its answer. Pure; `provider` calls it.
 
-Owns:
-- the message: completions are hostile text, so they stand in fenced sections of the user message only;
-- the schema of a verdict, for providers that enforce one;
-- which text counts as a verdict: a JSON object at the very end, signed with the request's nonce. Any other text is
-  `JudgeInvalid`, never a number.
-
-Pure: no network. Called by `provider`.
+Completions are hostile text, so they stand in fenced sections of the user message only. A verdict is a JSON object at
+the very end, signed with the request's nonce. Any other text is `JudgeInvalid`, never a number.
 """
 
-import dataclasses
 import functools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -124,11 +118,6 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     return Verdict(
         candidate=body.candidate, reference=body.reference if expect_reference else None, reason=body.reason
     )
-
-
-def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
-    """The verdict as a JSON value, for the cache."""
-    return dataclasses.asdict(verdict)
 
 
 def verdict_from_json(value: object) -> Verdict:

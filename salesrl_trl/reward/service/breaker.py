@@ -24,7 +24,6 @@ class Permit(Enum):
     """The action that a caller is allowed now."""
 
     SEND = auto()
-    """The endpoint is well."""
     PROBE = auto()
     """Send one request that finds out whether the endpoint is back. Then call `record_answer`, `record_failure` or
     `record_abandoned`. The latter two take the breaker's present `probe`."""
@@ -61,7 +60,6 @@ class Breaker:
         self._cooldown_s = COOLDOWN_S
         self._open_until: float | None = None
         self.is_probing = False
-        """Whether a probe is out."""
         self.probe = 0
         """Number of the latest probe: 0 before the first one."""
         self.denial: str | None = None

@@ -1,7 +1,6 @@
 """Calls in flight on one event loop: their slots, and hedges: late calls that are sent a second time.
 
-Owns the tasks, the timer task that starts hedges, and the pure law of when a call is late and how many hedges there
-may be. `transport` sends its attempts through it. `limits` has the law of how many slots there are.
+Owns the tasks, the timer task that starts hedges, and the pure law of when a call is late. `transport` calls it.
 """
 
 import asyncio
@@ -23,7 +22,6 @@ from salesrl_trl.reward.service.limits import AdaptiveLimit
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.02
-"""Time between two looks for late calls."""
 MAX_HEDGES = 2
 """Most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers, and its batch waits."""
 PERCENTILE = 0.95
@@ -58,7 +56,6 @@ class HedgePolicy:
 
     @property
     def enabled(self) -> bool:
-        """Whether extra calls are allowed at all."""
         return self._fraction > 0
 
     @property
@@ -67,11 +64,9 @@ class HedgePolicy:
         return self._hedges + 1 <= self._fraction * self._sent
 
     def record_sent(self) -> None:
-        """A first call was sent."""
         self._sent += 1
 
     def record_hedge(self) -> None:
-        """An extra call was sent."""
         self._hedges += 1
 
     def record_answer(self, seconds: float) -> None:
@@ -111,7 +106,6 @@ class Flights:
         self._slots = anyio.CapacityLimiter(limit.slots)
         self._flying: dict[_Flight[Any], None] = {}  # in the order they were sent
         self.waiting = 0
-        """Calls that wait for a slot."""
         self._hedges = 0
         self._hedge_waits = False
         self._hedge_timer: asyncio.Task[None] | None = None
@@ -228,7 +222,6 @@ class _Flight(Generic[T]):
         task.add_done_callback(partial(self._on_done, number))
 
     def cancel(self) -> None:
-        """Cancel the requests that still run."""
         for task in self._tasks:
             task.cancel()
         if self.result.done() and not self.result.cancelled():

@@ -1,12 +1,8 @@
-"""One call to one service: how often it is tried, how long it may take, how many run at once.
+"""One call to one service: how often it is tried, how long it may take, how many run at once. Its clients call it.
 
-Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. The clients of RAG services
-and judges call it. It refuses to own how a request is sent (`http`), and when a reward phase ends (`event_loop`), by
-which every wait here has ended.
-
-A call takes one slot and keeps it until it ends, also while it waits between attempts. So a service that says "come
-back in a second" has less to do in that second. The laws of limit, breaker and hedge are pure; this module applies
-them on the event loop's clock.
+Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. A call takes one slot and
+keeps it until it ends, also while it waits between attempts. So a service that says "come back in a second" has less
+to do in that second.
 """
 
 import asyncio
@@ -118,7 +114,6 @@ class Transport:
 
     @property
     def slots(self) -> int:
-        """The limit of calls in flight at the moment."""
         return self._limit.slots
 
     def drain_traffic(self) -> dict[str, int]:
@@ -157,7 +152,6 @@ class Transport:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the budget lets no request pass any more."""
         return self._quota is not None and self._quota.is_spent
 
     async def admit(self) -> None:
@@ -170,7 +164,6 @@ class Transport:
                 raise self._deadline_exceeded() from None
 
     def bill(self) -> Bill:
-        """The bill of one request, while it is under way."""
         return Bill(self._quota)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
@@ -380,7 +373,6 @@ class _Changes:
         self._changed = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
-        """Wait for the next change, at most this long."""
         try:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
