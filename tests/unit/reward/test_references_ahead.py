@@ -18,11 +18,6 @@ def fetched(reward, indices):
     return reward.prepare(examples(indices))
 
 
-def begun(reward, indices):
-    """Ask ahead, and do not wait."""
-    return asyncio.create_task(fetched(reward, indices))
-
-
 def score(reward, indices):
     """Score different completions to these rows."""
     texts = [action(query=f"q{number}") for number in range(len(indices))]
@@ -104,7 +99,7 @@ def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked
 
     async def scene():
         if ahead == "under_way":
-            asking = begun(reward, [0])
+            asking = asyncio.create_task(fetched(reward, [0]))
             await asyncio.sleep(0)
         elif ahead != "not":
             await fetched(reward, [0])
