@@ -49,8 +49,7 @@ _CODE = re.compile(r"[a-z0-9_]{1,64}")
 
 
 class Together:
-    """One call for `size` completions that are scored together. It is made when the last of them is there. `call`
-    scores them, in the order of their places."""
+    """One call for `size` completions that are scored together, made when the last of them is there."""
 
     def __init__(self, size: int, call: Callable[[Sequence[Sample]], Awaitable[list[Reward]]]) -> None:
         self._size = size

@@ -31,10 +31,7 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str, str]:
-    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one.
-
-    Raises `ConfigError` if rubrics are in neither place (the message names all), or one can't be read.
-    """
+    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one."""
     packaged = packaged_rubrics()
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():

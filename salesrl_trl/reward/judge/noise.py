@@ -46,11 +46,8 @@ class JudgedSample:
 
 
 def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int) -> list[JudgedSample]:
-    """The verdicts to ask for: each answer in both orders, at least twice.
-
-    `rubrics` has the name of each rubric, to a branch that is judged by it. `calls` is the most verdicts, at least
-    `MIN_CALLS`. With few calls some rubrics or answers are left out.
-    """
+    """The verdicts to ask for: each answer in both orders, at least twice, `calls` at most and `MIN_CALLS` at least.
+    `rubrics` names for each rubric a branch that is judged by it. With few calls some are left out."""
     noise_set = resources.files(__package__).joinpath("noise_set.json")
     talks = json.loads(noise_set.read_text(encoding="utf-8"))  # answers from right to wrong
     # 1. As many rubrics and conversations as have all their answers asked for twice, in both orders.

@@ -31,8 +31,7 @@ from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 logger = logging.getLogger(__name__)
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
-"""`json_schema` sends the schema, `text` describes the verdict in words. `auto` begins with the schema, and goes
-on with text if the provider refuses the schema, or answers it with no text or no JSON."""
+"""`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""
 
 MAX_TOKENS = 10**9
 """Most tokens of one call. A larger number is not counted."""
@@ -140,12 +139,10 @@ class ProviderClient:
         return usage
 
     async def ask(self, material: Material, *, candidate_first: bool, patient: bool) -> Verdict:
-        """A verdict, by schema or by text. Raises `ServiceError`."""
+        """A verdict by schema, or by text where that does not work. After one by text, all later requests go so."""
         unheld = False  # the schema did not work for this material, and text has not been tried since
 
         async def attempt() -> Verdict:
-            """By schema, and if that does not work, by text within the same attempt, or in the next one if its time
-            ends between the two. After a verdict by text, all later requests go by text."""
             nonlocal unheld
             if not (self._by_text or unheld):
                 try:
@@ -241,8 +238,7 @@ class ProviderClient:
 
 
 def _text_of(completion: object) -> str:
-    """The text of a chat completion. Raises `JudgeInvalid` for none, or one that was cut off, withheld or broken
-    off."""
+    """The text of a chat completion. Raises `JudgeInvalid` for one that is not whole."""
     try:
         choices = _Completion.model_validate(completion).choices
     except ValidationError:

@@ -82,12 +82,9 @@ class HedgePolicy:
 class Flights:
     """Slots and hedges. Calls and hedges together stay within the limit.
 
-    A call may have several requests. If one of them fails while another one goes on, `transport` does not see the
-    failure. So `Flights` records it: an overload in `limit`, and `overloads`, `timeouts` or `failures` in `traffic`.
-    It also counts `sent` hedges, `hedges` and `hedges_won` there. All other failures are the transport's to record.
-
-    `hedging` says when a call is late. There are no hedges while the `breaker` is open. `quota` counts hedges: none is
-    sent that would have to wait for the budget.
+    A call may have several requests. A failure of one while another goes on is recorded here, in `limit` and
+    `traffic`, because `transport` does not see it. There are no hedges while the `breaker` is open, and none is sent that would
+    have to wait for the `quota`.
     """
 
     def __init__(
@@ -131,11 +128,8 @@ class Flights:
             self._slots.total_tokens = slots
 
     async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
-        """Run `attempt`. If it is late, send a second request; the earliest success is the result. There are at most
-        `MAX_HEDGES` further requests.
-
-        `number` is the request's number in `limit`. One hedge timer serves all calls, so a call costs none of its own.
-        """
+        """Run `attempt`. If it is late, send further requests, up to `MAX_HEDGES`; the earliest success is the result.
+        `number` is the request's number in `limit`."""
         self._hedging.record_sent()
         flight = _Flight(attempt, number, self._failed_beside)
         self._flying[flight] = None

@@ -265,11 +265,8 @@ def key_fault(key: str) -> str | None:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds for which the service asks for no calls; `None` if it does not say.
-
-    Reads `Retry-After-Ms` (milliseconds) and `Retry-After` as a whole or fractional number of seconds, with a unit
-    (`"1500ms"`, `"2s"`), or as an HTTP date. A date counts from the answer's own `Date`.
-    """
+    """Seconds for which the service asks for no calls; `None` if it does not say. Reads `Retry-After-Ms`, and
+    `Retry-After` as seconds, with a unit (`"1500ms"`, `"2s"`), or as an HTTP date from the answer's own `Date` on."""
     milliseconds = _number(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000

@@ -4,14 +4,11 @@ Owns the law and its state. Pure: no clock, no event loop, no service. `transpor
 """
 
 GROWTH_PER_SUCCESS = 0.5
-"""Slots that each answer adds during the slow start: a round of full slots raises the limit by half. Doubling could
-overshoot a service's own limit by its whole size, and the service answers each call above it with an error."""
+"""Slots that each answer adds during the slow start. Doubling could overshoot a service's limit by its whole size."""
 DECREASE = 0.8
-"""Factor after an overload. A service that takes 16 calls is tried with 17 again after about three rounds. Meanwhile
-nine tenths of its slots are busy."""
+"""Factor after an overload. A service that takes 16 calls is tried with 17 again after about three rounds."""
 ROUNDS_TO_GROW = 3
-"""Rounds of calls that must be waiting before one more slot is tried, once the service has turned a call away. With
-fewer, the call that is turned away would come last, and the whole batch would wait for it."""
+"""Rounds of waiting calls before one more slot is tried. With fewer, the call that is turned away would come last."""
 
 
 class AdaptiveLimit:

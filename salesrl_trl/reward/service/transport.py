@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -40,8 +40,7 @@ RETRY_JITTER_S = 0.2
 OVERLOAD_WAIT_S = 1.0
 """Wait after a 429 that does not say how long."""
 MAX_OVERLOADS = 64
-"""A call gives up when it is turned away this often. Being turned away costs no attempt, because the service is well.
-Usually the deadline ends the call before."""
+"""A call gives up when it is turned away this often. Usually the deadline ends it before."""
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
 """Names of the counts:
 - `calls` asked for;
@@ -102,7 +101,7 @@ class Transport:
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
         self._flights = self._new_flights()
-        self._changes: PerLoop[_Changes] = PerLoop(_Changes)
+        self._changed: PerLoop[asyncio.Event] = PerLoop(asyncio.Event)  # wakes the calls that wait for the breaker
 
     def _new_flights(self) -> PerLoop[Flights]:
         return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._quota))
@@ -123,19 +122,12 @@ class Transport:
         return counts
 
     async def call(self, attempt: Callable[[], Awaitable[T]], *, patient: bool = True) -> T:
-        """Run `attempt` until it succeeds.
+        """Run `attempt`, one request with its whole answer, until it succeeds. It may run twice at the same time.
 
-        Args:
-            attempt (`Callable[[], Awaitable[T]]`):
-                Sends one request and reads the whole answer. Raises `ServiceError`. May run twice at the same time.
-            patient (`bool`, *optional*, defaults to `True`):
-                Whether to wait for the end of an outage, and to come back as often as the service says. Set it to
-                `False` where another service can be asked instead: then the call has half of the time that is left,
-                and ends when it is turned away.
+        A `patient` call waits for the end of an outage, and comes back as often as the service says. Another, where
+        another service can be asked instead, has half of the time that is left, and ends when it is turned away.
 
-        Raises:
-            `BudgetSpent`: a limit of the run's budget is reached.
-            `ServiceError`: the last attempt's error. Its `code` starts with the service's name.
+        Raises `BudgetSpent`, or the last attempt's `ServiceError`.
         """
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
@@ -155,8 +147,7 @@ class Transport:
         return self._quota is not None and self._quota.is_spent
 
     async def admit(self) -> None:
-        """Wait until the budget lets one more request pass, for a second one within an attempt. Raises `BudgetSpent`,
-        or `DeadlineExceeded` where the deadline comes first."""
+        """Wait until the budget lets one more request pass. Raises `BudgetSpent`, or `DeadlineExceeded`."""
         if self._quota is not None:
             try:
                 await self._quota.admit()
@@ -195,18 +186,15 @@ class Transport:
                     self._traffic["sent"] += 1
                     return await (attempt() if probe else self._flights.get().send(attempt, number))
             except TimeoutError:
-                raise self._timed_out(left_s) from None
+                if left_s < self._attempt_timeout_s:
+                    raise self._deadline_exceeded() from None
+                raise ServiceTimeout(
+                    f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
+                    code=f"{self.service}_timeout",
+                ) from None
 
     def _deadline_exceeded(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
-
-    def _timed_out(self, left_s: float) -> ServiceTimeout:
-        if left_s < self._attempt_timeout_s:
-            return self._deadline_exceeded()
-        return ServiceTimeout(
-            f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
-            code=f"{self.service}_timeout",
-        )
 
     @contextmanager
     def _observed(self, number: int, probe: int) -> Iterator[None]:
@@ -287,7 +275,9 @@ class Transport:
                 return self._breaker.probe if permit is Permit.PROBE else 0
             pause_s = self._breaker.pause_left_s(moment) or float("inf")
             patience_left_s = patience_s - self._breaker.down_for_s(moment)
-            await self._changes.get().wait(min(pause_s, patience_left_s, remaining_s()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(pause_s, patience_left_s, remaining_s())):
+                    await self._changed.get().wait()
 
     def _abandon(self, probe: int) -> None:
         if probe:
@@ -302,7 +292,9 @@ class Transport:
             self._wake()
 
     def _wake(self) -> None:
-        self._changes.get().announce()
+        changed = self._changed.get()
+        changed.set()
+        changed.clear()
 
 
 class _HeldBack(ServiceUnavailable):
@@ -360,21 +352,3 @@ class _Retries:
         wait_s += random.uniform(0, RETRY_JITTER_S)
         error.out_of_time = goes_on and wait_s >= remaining_s()
         return wait_s if goes_on and not error.out_of_time else False
-
-
-class _Changes:
-    """Wakes the calls that wait for the breaker."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Event()
-
-    def announce(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
