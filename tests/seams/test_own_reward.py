@@ -12,7 +12,6 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Outcome, Reward
 
@@ -250,11 +249,6 @@ def test_an_argument_that_nothing_gives_is_refused_with_what_there_is(function, 
     with pytest.raises(ConfigError, match=f"{message}.*a column of the dataset: prompt, solution"):
         needs.check(["prompt", "solution"])
     needs.check(["prompt", "answer", "completion", "gold"])
-
-
-def test_a_function_of_the_program_that_was_started_can_not_be_sent(monkeypatch):
-    with pytest.raises(ConfigError, match="can't be sent to a process of its own"):
-        RemoteReward(RewardFunction(lambda completions: [0.0]))
 
 
 def test_trls_own_trainer_calls_each_kind_as_any_async_function():

@@ -101,7 +101,8 @@ class Breaker:
 
     def record_failure(self, now: float, *, probe: int = 0, denial: str | None = None, pause_s: float = 0.0) -> None:
         """A call failed at the moment `now`, for a reason that may concern every call. `probe` is its number if it was
-        a probe: one that was replaced counts as any other call. `denial` is the error's code if access was denied. For `pause_s` the endpoint asked for no calls."""
+        a probe: one that was replaced counts as any other call. `denial` is the error's code if access was denied.
+        For `pause_s` the endpoint asked for no calls."""
         if not self._failures or (not self.is_open and now - self._latest > SAME_OUTAGE_S):
             self._down_since = now
         self._latest = now

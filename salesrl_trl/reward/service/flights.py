@@ -83,8 +83,8 @@ class Flights:
     """Slots and hedges. Calls and hedges together stay within the limit.
 
     A call may have several requests. A failure of one while another goes on is recorded here, in `limit` and
-    `traffic`, because `transport` does not see it. There are no hedges while the `breaker` is open, and none is sent that would
-    have to wait for the `quota`.
+    `traffic`, because `transport` does not see it. There are no hedges while the `breaker` is open, and none is sent
+    that would have to wait for the `quota`.
     """
 
     def __init__(

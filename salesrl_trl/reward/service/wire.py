@@ -1,14 +1,9 @@
 """Connections whose replies belong to the requests that they carried.
 
-aiohttp reuses a kept-alive connection that holds unread bytes. So a stray reply would answer the next request, and
-from then on that connection would be one reply behind. Here a connection is used again only if it brought exactly one
-reply to its last request and nothing since. It is closed at the first byte beyond that reply, wherever the byte shows:
-- together with the reply;
-- later, while the connection is idle;
-- unread in the socket, at the moment when the connection is taken again.
-
-A stray reply that arrives after the next request was sent can't be recognised by its bytes. Therefore every request
-carries an id, and each judge's request a nonce; `http` and `verdict` check them.
+aiohttp reuses a kept-alive connection that holds unread bytes, so that a stray reply would answer the next request.
+Here a connection is used again only if it brought exactly one reply to its last request and nothing since. A stray
+reply that arrives after the next request was sent can't be recognised by its bytes: therefore every request carries an
+id, and each judge's request a nonce.
 """
 
 import select

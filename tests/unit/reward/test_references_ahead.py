@@ -7,6 +7,8 @@ import pytest
 from support import virtual_time
 from support.loopback import ANSWER, VERDICT, action, build_reward, examples, row
 
+from salesrl_trl.ground.fencing import read_sections
+
 
 @pytest.fixture
 def rows():
@@ -74,6 +76,7 @@ def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_withou
 
     play(reward, scene())
     assert services.calls["32b"] == 2
+    assert "reference_answer" not in read_sections(services.asked["judge"][0].json["messages"][1]["content"])
 
 
 def test_asking_ahead_ends_with_the_deadline_of_a_completion(services, rows):
