@@ -57,7 +57,6 @@ MAX_PASSAGES = 1000
 
 
 class _PassageBody(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     id: str
     text: str
     score: float = Field(ge=0, le=1, strict=True)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from salesrl_trl.errors import (
     AccessDenied,
@@ -78,26 +78,22 @@ class JudgeProvider:
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     role: object = None
     content: str | None = None
     refusal: object = None
 
 
 class _Choice(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     message: _Message
     finish_reason: str | None = None
 
 
 class _Usage(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     prompt_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     completion_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
 
 
 class _Completion(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     choices: list[_Choice] = Field(fail_fast=True)
 
 

@@ -27,8 +27,7 @@ from salesrl_trl.errors import (
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.service.budget import Bill, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
-from salesrl_trl.reward.service.flights import Flights, HedgePolicy
-from salesrl_trl.reward.service.limits import AdaptiveLimit
+from salesrl_trl.reward.service.flights import AdaptiveLimit, Flights, HedgePolicy
 
 T = TypeVar("T")
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.reward.service.flights import MARGIN, MIN_SAMPLES, HedgePolicy, _Flight
-from salesrl_trl.reward.service.limits import AdaptiveLimit
+from salesrl_trl.reward.service.flights import MARGIN, MIN_SAMPLES, AdaptiveLimit, HedgePolicy, _Flight
 
 
 @pytest.mark.parametrize("good", [0, 1, None])
