@@ -1,8 +1,7 @@
 """The rewards of a batch while they come in: started one by one, awaited together or group by group.
 
-Owns the tasks of a batch, the time that each may take, and the result with its report. Does not own how a single
-completion is scored (`scorer`), nor which batches are open (`reward_loop`). Methods are called on the event loop's
-thread, unless they say otherwise.
+Owns the tasks of a batch, the time that each may take, and the result with its report. Methods are called on the event
+loop's thread, unless they say otherwise. `scorer` makes batches, `reward_loop` keeps the open ones.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from salesrl_trl.reward.judge.judge_interface import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.event_loop import cancel, deadline
-from salesrl_trl.reward.stage_times import StageTimes, TimeRange, time_of
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
 
@@ -36,12 +35,10 @@ class BatchReport:
     judge_seconds: float = 0.0
     """Seconds from the first request for a verdict to the last verdict."""
     usage: Mapping[str, ProviderUsage] = field(default_factory=dict)
-    """By judge provider."""
     traffic: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Counts by service, then by the names of `transport.TRAFFIC` and `"slots"`."""
     records: Sequence[JudgeRecord] = ()
     cache_hits: Mapping[str, int] = field(default_factory=lambda: {"answers": 0, "references": 0})
-    """Calls saved, for `"answers"` and `"references"`."""
     started: float = 0.0
     """When the batch began, on `time.perf_counter`'s scale."""
     spans: Sequence[Span] = ()
@@ -53,7 +50,6 @@ class BatchReport:
 
 
 NOTHING_SCORED = BatchReport()
-"""The report where there was no batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +57,6 @@ class BatchResult:
     """The rewards of a batch, and what happened beside them."""
 
     rewards: tuple[Reward, ...]
-    """One for each completion, in the batch's order."""
     report: BatchReport
 
     @property
@@ -70,8 +65,8 @@ class BatchResult:
         return [reward.value for reward in self.rewards]
 
     def column(self, function: str) -> list[float | None]:
-        """The numbers of one of several reward functions, or those of the only one. `None` for every completion that
-        could not be scored: where one of its numbers is missing, the others would stand for all of them."""
+        """The numbers of one of several reward functions, or those of the only one. `None` for a completion of which
+        any number is missing: else the others would stand for all of them."""
         return [
             None if reward.value is None else reward.by_function.get(function, reward.value) for reward in self.rewards
         ]
@@ -126,7 +121,6 @@ class Sample:
     """Number of its batch. No two batches of a process have the same."""
     place: int = 0
     size: int = 1
-    """Completions in the batch."""
     group: int = 1
     """Completions of a prompt. They are neighbours."""
     origin: Origin | None = None
@@ -135,6 +129,18 @@ class Sample:
     @property
     def text(self) -> str:
         return completion_text(self.completion)
+
+
+@dataclass(slots=True)
+class TimeRange:
+    """From the first start to the last reward so far, on `time.perf_counter`'s scale."""
+
+    first: float | None = None
+    last: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.first is None else max(self.last - self.first, 0.0)
 
 
 class RewardBatch:
@@ -170,7 +176,7 @@ class RewardBatch:
         self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
         self.times = TimeRange()
-        """From the first start to the last reward so far. May be read from any thread."""
+        """May be read from any thread."""
         self.waits: list[tuple[float, float]] = []
         self._context = here()  # of the thread that begins the batch: the main one
         self._score = score
@@ -220,12 +226,11 @@ class RewardBatch:
             self._whole[first].set_result(None)
 
     async def _scored(self, sample: Sample, whole: "asyncio.Future[None]") -> None:
-        """The way of one completion from its text to its reward."""
         stages = self.stages[sample.place]
         # 1. Score it at once, while others are still generated.
         with deadline(self._deadline_s):
             scoring = asyncio.ensure_future(self._score(sample, stages))
-        scoring.add_done_callback(_mark_as_seen)
+        scoring.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one that is late
         try:
             # 2. Its time runs from the moment at which all that are scored together are there.
             either: list[asyncio.Future[Any]] = [scoring, whole]
@@ -300,10 +305,11 @@ class RewardBatch:
     def result(self, drained: BatchReport = NOTHING_SCORED) -> BatchResult:
         """The rewards of a batch that is settled, its times, and what services did (`Scorer.drain`)."""
         spans = [span for stages in self.stages for span in stages.spans]
+        judged = [(span.started, span.ended) for span in spans if span.name == Stage.JUDGE]
         report = replace(
             drained,
             seconds=self.times.seconds,
-            judge_seconds=time_of(Stage.JUDGE, spans).seconds,
+            judge_seconds=max(end for _, end in judged) - min(start for start, _ in judged) if judged else 0.0,
             started=self.times.first or 0.0,
             spans=spans,
             waits=tuple(self.waits),
@@ -313,8 +319,9 @@ class RewardBatch:
     def _settle(self, place: int, reward: Reward) -> None:
         self._tasks.pop(place, None)
         self.rewards[place] = reward
-        now = time.perf_counter()
-        self.times.include(now, now)
+        self.times.last = time.perf_counter()
+        if self.times.first is None:  # it was cut off before anything began
+            self.times.first = self.times.last
         sample = self._samples[place]
         self._lines.scored(self.rows[place], None if sample is None else sample.text, reward)
         if self._changed is not None and not self._changed.done():
@@ -324,12 +331,6 @@ class RewardBatch:
         """Cancel what is under way for a place, if there is something."""
         task = self._tasks.pop(place, None)
         return task is not None and task.cancel()
-
-
-def _mark_as_seen(scoring: "asyncio.Future[Reward]") -> None:
-    """The error of one that is late, or that was dropped, concerns nobody."""
-    if not scoring.cancelled():
-        scoring.exception()
 
 
 def completion_text(completion: Completion) -> str:

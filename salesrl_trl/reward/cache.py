@@ -1,13 +1,8 @@
 """Each question is asked once: equal calls share one that is under way, and later ones get its answer.
 
-Owns the keys of answers, the sharing of calls, the count of calls that were saved, and the file of answers. The chain
-(`chain`, `rag_answers`) asks through it. A failure is never kept.
-
-The file is SQLite, for several processes. Every access is one statement, so a process that is killed leaves it whole.
-Values are JSON behind a checksum. They hold customers' words, so the file's owner alone can read it. Keys are hashes.
-No credential is part of either. A thread reads and writes the file, so no disk and no lock of another process holds up
-the event loop. (`aiosqlite` does not serve here: a connection that nobody closed keeps the process from ending, and
-one whose event loop ended during a statement never answers again.)
+The file is SQLite, for several processes; its keys are hashes. It holds customers' words, so its owner alone can read
+it. A thread reads and writes it, so that no disk holds up the event loop. (`aiosqlite` does not serve here: a
+connection that nobody closed keeps the process from ending.) A failure is never kept, and no credential.
 """
 
 import asyncio
@@ -66,9 +61,7 @@ class _LoopWork:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of look-ups. While one runs, those that come are gathered for the next."""
     wanted: set[str] = field(default_factory=set)
-    """Keys of the next look-up."""
     look_up: asyncio.Task[dict[str, object]] | None = None
-    """The next look-up."""
     writing: asyncio.Task[None] | None = None
 
 
@@ -130,18 +123,15 @@ class AnswerStore:
         return known
 
     async def replace(self, key: str, old: object, new: object) -> bool:
-        """Put `new` in the place of `old`, unless another process has put another value there. Returns whether the
-        file could be written."""
+        """Put `new` in the place of `old`, if that is still there. Returns whether the file could be written."""
         values = (_with_checksum(key, new), key, _with_checksum(key, old))
         return await self._change("UPDATE answers SET value = ? WHERE key = ? AND value = ?", *values)
 
     async def known(self, keys: Collection[str]) -> set[str]:
-        """Those of the keys that are in the file."""
         rows = await self._run(f"SELECT key FROM answers WHERE {_IN_LIST}", json.dumps(list(keys)))
         return {key for (key,) in rows or ()}
 
     async def forget(self, keys: Iterable[str]) -> None:
-        """Delete these from the file."""
         await self._change(f"DELETE FROM answers WHERE {_IN_LIST}", json.dumps(list(keys)))
 
     async def aclose(self) -> None:
@@ -278,11 +268,8 @@ class Cache(Generic[T]):
     async def get(
         self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object] = lambda answer: None
     ) -> T:
-        """The answer for `key`: kept, under way, or asked for now. Raises what `ask` raises.
-
-        `check` refuses an answer that is not to be kept, by `ValueError` or `ServiceError`. A new one is not put into
-        the store. One that lies there is asked for again.
-        """
+        """The answer for `key`: kept, under way, or asked for now. Raises what `ask` raises. `check` refuses, by
+        `ValueError` or `ServiceError`, an answer that is not to be kept, or not to be used if it was."""
         answer, saved = await self._obtain(key, ask, check)
         if saved and key not in self._fetched:
             self.hits += 1

@@ -1,8 +1,6 @@
 """The reward of a completion: parse -> RAG 8B and 32B -> stages of one's own -> judge -> further stages -> score.
 
-Owns the order of the stages, what every failure means, and the first question to every service. It does not own how
-the completions of a batch are started and given up (`batch`), how a call is made (`service.transport`), what is asked
-once only (`cache`), and what a verdict is worth (`scoring`).
+Owns the order of the stages, what every failure means, and the first question to every service.
 """
 
 import asyncio
@@ -10,7 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TypeAlias, TypeVar
 
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ServiceError
@@ -19,10 +17,10 @@ from salesrl_trl.recording.completion_record import CompletionRecord, Judged, no
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
-from salesrl_trl.reward.judge.verdict import verdict_from_json, verdict_to_json
+from salesrl_trl.reward.judge.verdict import verdict_from_json
 from salesrl_trl.reward.parsing import is_empty_text, parse_action
 from salesrl_trl.reward.rag_answers import RagAnswers
-from salesrl_trl.reward.rag_client import RagBackend, answer_to_json
+from salesrl_trl.reward.rag_client import RagBackend
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
@@ -46,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NO_ANSWER = Answer(text="No answer.", passages=(), took_ms=0.0)
-"""For the judge's warm-up, where no endpoint answered."""
 
 Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
 """A part of the chain behind the answers: from a case to what is known then, or to a refusal."""
@@ -125,7 +121,7 @@ class SalesReward(Scorer):
         self._judge = judge
         self._stores = (answers or AnswerStore(), references or AnswerStore())
         self._answers = RagAnswers(rag, score_threshold, top_k, action_format, *self._stores)
-        self._verdicts = Cache(self._stores[0], verdict_to_json, verdict_from_json)
+        self._verdicts = Cache(self._stores[0], asdict, verdict_from_json)
         self._scoring = scoring.with_stages(stages)
         self._stages = tuple(stages)
         self._steps: tuple[Step, ...] = (
@@ -149,16 +145,14 @@ class SalesReward(Scorer):
         )
 
     async def prepare(self, rows: Iterable[Example]) -> None:
-        """Ask for the 32B answers of these rows ahead of their completions, each once. Completions that come meanwhile
-        share the answer or the error. After an error the next completion asks again and reports it."""
+        """Ask for the 32B answers of these rows. After an error the next completion asks again, and reports it."""
         wanted = [self._rows[index] for index in dict.fromkeys(int(row["row"]) for row in rows)]
         with deadline(self.deadline_s), noted_in(self._ahead_record):
             fetched = [self._answers.fetch_reference(row) for row in wanted if self._scoring.rubrics(row.branch)]
             await asyncio.gather(*fetched, return_exceptions=True)
 
     async def drain(self) -> BatchReport:
-        """All traffic since the last call, of every provider and service, also those that were not asked. With several
-        batches in flight, a call is counted in the next report, whichever batch it was for."""
+        """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
         answers, references = self._answers.answer_cache, self._answers.reference_cache
         drained = BatchReport(
             usage=self._judge.drain_usage(),
@@ -176,8 +170,6 @@ class SalesReward(Scorer):
         return drained
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """Ask both endpoints and every judge provider once, before anything depends on them, and the 32B endpoint for
-        some of the references that are kept."""
         row, answers = self._rows[0], self._answers
         action = answers.plain_action(row.conversation[-1].content)
         with deadline(self.deadline_s):
@@ -193,7 +185,8 @@ class SalesReward(Scorer):
             # 2. The judge about their answer, if any branch needs one.
             if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
                 known = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
-                results.update(await self._judge.warm_up(row, action, (*known, _NO_ANSWER)[0]))
+                answer = known[0] if known else Answer(text="No answer.", passages=(), took_ms=0.0)
+                results.update(await self._judge.warm_up(row, action, answer))
             # 3. Whether the index is empty.
             if not isinstance(of_8b, ServiceError) and not of_8b[0].passages:
                 any_passage = await clocked(functools.partial(answers.index_has_some, row))
@@ -215,7 +208,6 @@ class SalesReward(Scorer):
         return results
 
     async def aclose(self) -> None:
-        """Close the connections and the caches."""
         await self._verdicts.aclose()
         await self._answers.aclose()
         await self._judge.aclose()
@@ -230,7 +222,6 @@ class SalesReward(Scorer):
         return {**self._rag.transports, **self._judge.transports}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The way of a completion: parse, both endpoints, the stages with the judge among them, the score."""
         record = None if self._ahead_record is None else CompletionRecord()
         stages.completion_record = record
         with noted_in(record):
@@ -249,7 +240,7 @@ class SalesReward(Scorer):
                 answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
                 self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
                 if record is not None:
-                    record.answer = answer_to_json(answer)
+                    record.answer = asdict(answer)
                 # 3. Refuse an answer that says nothing, unless the index is at fault.
                 if not answer.passages and not await self._answers.index_has_some(row):
                     return missing(Outcome.INFRA, "no_passages", stages.seconds)
@@ -272,8 +263,7 @@ class SalesReward(Scorer):
                 reference_asked.cancel()  # nobody needs it any more, so its error is not reported
 
     async def _reference_or_none(self, row: SalesRow, stages: StageTimes) -> Answer | None:
-        """The reference answer, or `None`: without it the judge scores the candidate alone. It has half of the time
-        that is left, so that a judge still has some."""
+        """The reference answer, in half of the time that is left. Without it the judge scores the candidate alone."""
         if not self._scoring.rubrics(row.branch):
             return None
         with deadline(remaining_s() / 2):
@@ -286,7 +276,7 @@ class SalesReward(Scorer):
                 return None
         self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
         if stages.completion_record is not None:
-            stages.completion_record.reference = answer_to_json(answer)
+            stages.completion_record.reference = asdict(answer)
         return answer
 
     async def _judged(self, case: Case, stages: StageTimes) -> Case:
@@ -298,7 +288,7 @@ class SalesReward(Scorer):
             stages.completion_record.verdicts |= {
                 name: Judged(candidate=None, reference=None, reason=result.code, provider="")
                 if isinstance(result, ServiceError)
-                else Judged(**verdict_to_json(result))
+                else Judged(**asdict(result))
                 for name, result in results.items()
             }
         verdicts = {name: None if isinstance(result, ServiceError) else result for name, result in results.items()}

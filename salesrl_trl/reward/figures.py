@@ -1,8 +1,7 @@
 """The figures of rewards: from each rank's completions to the sums of a log line.
 
-Owns the value of each figure of a completion (`OVER_COMPLETIONS`), the judge's bias, and the tables in which these
-and a batch's report travel between ranks. `names.FIGURES` owns their tags and meanings. `rollout.rollout_scoring`
-makes the tables and gathers them; `update.ledger` adds them up.
+Owns the value of each figure of a completion, the judge's bias, and the tables in which these and a batch's report
+travel between ranks. `names.FIGURES` owns their tags. `rollout.rollout_scoring` gathers, `update.ledger` adds up.
 """
 
 import math
@@ -210,8 +209,7 @@ class RewardFigures:
         return torch.tensor([row], dtype=torch.float64)
 
     def add_report(self, aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor) -> None:
-        """Add the gathered reports of a batch, shape (world size, columns). Seconds are those of the slowest rank; all
-        other figures are sums over ranks."""
+        """Add gathered reports, shape (world size, columns): the slowest rank's seconds, and sums of all else."""
         seconds, bias_columns, counts = torch.split(table, [2, JudgeBias.SUMS, len(self._counts)], dim=1)
         slowest = seconds.max(dim=0).values.tolist()
         for name, value in zip((REWARD_SECONDS, JUDGE_SECONDS), slowest, strict=True):

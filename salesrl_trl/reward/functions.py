@@ -49,8 +49,7 @@ _CODE = re.compile(r"[a-z0-9_]{1,64}")
 
 
 class Together:
-    """One call for `size` completions that are scored together. It is made when the last of them is there. `call`
-    scores them, in the order of their places."""
+    """One call for `size` completions that are scored together, made when the last of them is there."""
 
     def __init__(self, size: int, call: Callable[[Sequence[Sample]], Awaitable[list[Reward]]]) -> None:
         self._size = size
@@ -203,7 +202,6 @@ class RewardFunction(Scorer):
         return reward
 
     async def _rewards(self, samples: Sequence[Sample]) -> list[Reward]:
-        """The rewards of completions that are scored at once."""
         try:
             with deadline(self.deadline_s):
                 return await self._transport.call(lambda: self._called(samples))
@@ -288,7 +286,6 @@ class RewardFunction(Scorer):
         return list(itertools.islice(returned, count + 1)) if is_lazy and self._per is not Per.COMPLETION else returned
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
-        """The rewards that a function returned for several completions."""
         is_list = isinstance(returned, Sized) and isinstance(returned, Iterable)
         if not is_list or isinstance(returned, str | bytes | Mapping) or getattr(returned, "ndim", 1) == 0:
             raise self._refused("no_list", f"a {type(returned).__name__} for {count} completions. Expected a list")
@@ -297,7 +294,6 @@ class RewardFunction(Scorer):
         return list(returned)
 
     def _reward(self, value: Any) -> Reward:
-        """The reward that a function returned for one completion."""
         if value is None:
             return missing(Outcome.INFRA, NOT_APPLICABLE, {})
         if isinstance(value, Reward):
@@ -353,7 +349,8 @@ def per_completion(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    return _decorated(Per.COMPLETION, function, options)
+    made = functools.partial(RewardFunction, per=Per.COMPLETION, **options)
+    return made if function is None else made(function)
 
 
 @overload
@@ -374,7 +371,8 @@ def per_group(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    return _decorated(Per.GROUP, function, options)
+    made = functools.partial(RewardFunction, per=Per.GROUP, **options)
+    return made if function is None else made(function)
 
 
 @overload
@@ -394,13 +392,5 @@ def per_batch(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    return _decorated(Per.BATCH, function, options)
-
-
-def _decorated(
-    per: Per, function: Function | None, options: Mapping[str, Any]
-) -> RewardFunction | Callable[[Function], RewardFunction]:
-    def made(function: Function) -> RewardFunction:
-        return RewardFunction(function, per, **options)
-
+    made = functools.partial(RewardFunction, per=Per.BATCH, **options)
     return made if function is None else made(function)

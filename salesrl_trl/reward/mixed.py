@@ -1,12 +1,8 @@
-"""Several reward functions as one reward: the number of each, and the one that they make together.
+"""Several reward functions as one reward: the sum of each one's number times its weight.
 
-    value = sum over functions f of w_f * f
-
-A function that returns `None` does not apply to the completion: the sum is without it, as in TRL. A function that
-fails leaves the completion without a number. TRL's sum would count the missing one as 0, so that a completion whose
-judge timed out were the worst of its group.
-
-Owns this rule. Owns no service: each function has its own. `reward_funcs` and `build.assembly` make such rewards.
+A function that returns `None` does not apply, and is left out, as in TRL. One that fails leaves the completion without
+a number. TRL's sum would count it as 0, so that a completion whose judge timed out were the worst of its group.
+`reward_funcs` and `build.assembly` make such rewards.
 """
 
 import asyncio
@@ -82,7 +78,6 @@ class MixedReward(Scorer):
         return {name: result for results in every for name, result in results.items()}
 
     async def drain(self) -> BatchReport:
-        """Functions of one name are counted together."""
         reports = [await reward.drain() for reward in self._rewards]
         traffic: dict[str, Counter[str]] = {}
         hits: Counter[str] = Counter(BatchReport().cache_hits)
@@ -125,8 +120,7 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
 def combined(
     rewards: Sequence[Scorer], weights: Sequence[float], in_a_process: bool | None, *, are_all: bool = True
 ) -> Scorer:
-    """One reward of several, or the only one. With `in_a_process` it runs in a process of its own, if none of them
-    does."""
+    """One reward of several, or the only one; with `in_a_process` in a process of its own, if none of them is."""
     reward = rewards[0] if len(rewards) == 1 and are_all else MixedReward(rewards, weights, are_all)
     if in_a_process and not any(isinstance(part, RemoteReward) for part in rewards):
         return RemoteReward(reward)

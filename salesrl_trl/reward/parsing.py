@@ -76,12 +76,11 @@ def _fault(value: object, wanted: ActionFormat) -> str | None:
 
 
 def is_empty_text(text: str) -> bool:
-    """Whether a text holds no letter and no digit, or is one of the known openers alone.
+    """Whether a text holds no letter and no digit, or is a known opener alone, whatever its width and case.
 
     A judge scores a lone colon or "Thought process:" as a good answer in up to 80-90 % of cases (arXiv:2507.08794,
-    table 1). So such a text is turned away before a judge sees it. Width, case, markup around it and invisible
-    characters make no difference. Only 64 characters of a gap between words are read: the time to normalise combining
-    marks grows with the square of their number.
+    table 1). Only 64 characters of a gap between words are read: the time to normalise combining marks grows with the
+    square of their number.
     """
     if _MANY_LETTERS.match(text):  # usual answers, of which there are thousands in a step
         return False

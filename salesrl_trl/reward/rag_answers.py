@@ -1,19 +1,19 @@
 """Answers of both RAG endpoints, each asked for once.
 
 Owns the keys of kept answers, the checks that each answer has to pass, and whether references that an earlier run kept
-still hold. The chain and its warm-up call it. The backend owns how an endpoint is asked, `reward.cache` how answers
-are kept.
+still hold. The chain and its warm-up call it.
 """
 
 import asyncio
 import secrets
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import datetime
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, is_empty_text
-from salesrl_trl.reward.rag_client import RagBackend, answer_from_json, answer_to_json
+from salesrl_trl.reward.rag_client import RagBackend, answer_from_json
 from salesrl_trl.types import Action, ActionFormat, Answer, SalesRow
 
 COMPARED_REFERENCES = 8
@@ -37,8 +37,8 @@ class RagAnswers:
         references: AnswerStore,
     ) -> None:
         self.backend = backend
-        self.answer_cache = Cache(answers, answer_to_json, answer_from_json)
-        self.reference_cache = Cache(references, answer_to_json, answer_from_json)
+        self.answer_cache = Cache(answers, asdict, answer_from_json)
+        self.reference_cache = Cache(references, asdict, answer_from_json)
         self._references = references
         self._retrieval = (score_threshold, top_k)
         self._format = action_format
@@ -48,7 +48,7 @@ class RagAnswers:
     async def candidate(self, row: SalesRow, action: Action) -> Answer:
         """The 8B answer to an action."""
         key = await self._key("8b", row, action.as_dict(), action.query_field)
-        return await self.answer_cache.get(key, lambda: self.ask_8b(row, action), _check_8b_to_keep)
+        return await self.answer_cache.get(key, lambda: self.ask_8b(row, action), _check_passages)
 
     async def reference(self, row: SalesRow) -> Answer:
         """The row's 32B answer. It does not depend on the policy."""
@@ -61,7 +61,7 @@ class RagAnswers:
 
     async def index_has_some(self, row: SalesRow) -> bool:
         """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, an
-        action that found none is not at fault. Only a yes is kept."""
+        action that found none is not at fault."""
         query = self.plain_action(row.context)
 
         async def ask() -> Answer:
@@ -78,7 +78,8 @@ class RagAnswers:
     async def ask_8b(self, row: SalesRow, action: Action) -> Answer:
         """Ask for an 8B answer, without looking for a kept one."""
         answer = await self.backend.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
-        _check_8b(answer)
+        if answer.passages and not answer.text.strip():  # the service is at fault, not the policy
+            raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
         return answer
 
     async def ask_32b(self, row: SalesRow) -> Answer:
@@ -89,10 +90,8 @@ class RagAnswers:
 
     async def compare_references(self, rows: Iterable[SalesRow]) -> tuple[str, bool] | None:
         """Compare some references that an earlier run kept with fresh ones. If one differs, the knowledge has changed:
-        forget the answers to all of these rows, and use no answer of the earlier state any more.
-
-        Returns a line for the log, with whether it is a warning; `None` if nothing is kept.
-        """
+        use no answer of the earlier state any more. Returns a line for the log, with whether it is a warning; `None`
+        if nothing is kept."""
         store, state = self._references, await self._state()
         by_key = {await self._key("32b", row): row for row in rows}
         in_file = await store.known(by_key)
@@ -148,20 +147,14 @@ class RagAnswers:
         return self._known_state
 
     async def _has_changed(self, key: str, row: SalesRow) -> bool | None:
-        """Whether the passages of a kept reference differ from those of a fresh one; `None` if either can't be had.
-        The answer's text proves nothing: an endpoint that samples never repeats it."""
+        """Whether a kept reference has other passages than a fresh one; `None` if either can't be had. The answer's
+        text proves nothing: an endpoint that samples never repeats it."""
         try:
             answers = answer_from_json(await self._references.get(key)), await self.ask_32b(row)
         except (ServiceError, ValueError, TypeError, KeyError):
             return None
         earlier, fresh = ({(passage.id, passage.text) for passage in answer.passages} for answer in answers)
         return earlier != fresh
-
-
-def _check_8b(answer: Answer) -> None:
-    """Refuse an empty text beside passages. The service is at fault, not the policy."""
-    if answer.passages and not answer.text.strip():
-        raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
 
 
 def _check_32b(answer: Answer) -> None:
@@ -174,11 +167,6 @@ def _check_passages(answer: Answer) -> None:
     """Refuse to keep an answer without passages. A busy service or an index that is being loaded may answer so."""
     if not answer.passages:
         raise BadServiceResponse("an answer from no passages", code="rag_no_passages")
-
-
-def _check_8b_to_keep(answer: Answer) -> None:
-    _check_passages(answer)
-    _check_8b(answer)
 
 
 def _check_32b_to_keep(answer: Answer) -> None:

@@ -1,11 +1,9 @@
-"""The RAG service's client.
+"""The RAG service's client: the interface that every retrieval backend has, and the wire format of both endpoints.
 
-Owns the interface that every retrieval backend has, and the wire format of both HTTP endpoints. Each request has an id
-of its own, in the header and in the body. An answer with the id of another request is refused. The transport owns
-retries, time-outs and limits. `rag_answers` and the checks of services call it.
+Each request has an id of its own, in the header and in the body. An answer with the id of another request is refused.
+The transport owns retries, time-outs and limits. `rag_answers` and the checks of services call it.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
@@ -59,7 +57,6 @@ MAX_PASSAGES = 1000
 
 
 class _PassageBody(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     id: str
     text: str
     score: float = Field(ge=0, le=1, strict=True)
@@ -83,42 +80,39 @@ class RagClient:
         self, base_url: str, *, transport_8b: Transport, transport_32b: Transport, api_key: str | None = None
     ) -> None:
         self.identity = base_url.rstrip("/")
-        self._8b = _Endpoint("8b", base_url, transport_8b, api_key)
-        self._32b = _Endpoint("32b", base_url, transport_32b, api_key)
         self.transports = {"rag_8b": transport_8b, "rag_32b": transport_32b}
+        self._http = {
+            name: HttpClient(transport.service, base_url, api_key=api_key)
+            for name, transport in self.transports.items()
+        }
 
     async def chat_8b(
         self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
         """`POST /v1/rag/8b`; see `RagBackend`."""
         asked = {"context": context, **action.as_dict(), "score_threshold": score_threshold, "top_k": top_k}
-        return await self._8b.ask({**ids.as_dict(), **asked})
+        return await self._ask("8b", {**ids.as_dict(), **asked})
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
         """`POST /v1/rag/32b`, with the identifiers that the row has; see `RagBackend`."""
         named = {name: value for name, value in ids.as_dict().items() if value}
-        return await self._32b.ask({**named, "context": context, "score_threshold": score_threshold, "top_k": top_k})
+        asked = {"context": context, "score_threshold": score_threshold, "top_k": top_k}
+        return await self._ask("32b", {**named, **asked})
 
     async def aclose(self) -> None:
-        await self._8b.http.aclose()
-        await self._32b.http.aclose()
+        for http in self._http.values():
+            await http.aclose()
 
+    async def _ask(self, endpoint: str, body: Mapping[str, object]) -> Answer:
+        transport, http = self.transports[f"rag_{endpoint}"], self._http[f"rag_{endpoint}"]
 
-class _Endpoint:
-    """One of the two paths."""
-
-    def __init__(self, name: str, base_url: str, transport: Transport, api_key: str | None) -> None:
-        self._path = f"/v1/rag/{name}"
-        self._transport = transport
-        self.http = HttpClient(transport.service, base_url, api_key=api_key)
-
-    async def ask(self, body: Mapping[str, object]) -> Answer:
         async def attempt() -> Answer:
             request_id = make_request_id()
-            read = partial(_read_answer, self._transport.service, request_id)
-            return await self.http.post(self._path, {**body, "request_id": request_id}, read, request_id=request_id)
+            read = partial(_read_answer, transport.service, request_id)
+            asked = {**body, "request_id": request_id}
+            return await http.post(f"/v1/rag/{endpoint}", asked, read, request_id=request_id)
 
-        return await self._transport.call(attempt)
+        return await transport.call(attempt)
 
 
 def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
@@ -145,11 +139,6 @@ def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
 def _answer(body: _AnswerBody) -> Answer:
     passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
-
-
-def answer_to_json(answer: Answer) -> object:
-    """The answer as a JSON value, for the cache."""
-    return dataclasses.asdict(answer)
 
 
 def answer_from_json(value: object) -> Answer:

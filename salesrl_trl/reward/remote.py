@@ -1,9 +1,7 @@
-"""A reward in a process of its own.
+"""A reward in a process of its own, because its code and vLLM's engine would wait for each other in one.
 
-The reward is Python code, and so is vLLM's engine: in one process they wait for each other's turn. Here the trainer's
-process keeps the batch, its deadlines and its report, and pays two short messages for each completion. The very same
-reward does everything else in a child (`worker`), from parsing to the caches. Owns the child's life and the messages
-to it. `mixed` and `build.assembly` make such a reward.
+The trainer's process keeps the batch, its deadlines and its report. The very same reward does everything else in a
+child (`worker`). Owns the child's life and the messages to it. `mixed` and `build.assembly` make such a reward.
 """
 
 import asyncio
@@ -44,11 +42,9 @@ ANSWER_S = 10.0
 """Longest wait for the child's answer about itself. It answers at once unless the machine is overloaded."""
 
 PING_S = 1.0
-"""Time between two looks at whether the child is alive, and at what it scores. One that was stopped, or hangs, keeps
-its socket open."""
+"""Time between two looks at whether the child is alive, and at what it scores."""
 MOST_SILENT_PINGS = 30
-"""Looks in a row without an answer, after which the child is ended. Looks are counted, not seconds: while the whole
-machine stands still, neither process does anything."""
+"""Looks in a row without an answer, after which the child is ended. Seconds would pass while the machine sleeps."""
 MOST_SILENT_PINGS_AT_START = 120
 """The same before its first answer: it still imports, perhaps on a busy machine."""
 _PING = -1  # number of a question without a waiter
@@ -253,13 +249,11 @@ class _Unit:
 
 
 class RemoteReward(Scorer):
-    """`reward` in a process of its own. It is sent there before its first use; here only its names are used.
+    """`reward` in a process of its own. Raises `ConfigError` where it can't be sent, or needs the trainer's state.
 
     A child that dies, or does not answer any more, is replaced. The completions that it was scoring are asked again of
     the next one, once, in the time that they have left. Those of the oldest batch come first, and those of another
     batch when these are settled. So a text that ends each child that reads it costs its own batch alone.
-
-    Raises `ConfigError` where the reward holds something that can't be sent, or needs the trainer's state.
     """
 
     def __init__(self, reward: Scorer) -> None:
@@ -309,7 +303,6 @@ class RemoteReward(Scorer):
         return await self._local.drain()  # nothing was asked yet, or the child is gone and its counts with it
 
     async def aclose(self) -> None:
-        """End the child."""
         await self._child().aclose()
         self._children.pop()
         self._was_asked = False

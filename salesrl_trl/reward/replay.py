@@ -1,8 +1,8 @@
 """Rewards from the record of another run, in place of its services.
 
-Owns the look-up, and what becomes of a completion that is not there. The same text in the same place of the same
-process's batch of the same step is the same completion; else one of the same text to the same row stands for it. A
-recorded failure is a failure again, with its reason. `build.assembly` puts it in the place of a reward.
+The same text in the same place of the same process's batch of the same step is the same completion; else one of the
+same text to the same row stands for it. A recorded failure is a failure again, with its reason. `build.assembly` puts
+it in the place of a reward.
 """
 
 import asyncio
@@ -29,7 +29,6 @@ from salesrl_trl.types import Example, Outcome, Reward
 logger = logging.getLogger(__name__)
 
 NOT_RECORDED = "not_recorded"
-"""Reason of a completion that the record does not have."""
 _FIELDS = "outcome, reason, reward, reference_reward, parts, functions, seconds"
 _SAME = "digest = ? AND row = ?"
 _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND place = ?"
@@ -59,10 +58,7 @@ class ReplayReward(Scorer):
         self._own = [file for path, file in files.items() if rank_of(path) == rank]
         self._taken: Counter[tuple[object, ...]] = Counter()
         self._sources: Counter[str] = Counter()
-        self._check_functions(run)
-
-    def _check_functions(self, run: Path) -> None:
-        """Numbers of other functions, or of none, would count as those of this run's."""
+        # Numbers of other functions, or of none, would count as those of this run's.
         query, names = "SELECT functions FROM completions WHERE reward IS NOT NULL LIMIT 1", set(self.names.functions)
         for [functions] in self._select(self._files, query):
             recorded = set(json.loads(functions))
@@ -88,7 +84,6 @@ class ReplayReward(Scorer):
         return await self._reward.drain()
 
     async def aclose(self) -> None:
-        """Close the record, and what the reward has open."""
         await self._reward.aclose()
         for file in self._files:
             file.close()

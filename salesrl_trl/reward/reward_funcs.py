@@ -29,13 +29,10 @@ class RewardFuncs:
     """The rewards of a trainer."""
 
     reward_loop: RewardLoop
-    """Scores completions by all functions."""
     functions: list[Any]
     """For TRL, in the order of `reward_funcs`: functions that the loop answers, and reward models."""
     weights: list[float]
-    """TRL's weight of each."""
     has_models: bool
-    """Whether a reward model is among them."""
 
     @classmethod
     def of(
@@ -46,11 +43,8 @@ class RewardFuncs:
         *,
         has_more: bool = False,
     ) -> "RewardFuncs":
-        """The rewards of a user's `reward_funcs` and `reward_weights`. Raises `ConfigError` for what is no reward
-        function, and for another number of weights.
-
-        `in_a_process` is the setting `reward_process`. With `has_more` an environment has a reward beside them.
-        """
+        """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `in_a_process` is the
+        setting `reward_process`. With `has_more` an environment has a reward beside them."""
         every: list[Any] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
             every = [*reward_funcs]
@@ -79,9 +73,8 @@ class RewardFuncs:
         return cls(reward_loop, [*functions.values()], weights, any(models))
 
     def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
-        """Raise `ConfigError` where a column of the dataset is not there, if its columns are known, or where
-        completions that are scored together lie on several processes. A process generates `size` completions at a
-        time, `group` of each prompt."""
+        """Raise `ConfigError` where a column is not there, if columns are known, or where completions that are scored
+        together lie on several processes. A process generates `size` at a time, `group` of each prompt."""
         names = self.reward_loop.reward.names
         if columns is not None:
             for needs in names.needs:
@@ -105,8 +98,7 @@ class RewardFuncs:
 
 
 def check_stock(reward_funcs: object, *further: object) -> None:
-    """Log once that a plain `GRPOConfig` leaves TRL's trainer as it is. Raises `ConfigError` for `further` arguments,
-    which TRL's trainer does not have."""
+    """Log that a plain `GRPOConfig` leaves TRL's trainer as it is. `further` are arguments that it does not have."""
     if isinstance(reward_funcs, RewardLoop) or any(argument is not None for argument in further):
         raise ConfigError(
             "`instruments`, `quick_eval`, `kl_law`, `sampler` and a `RewardLoop` go with a `SalesGRPOConfig`, and "

@@ -1,9 +1,7 @@
 """A reward and its event loops, callable from the trainer's thread.
 
 Owns the batches that have no result yet, the stop that holds for all of them, the threads of the loops, and what the
-ranks conclude from a warm-up. Does not own how a completion is scored (`scorer`), nor when a batch begins and which
-groups are waited for. That belongs to its callers: the rollouts, `trainer`, `update.stopping`, commands without a
-trainer.
+ranks conclude from a warm-up. The rollouts, `trainer`, `update.stopping` and commands without a trainer call it.
 """
 
 import asyncio
@@ -56,7 +54,6 @@ class RewardLoop:
         self.functions = [RewardColumn(self, *names) for names in reward.names.functions.items()]
         """One for each number that TRL weighs and logs by itself. They answer inside `answering` alone."""
         self.answer: BatchResult | None = None
-        """The result with which TRL is answered now."""
         self.stopped: str | None = None
         """The reason code of what begins now: it is not scored. `None`: it is."""
         self._open: dict[int, RewardBatch] = {}  # by number, in the order in which they began
@@ -69,8 +66,7 @@ class RewardLoop:
     # A batch, from its beginning to its result
 
     def begin(self, rows: Sequence[Example], group: int = 1, origin: Origin | None = None) -> RewardBatch:
-        """A batch of completions to these rows, none of which is started yet. `group` neighbours are completions of a
-        prompt."""
+        """A batch of completions to these rows. `group` neighbours are completions of a prompt."""
         taken = {batch.lane for batch in list(self._open.values())}
         lane = next(lane for lane in itertools.count() if lane not in taken)
         number = next(self._numbers)
@@ -99,10 +95,8 @@ class RewardLoop:
         self._loops.run(batch.settled, groups)
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
-        """Wait for all rewards of a batch, and report on it. The batch is not open any more then.
-
-        A completion whose text is another one than was started is scored anew. An interrupted wait cancels the batch.
-        """
+        """Wait for all rewards of a batch, and report on it. A completion whose text is another one than was started
+        is scored anew. An interrupted wait cancels the batch."""
 
         async def scored() -> BatchResult:
             batch.start_all(completions)
@@ -114,8 +108,7 @@ class RewardLoop:
         return self._loops.run(scored)
 
     def prepare(self, rows: Sequence[Example]) -> None:
-        """Ask for what these rows need before their completions come. Does not wait. Errors are left to the
-        completions."""
+        """Ask for what these rows need before their completions come. Does not wait, and raises nothing."""
         if self.stopped is None:
             self._loops.submit(self._loops.in_reward, self.reward.prepare, rows)
 
@@ -130,8 +123,7 @@ class RewardLoop:
             self._loops.post(give_up, batch)
 
     def cut_off(self, reason: str) -> None:
-        """Score no more: completions without a reward, and all later ones, are missing with this reason code. Does not
-        wait, so that a signal handler may call it."""
+        """Score no more: what has no reward is missing for this reason. Does not wait: signal handlers may call it."""
 
         def cut_off() -> None:
             self.stopped = reason
@@ -176,13 +168,11 @@ class RewardLoop:
     # Before the first batch, and after the last
 
     def begin_warm_up(self, timed: TimingContext) -> None:
-        """Ask every service once, and do not wait. `warm_up` has the answers. `timed` times it, on the loop's
-        thread."""
+        """Ask every service once, and do not wait. `warm_up` has the answers."""
         self._warming_up = self._loops.submit(timed(partial(self._loops.in_reward, self.reward.warm_up)))
 
     def warm_up(self) -> dict[str, float | ServiceError]:
-        """Ask every service once, unless that has begun, and wait for it. Returns by service the seconds of its
-        answer, or its error with the place."""
+        """As `Scorer.warm_up`, unless that has begun. Waits for it."""
         begun, self._warming_up = self._warming_up, None
         return _result(begun or self._loops.submit(self._loops.in_reward, self.reward.warm_up))
 
@@ -194,8 +184,7 @@ class RewardLoop:
 
 
 class RewardColumn:
-    """The numbers of one reward function of a batch that is scored, as a reward function of TRL's, which names its
-    metrics after `logged_as`."""
+    """The numbers of one reward function, for TRL, which names its metrics after `logged_as`."""
 
     def __init__(self, reward_loop: RewardLoop, name: str, logged_as: str) -> None:
         self._reward_loop = reward_loop
@@ -208,8 +197,7 @@ class RewardColumn:
 
 
 class _Loops:
-    """The loop of batches and deadlines on its own thread. `watched`: the one on which the reward's code runs, unless
-    that has a process of its own."""
+    """The loop of batches and deadlines. `watched`: that of the reward's code, unless it has a process of its own."""
 
     def __init__(self, watched: WatchedLoop | None) -> None:
         self.watched = watched
@@ -227,7 +215,6 @@ class _Loops:
         self.loop.call_soon_threadsafe(function, *arguments)
 
     def submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
-        """Begin a coroutine function on the loop."""
 
         async def called() -> T:
             return await call(*arguments)
@@ -238,7 +225,6 @@ class _Loops:
         return submitted
 
     def run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
-        """The result of a coroutine function on the loop."""
         return _result(self.submit(call, *arguments))
 
     async def in_reward(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:

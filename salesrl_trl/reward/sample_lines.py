@@ -1,8 +1,7 @@
 """What is logged of single completions: lines for those who ask by `verbose`, and errors in a reward's code.
 
-Owns their wording, which of them a run shows, and what becomes of an error: the completion is missing, the place is
-logged once, the run goes on. A line quotes a customer only if its kind was asked for. The chain and batches (`batch`),
-the child process (`worker`) and `functions` call it.
+An error costs its completion, is logged once by its place, and the run goes on. A line quotes a customer only if its
+kind was asked for.
 """
 
 import asyncio
@@ -100,7 +99,6 @@ class FaultLog:
         self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing{hint}")
 
     def log_once(self, line: str) -> None:
-        """Log an error, the first time that it comes."""
         if line not in self._logged:
             self._logged.add(line)
             logger.error(line)

@@ -76,15 +76,12 @@ class RewardNames:
     functions: Mapping[str, str] = field(default_factory=dict)
     """The numbers that TRL weighs and logs by themselves: a name of each, and the one that TRL logs it under."""
     together: Per = Per.COMPLETION
-    """Which completions are scored together."""
     columns: frozenset[str] | None = None
     """The columns of a row that it reads; `None` for all."""
     needs: tuple[Needs, ...] = ()
-    """What its functions need of the dataset."""
     providers: tuple[str, ...] = ()
     """Judge providers, in fallback order."""
     components: tuple[str, ...] = ()
-    """The components that a reward may have."""
     stages: tuple[str, ...] = ()
     """The user's stages, in their order."""
     services: tuple[str, ...] = ()

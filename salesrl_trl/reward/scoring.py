@@ -1,9 +1,7 @@
-"""From components to the number GRPO trains on.
+"""From components to the number GRPO trains on. Pure: no services, no clock.
 
-Pure: no services, no clock. One combined value for each completion, because TRL counts a missing one of several reward
-functions as 0: a completion without a judge's score would be the worst of its group.
-
-Called by `chain`. `batch`, `functions` and others take `missing` from here.
+One combined value for each completion, because TRL counts a missing one of several reward functions as 0: a completion
+without a judge's score would be the worst of its group. `chain` calls it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,8 +64,15 @@ class Scoring:
                     f"`branch_reward_weights` of branch {branch!r} is {dict(weights)}. Expected at least one "
                     f"component, each with a weight above 0 and up to {MAX_WEIGHT:g}."
                 )
+            known = (*COMPONENTS, *self.stage_components)
             for component in weights:
-                _check_component(branch, component, self.stage_components)
+                is_rubric = component.startswith(OTHER_RUBRIC) and component != OTHER_RUBRIC
+                if component not in known and not is_rubric:
+                    raise ConfigError(
+                        f"`branch_reward_weights` of branch {branch!r} names {component!r}. Expected one of: "
+                        f"{', '.join(known)}, or {OTHER_RUBRIC}<rubric>. For a component of your own add a stage to "
+                        "`reward_stages`."
+                    )
 
     @property
     def component_names(self) -> tuple[str, ...]:
@@ -165,19 +170,5 @@ def missing(outcome: Outcome, reason: str, seconds: Mapping[str, float]) -> Rewa
     return Reward(outcome=outcome, value=None, reason=reason, seconds=seconds)
 
 
-def default_weights(branches: Sequence[str]) -> dict[str, dict[str, float]]:
-    """The judge's score and nothing else."""
-    return {branch: {"judge": 1.0} for branch in branches}
-
-
 def _is_judged(component: str) -> bool:
     return component in ("judge", "margin") or component.startswith(OTHER_RUBRIC)
-
-
-def _check_component(branch: str, component: str, stage_components: Sequence[str]) -> None:
-    known = (*COMPONENTS, *stage_components)
-    if component not in known and not (component.startswith(OTHER_RUBRIC) and component != OTHER_RUBRIC):
-        raise ConfigError(
-            f"`branch_reward_weights` of branch {branch!r} names {component!r}. Expected one of: {', '.join(known)}, "
-            f"or {OTHER_RUBRIC}<rubric>. For a component of your own add a stage to `reward_stages`."
-        )

@@ -128,8 +128,8 @@ class RewardStage(ABC):
 
 
 def check_stages(stages: Sequence[RewardStage], taken: Sequence[str], known: Sequence[str]) -> None:
-    """Raise `ConfigError` for stages that can't be told apart in figures and weights: a name is missing, taken, or no
-    short code. `taken` are names of the chain's own stages, `known` those of its components."""
+    """Raise `ConfigError` for a name that is missing, no short code, or one of the chain's own: `taken` are those of
+    its stages, `known` those of its components."""
     names, components = [*taken], [*known]
     for stage in stages:
         if not isinstance(stage, RewardStage):

@@ -5,7 +5,6 @@ Owns times alone. `stage` is the seam for a stage of one's own, `chain` owns the
 
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from salesrl_trl.names import Stage
@@ -13,25 +12,6 @@ from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.timing import Span
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class TimeRange:
-    """From the first start to the last end of something that several completions do at once."""
-
-    first: float | None = None
-    """Seconds on `time.perf_counter`'s scale; `None` before anything began."""
-    last: float = 0.0
-    """The same scale."""
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.first is None else max(self.last - self.first, 0.0)
-
-    def include(self, started: float, ended: float) -> None:
-        """Extend the range by something that began at `started` and ended at `ended`."""
-        self.first = started if self.first is None else min(self.first, started)
-        self.last = max(self.last, ended)
 
 
 class StageTimes:
@@ -42,7 +22,6 @@ class StageTimes:
         self.spans: list[Span] = []
         self.track = track
         self.completion_record: CompletionRecord | None = None
-        """What happened on the completion's way, where it is recorded."""
         self._open: dict[str, float] = {}
         self._elsewhere: dict[int, tuple[list[str], list[Span]]] = {}
 
@@ -88,12 +67,3 @@ class StageTimes:
     def _span(self, stage: str, started: float, failed: bool) -> Span:
         track = f"{self.track} reference" if stage == Stage.RAG_32B else self.track
         return Span(name=stage, started=started, ended=time.perf_counter(), track=track, failed=failed)
-
-
-def time_of(stage: str, spans: Sequence[Span]) -> TimeRange:
-    """From the first start of a stage to its last end, over many completions."""
-    times = TimeRange()
-    for span in spans:
-        if span.name == stage:
-            times.include(span.started, span.ended)
-    return times

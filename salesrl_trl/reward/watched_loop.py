@@ -1,9 +1,7 @@
-"""The event loop on which a reward runs, beside the one that keeps its deadlines, and the watch over it.
+"""The event loop on which a reward's code runs, beside the one that keeps its deadlines, and the watch over it.
 
-A reward calls a user's own code: functions, stages, a judge. Such code may never give its event loop back. Then
-deadlines, waits and messages of processes go on, because they have another loop. Owns the thread of the reward's loop,
-the calls to it, and what becomes of code that holds it up: it is logged with its stack, interrupted when its time is
-over, and left behind if that does not end it. `batch` owns the deadlines. `reward_loop` and `worker` call it.
+Code that never gives its event loop back is logged with its stack, interrupted when its time is over, and left behind
+if that does not end it. Deadlines and messages go on meanwhile. `reward_loop` and `worker` call it.
 """
 
 import asyncio
@@ -28,8 +26,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Time between two looks at whether the loop answers. Looks are counted, not seconds: while the whole machine stands
-still, no code of the loop runs either."""
+"""Time between two looks at whether the loop answers. Looks are counted: seconds pass while the machine sleeps."""
 AGAIN_S = 0.25
 """The same once code was interrupted."""
 LOGGED_AFTER_S = 10.0
@@ -49,8 +46,7 @@ class HeldUp(BaseException):
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A thread for each call, with the caller's context and devices. One that hangs holds up neither other calls nor
-    the end of the program, as it would in a pool."""
+    """A thread for each call, with the caller's context and devices. One that hangs holds up nothing else."""
 
     def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
         done: Future[T] = Future()
@@ -110,10 +106,8 @@ class WatchedLoop:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     async def call(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
-        """The result of a coroutine function, which runs on the loop in the caller's context. From one other loop.
-
-        A call that is cancelled waits until the function has ended.
-        """
+        """The result of a coroutine function on the loop, in the caller's context. From one other loop. A call that is
+        cancelled waits until the function has ended."""
         calling = asyncio.get_running_loop()
         done: asyncio.Future[T] = calling.create_future()
         tasks: list[asyncio.Task[T]] = []
@@ -158,8 +152,7 @@ class WatchedLoop:
             self._calls -= 1
 
     def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
-        """Close what belongs to the loop, cancel what is under way, and end the loop. From another thread. Code that
-        holds up the loop is interrupted, and left behind with its thread if it goes on."""
+        """End the loop, from another thread. Code that holds it up is interrupted, and left behind if it goes on."""
 
         async def closed() -> None:
             await aclose()
@@ -254,8 +247,7 @@ class WatchedLoop:
         )
 
     def _stack(self) -> list[tuple[str, str]]:
-        """Name and place of each function under way on the loop's thread, from the first foreign one inwards. Empty
-        where the loop waits for something to do."""
+        """Name and place of each function under way on the loop, from the first foreign one inwards. Empty if idle."""
         frame: FrameType | None = sys._current_frames().get(self._thread.ident or 0)
         if frame is None or _module(frame) == "selectors":
             return []

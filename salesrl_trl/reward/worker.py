@@ -2,8 +2,7 @@
 
     python -m salesrl_trl.reward.worker FD LOG_LEVEL
 
-It ends when the other side of the socket is gone. It ignores signals that a terminal or a scheduler sends to all
-processes: the parent answers those.
+It ends when the other side of the socket is gone, and leaves signals to the parent.
 """
 
 import asyncio
@@ -33,8 +32,6 @@ EXIT_BLOCKED = 70
 
 
 class Worker:
-    """Answers one parent."""
-
     def __init__(self, reward: Scorer, channel: Channel) -> None:
         self._reward = reward
         self._watched = WatchedLoop(reward.deadline_s, _end)
@@ -103,8 +100,7 @@ def _end(reason: str) -> None:
 
 
 async def serve(descriptor: int) -> None:
-    """Take the parent's module path, then the reward, and answer for it. A stage or a judge of a user's own may lie
-    where only the parent looks for modules."""
+    """Take the parent's module path, where a user's own code may lie, then the reward, and answer for it."""
     channel = Channel(*await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor)))
     messages = channel.messages()
     async for paths in messages:

@@ -59,14 +59,13 @@ class Scenarios:
 
     def __init__(self, **settings):
         self.settings = settings
-        self.stats = {"requests": 0, "connections": 0, "ok": 0, "refused": 0, "most_at_once": 0}
+        self.stats = {"requests": 0, "connections": 0, "ok": 0, "refused": 0}
         self.busy = 0
         self.random = random.Random(0)
 
     async def serve(self, path, transport, body):
         self.stats["requests"] += 1
         self.busy += 1
-        self.stats["most_at_once"] = max(self.stats["most_at_once"], self.busy)
         try:
             await getattr(self, self.settings["kind"])(path, transport, body)
         finally:

@@ -31,9 +31,8 @@ def ask(transport):
             started = now()
             try:
                 with deadline(within_s):
-                    result = await rag.chat_8b(
-                        "hi", Action(fields={"rewritten_query": "price"}), 0.0, 3, ids=RequestIds()
-                    )
+                    action = Action(fields={"rewritten_query": "price"})
+                    result = await rag.chat_8b("hi", action, 0.0, 3, ids=RequestIds())
             except ServiceError as error:
                 result = error
             seconds = now() - started
@@ -89,13 +88,8 @@ asyncio.run(main())
 @pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in chunks"])
 def test_a_body_of_256_mb_costs_little_memory(fault, chunked):
     small, huge = fault("body", body="{}"), fault("huge", bytes=256 * 1024 * 1024, chunked=chunked)
-    done = subprocess.run(
-        [COLD_PYTHON, "-c", MEMORY_PROBE, small.url, huge.url],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    command = [COLD_PYTHON, "-c", MEMORY_PROBE, small.url, huge.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     code, megabytes = done.stdout.split()
     print(f"256 MB body {'in chunks' if chunked else 'with a length'}: {float(megabytes):.1f} MB more at the peak")
     assert code == "rag_8b_bad_response"
@@ -173,19 +167,17 @@ def test_retry_after_is_read(text, seconds):
         ('"a string"', {}),
         ("[]", {}),
         ("{}", {}),
-        ("<html>gateway</html>", {"Content-Type": "text/html"}),
+        ("<html>gateway</html>", {"Content_Type": "text/html"}),
         ("", {}),
         ('{"answer": "x", "passages": [], "took_ms": 1e999}', {}),
         ('{"answer": "x", "passages": [{"id": "a", "text": "", "score": 37.5}], "took_ms": 1}', {}),
         ('{"answer": "x", "passages": [{"id": "a", "text": "", "score": "0.5"}], "took_ms": 1}', {}),
-        ("\x1f\x8b", {"Content-Encoding": "gzip"}),
+        ("\x1f\x8b", {"Content_Encoding": "gzip"}),
     ],
     ids=["string", "list", "object", "html", "empty", "infinite", "raw score", "score as text", "compressed"],
 )
 def test_a_200_that_is_no_answer_is_typed(fault_in_memory, ask, body, headers):
-    server = fault_in_memory(
-        "body", body=body, headers={name.replace("-", "_"): value for name, value in headers.items()}
-    )
+    server = fault_in_memory("body", body=body, headers=headers)
     error, _ = ask(server.url, run=virtual_time.run)
     assert isinstance(error, BadServiceResponse)
     assert error.code == "rag_8b_bad_response"

@@ -3,7 +3,7 @@
 import asyncio
 import math
 
-from salesrl_trl.errors import JudgeInvalid, ServiceError
+from salesrl_trl.errors import JudgeInvalid, ServiceError, ServiceRejected
 from salesrl_trl.reward.functions import per_completion, per_group
 from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.stage import Added, Case, Missing, RewardStage
@@ -133,6 +133,8 @@ async def shortness(prompt, completion, limit=10):
             return Reward(outcome=Outcome.INFRA, value=None, reason="budget_spent")
         case "raises a word of the package":
             raise ServiceError("does not apply", "not_applicable")
+        case "raises a code of its own":
+            raise ServiceRejected("no such model", "my_judge_no_model")
         case "parts":
             return Reward.scored(0.5, reason="brief", brevity=0.75)
     return 1 / len(text) if len(text) <= limit else Reward.missing("too_long")

@@ -9,10 +9,9 @@ from seams.own_reward import of_trl, ranks, shortness
 from support.virtual_time import play
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from salesrl_trl.errors import ConfigError, ServiceRejected
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Outcome, Reward
 
@@ -29,6 +28,7 @@ FAULTS = {
     "gone with words": "shortness_missing",
     "gone with a word of the package": "shortness_missing",
     "raises a word of the package": "shortness_missing",
+    "raises a code of its own": "my_judge_no_model",
     "much too long a text": "too_long",
 }
 """What a completion makes the function do, and the reason under which the completion is missing."""
@@ -112,10 +112,12 @@ def test_what_trl_makes_a_list_of_is_a_list_of_rewards(lazy):
     assert result.values == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None, torch.tensor(1.0)])
-def test_what_is_no_list_leaves_the_batch_without_rewards(returned):
-    result = asyncio.run(RewardFunction(lambda completions: returned).score_all(rows(2), ["a", "b"]))
-    assert [each.reason for each in result.rewards] == ["lambda_no_list"] * 2
+@pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None, torch.tensor(1.0), sys.exit])
+def test_what_is_no_list_and_an_exit_leave_the_batch_without_rewards_and_end_no_run(returned):
+    function = RewardFunction(lambda completions: returned() if returned is sys.exit else returned)
+    result = asyncio.run(function.score_all(rows(2), ["a", "b"]))
+    reason = "lambda_raised_SystemExit" if returned is sys.exit else "lambda_no_list"
+    assert [each.reason for each in result.rewards] == [reason] * 2
 
 
 def test_a_group_begins_when_its_last_completion_is_there():
@@ -179,14 +181,6 @@ def test_a_transport_of_ones_own_retries_and_limits_a_function():
     play(scene())
 
 
-def test_an_error_of_a_service_keeps_its_code():
-    @per_completion
-    async def asks(completion):
-        raise ServiceRejected("no such model", "my_judge_no_model")
-
-    assert asyncio.run(asks.score_all(rows(1), ["a"])).rewards[0].reason == "my_judge_no_model"
-
-
 def test_a_blocking_function_that_hangs_is_given_up_and_holds_up_nobody():
     import threading
 
@@ -211,11 +205,6 @@ def test_one_that_fails_leaves_no_number_and_one_that_does_not_apply_is_left_out
         [1.0, None, 2.0, 0.0],
     ]
     assert result.rewards[1].reason == "shortness_raised_ValueError"
-
-
-def test_a_blocking_function_that_exits_ends_neither_the_loop_nor_the_run():
-    result = asyncio.run(RewardFunction(lambda completions: sys.exit(1)).score_all(rows(2), ["a", "b"]))
-    assert [each.reason for each in result.rewards] == ["lambda_raised_SystemExit"] * 2
 
 
 def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the_models_number(result_of):
@@ -260,11 +249,6 @@ def test_an_argument_that_nothing_gives_is_refused_with_what_there_is(function, 
     with pytest.raises(ConfigError, match=f"{message}.*a column of the dataset: prompt, solution"):
         needs.check(["prompt", "solution"])
     needs.check(["prompt", "answer", "completion", "gold"])
-
-
-def test_a_function_of_the_program_that_was_started_can_not_be_sent(monkeypatch):
-    with pytest.raises(ConfigError, match="can't be sent to a process of its own"):
-        RemoteReward(RewardFunction(lambda completions: [0.0]))
 
 
 def test_trls_own_trainer_calls_each_kind_as_any_async_function():

@@ -13,7 +13,7 @@ from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.judge_client import JudgeClient, load_rubrics
 from salesrl_trl.reward.judge.provider import JudgeProvider
 from salesrl_trl.reward.rag_client import RagClient
-from salesrl_trl.reward.scoring import Scoring, default_weights
+from salesrl_trl.reward.scoring import Scoring
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Message, SalesRow
 
@@ -175,7 +175,7 @@ def build_reward(
         rag,
         judge or JudgeClient(judges, load_rubrics(("fairness", "hallucination")), **(judging or {})),
         Scoring(
-            weights={**default_weights(("fairness", "hallucination")), **(weights or {})},
+            weights={"fairness": {"judge": 1.0}, "hallucination": {"judge": 1.0}, **(weights or {})},
             missing=missing,
             invalid_action=invalid_action_reward,
             stage_components=stage_components,

@@ -21,7 +21,7 @@ from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring, default_weights
+from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
 from salesrl_trl.types import DEFAULT_FORMAT
@@ -73,7 +73,7 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
     judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
     needs_rubrics = judge is None and config.uses_services
     scoring = Scoring(
-        weights={**default_weights(branches), **weights},
+        weights={**{branch: {"judge": 1.0} for branch in branches}, **weights},
         missing=config.missing_component,
         invalid_action=config.invalid_action_reward,
         stage_components=tuple(component for stage in stages for component in stage.components),

@@ -1,8 +1,6 @@
 """The judge's client: which provider is asked, and how several verdicts become one.
 
-Owns rubrics, the order and weights of providers, repeats and their aggregation. The module `provider` owns how one
-provider is asked, the transport retries and limits. Built by `build.assembly`, asked by
-`reward.chain`.
+Owns rubrics, the order and weights of providers, repeats and their aggregation. `build.assembly` makes it.
 """
 
 import asyncio
@@ -33,10 +31,7 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str, str]:
-    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one.
-
-    Raises `ConfigError` if rubrics are in neither place (the message names all), or one can't be read.
-    """
+    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one."""
     packaged = packaged_rubrics()
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
@@ -52,23 +47,22 @@ def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str
             f"`judge_<rubric>`, in {directory or 'a folder named by `rubric_dir`'}. Write them, or correct `branches` "
             "or `branch_reward_weights`."
         )
-    return {name: _read_rubric(path) for name, path in paths.items() if path is not None}
+    rubrics = {}
+    for name, path in paths.items():
+        assert path is not None
+        try:
+            rubrics[name] = read_small(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the rubric {path} can't be read ({unreadable(error)}). Expected UTF-8 text.") from None
+        if not rubrics[name].strip():
+            raise ConfigError(f"the rubric {path} is empty. Expected the instructions for the judge.")
+    return rubrics
 
 
 def packaged_rubrics() -> dict[str, Path]:
     """The rubrics that come with the package, by name."""
     folder = Path(str(resources.files("salesrl_trl.reward.judge") / "rubrics"))
     return {path.stem: path for path in folder.glob("*.txt")}
-
-
-def _read_rubric(path: Path) -> str:
-    try:
-        rubric = read_small(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the rubric {path} can't be read ({unreadable(error)}). Expected UTF-8 text.") from None
-    if not rubric.strip():
-        raise ConfigError(f"the rubric {path} is empty. Expected the instructions for the judge.")
-    return rubric
 
 
 class JudgeClient(Judge):
@@ -121,7 +115,6 @@ class JudgeClient(Judge):
         return {provider.settings.transport.service: provider.settings.transport for provider in self._all}
 
     def identity(self, rubric: str) -> str:
-        """As `Judge.identity`: no credential is part of it."""
         return self._identities[rubric]
 
     async def judge(

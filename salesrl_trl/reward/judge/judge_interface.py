@@ -27,13 +27,11 @@ class ProviderUsage:
     """The usage of one provider since the last report."""
 
     verdicts: int = 0
-    """Valid verdicts."""
     prompt_tokens: int = 0
     """As the provider counts them; 0 if it does not."""
     completion_tokens: int = 0
     """As the provider counts them, thoughts included."""
     usd: float = 0.0
-    """Cost by the configured prices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +39,6 @@ class JudgeRecord:
     """One valid verdict, to check whether the judge likes anything else than quality."""
 
     score: float
-    """Of the candidate."""
     chars: int
     """Length of the candidate's answer."""
     candidate_first: bool | None

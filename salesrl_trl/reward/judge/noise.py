@@ -1,7 +1,6 @@
 """How far the verdicts of a judge differ on the same answer: by chance, and by the order of the two answers.
 
-Owns a small set of answers from right to wrong, which verdicts are asked for, and the figures from their scores. The
-preflight asks the judge for these verdicts. Pure: no network.
+Owns a small set of answers from right to wrong, for which the preflight asks the judge, and the figures. Pure.
 """
 
 import itertools
@@ -12,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import TypedDict
 
 from salesrl_trl.types import Action, ActionFormat, Answer, Message, SalesRow
 
@@ -23,21 +21,6 @@ MIN_REPEATS = 2
 MIN_ANSWERS = 2
 MIN_CALLS = MIN_ANSWERS * len(ORDERS) * MIN_REPEATS
 """Fewest verdicts that show noise, order and spread."""
-
-
-class _Written(TypedDict):
-    profile: str
-    query: str
-    summary: str
-    answer: str
-
-
-class _Conversation(TypedDict):
-    conversation: list[tuple[str, str]]
-    document: str
-    reference: str
-    answers: list[_Written]
-    """From right to wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +46,10 @@ class JudgedSample:
 
 
 def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int) -> list[JudgedSample]:
-    """The verdicts to ask for: each answer in both orders, at least twice.
-
-    `rubrics` has the name of each rubric, to a branch that is judged by it. `calls` is the most verdicts, at least
-    `MIN_CALLS`. With few calls some rubrics or answers are left out.
-    """
+    """The verdicts to ask for: each answer in both orders, at least twice, `calls` at most and `MIN_CALLS` at least.
+    `rubrics` names for each rubric a branch that is judged by it. With few calls some are left out."""
     noise_set = resources.files(__package__).joinpath("noise_set.json")
-    talks: list[_Conversation] = json.loads(noise_set.read_text(encoding="utf-8"))
+    talks = json.loads(noise_set.read_text(encoding="utf-8"))  # answers from right to wrong
     # 1. As many rubrics and conversations as have all their answers asked for twice, in both orders.
     size, turns = len(talks[0]["answers"]), len(talks)
     pairs = [(name, (at + turn) % turns) for turn in range(turns) for at, name in enumerate(rubrics)]
@@ -98,7 +78,7 @@ def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int)
     return inputs * (calls // len(inputs))
 
 
-def _action(written: _Written, action_format: ActionFormat) -> Action:
+def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:
     """An action of the run's format: the query, and what else there is room for."""
     others = [name for name in action_format.fields if name != action_format.query]
     texts = zip(others, (written["profile"], written["summary"]), strict=False)

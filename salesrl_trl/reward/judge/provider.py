@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from salesrl_trl.errors import (
     AccessDenied,
@@ -31,8 +31,7 @@ from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 logger = logging.getLogger(__name__)
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
-"""`json_schema` sends the schema, `text` describes the verdict in words. `auto` begins with the schema, and goes
-on with text if the provider refuses the schema, or answers it with no text or no JSON."""
+"""`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""
 
 MAX_TOKENS = 10**9
 """Most tokens of one call. A larger number is not counted."""
@@ -62,11 +61,8 @@ class JudgeProvider:
     base_url: str
     """Its address, `/v1` included: `"https://api.openai.com/v1"`."""
     model: str
-    """The model's name there."""
     transport: Transport
-    """Its limits, retries and traffic."""
     api_key: str | None = field(default=None, repr=False)
-    """Sent as a bearer token."""
     weight: float = 1.0
     """Its share of the verdicts, relative to the other providers' weights. 0: only if others fail."""
     response_format: str = "auto"
@@ -78,32 +74,26 @@ class JudgeProvider:
     extra_body: Mapping[str, object] = field(default_factory=dict, repr=False)
     """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
     usd_per_million_prompt_tokens: float = 0.0
-    """Price, for the cost metrics."""
     usd_per_million_completion_tokens: float = 0.0
-    """Price, for the cost metrics."""
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     role: object = None
     content: str | None = None
     refusal: object = None
 
 
 class _Choice(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     message: _Message
     finish_reason: str | None = None
 
 
 class _Usage(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     prompt_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     completion_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
 
 
 class _Completion(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     choices: list[_Choice] = Field(fail_fast=True)
 
 
@@ -145,12 +135,10 @@ class ProviderClient:
         return usage
 
     async def ask(self, material: Material, *, candidate_first: bool, patient: bool) -> Verdict:
-        """A verdict, by schema or by text. Raises `ServiceError`."""
+        """A verdict by schema, or by text where that does not work. After one by text, all later requests go so."""
         unheld = False  # the schema did not work for this material, and text has not been tried since
 
         async def attempt() -> Verdict:
-            """By schema, and if that does not work, by text within the same attempt, or in the next one if its time
-            ends between the two. After a verdict by text, all later requests go by text."""
             nonlocal unheld
             if not (self._by_text or unheld):
                 try:
@@ -246,8 +234,7 @@ class ProviderClient:
 
 
 def _text_of(completion: object) -> str:
-    """The text of a chat completion. Raises `JudgeInvalid` for none, or one that was cut off, withheld or broken
-    off."""
+    """The text of a chat completion. Raises `JudgeInvalid` for one that is not whole."""
     try:
         choices = _Completion.model_validate(completion).choices
     except ValidationError:

@@ -1,18 +1,12 @@
-"""The message to a judge, and the verdict in its answer.
+"""The message to a judge, and the verdict in its answer. Pure; `provider` calls it.
 
-Owns:
-- the message: completions are hostile text, so they stand in fenced sections of the user message only;
-- the schema of a verdict, for providers that enforce one;
-- which text counts as a verdict: a JSON object at the very end, signed with the request's nonce. Any other text is
-  `JudgeInvalid`, never a number.
-
-Pure: no network. Called by `provider`.
+Completions are hostile text, so they stand in fenced sections of the user message only. A verdict is a JSON object at
+the very end, signed with the request's nonce. Any other text is `JudgeInvalid`, never a number.
 """
 
-import dataclasses
 import functools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -60,9 +54,7 @@ End your reply with the JSON object, and write nothing after it. Begin the objec
 def judge_message(
     row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, *, candidate_first: bool, nonce: str
 ) -> str:
-    """The user message: all material in fenced sections, nothing of it outside of them. The nonce marks the lines of
-    the fence.
-    """
+    """The user message: all material in sections, whose fences the nonce marks."""
     answers = {"candidate_answer": candidate.text}
     if reference is not None:
         answers["reference_answer"] = reference.text
@@ -78,13 +70,8 @@ def judge_message(
 
 @functools.cache
 def response_format(*, expect_reference: bool) -> "ResponseFormatJSONSchema":
-    """The schema of a verdict, as the field `response_format` of a request.
-
-    - The reference's score is a number if a reference is shown, else null. A model that may choose chooses null at
-      times.
-    - The schema has the field `nonce` without its value. Some providers take seconds to prepare a new schema, so all
-      requests share one.
-    """
+    """The schema of a verdict, as the field `response_format` of a request. It has no value for the nonce: some
+    providers take seconds to prepare a new schema. A model that may choose null for the reference does so at times."""
     body = _PairVerdictBody if expect_reference else _LoneVerdictBody
     name = "pair_verdict" if expect_reference else "lone_verdict"
     return {
@@ -102,10 +89,8 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     """Read a verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce.
 
     A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
-    before the last object is read. A reply to another request holds another nonce.
-
-    With `expect_reference`, a reference answer was shown and must be scored. Raises `JudgeInvalid` if the text does
-    not end with such an object, and `ForeignVerdict` if its nonce is that of another request.
+    before the last object is read. With `expect_reference`, a reference answer was shown and must be scored. Raises
+    `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
     """
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text)
@@ -124,11 +109,6 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     return Verdict(
         candidate=body.candidate, reference=body.reference if expect_reference else None, reason=body.reason
     )
-
-
-def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
-    """The verdict as a JSON value, for the cache."""
-    return dataclasses.asdict(verdict)
 
 
 def verdict_from_json(value: object) -> Verdict:

@@ -6,8 +6,7 @@ Owns the states and their law. Pure: `transport` hands in the time, records what
 from enum import Enum, auto
 
 FAILURES_TO_OPEN = 5
-"""Failures in a row, without an answer between them, that open the breaker. One or two are usual. A service that
-answers every second call is better retried than left alone."""
+"""Failures in a row that open the breaker. A service that answers every second call is better retried."""
 COOLDOWN_S = 0.25
 """First pause. It is short: a connection that a load balancer resets is back at once."""
 MAX_COOLDOWN_S = 15.0
@@ -24,10 +23,8 @@ class Permit(Enum):
     """The action that a caller is allowed now."""
 
     SEND = auto()
-    """The endpoint is well."""
     PROBE = auto()
-    """Send one request that finds out whether the endpoint is back. Then call `record_answer`, `record_failure` or
-    `record_abandoned`. The latter two take the breaker's present `probe`."""
+    """Send one request that finds out whether the endpoint is back, and record it with the breaker's `probe`."""
     WAIT = auto()
     """Wait: a probe is out, or the pause is not over."""
 
@@ -61,7 +58,6 @@ class Breaker:
         self._cooldown_s = COOLDOWN_S
         self._open_until: float | None = None
         self.is_probing = False
-        """Whether a probe is out."""
         self.probe = 0
         """Number of the latest probe: 0 before the first one."""
         self.denial: str | None = None
@@ -104,12 +100,9 @@ class Breaker:
         self.denial = None
 
     def record_failure(self, now: float, *, probe: int = 0, denial: str | None = None, pause_s: float = 0.0) -> None:
-        """A call failed at the moment `now`, for a reason that may concern every call to the endpoint.
-
-        `probe` is the call's number if it was a probe. A probe that has been replaced counts as any other call.
-        `denial` is the error's code if access was denied. `pause_s` are the seconds for which the endpoint asked for
-        no calls.
-        """
+        """A call failed at the moment `now`, for a reason that may concern every call. `probe` is its number if it was
+        a probe: one that was replaced counts as any other call. `denial` is the error's code if access was denied.
+        For `pause_s` the endpoint asked for no calls."""
         if not self._failures or (not self.is_open and now - self._latest > SAME_OUTAGE_S):
             self._down_since = now
         self._latest = now

@@ -3,15 +3,10 @@
     {"services": {"judge_a": {"calls": 30, "prompt_tokens": 9000, "completion_tokens": 600, "usd": 0.42}},
      "taken": {"max_usd": 0.5}, "most": {"max_usd": 2.0}, "refused": {}}
 
-Owns that file, which outlives the run's processes, and which request may leave. `transport` asks before it sends, the
-judge's client says what an answer cost, and the reward settles at the end of a batch. The banner, the check before a
-run, the figures and the report read the account. It holds numbers and names of services and settings, nothing else.
-
 - A process takes calls and US dollars in blocks, so that a request costs no look at the file. All blocks together are
   never more than what is left. The block of a process that was killed stays taken: its requests may have left.
 - A request counts before it is sent, with the mean cost of those before it. When it has ended, its own cost replaces
   the mean. So no limit of calls is passed, and no limit of US dollars but by the error of that mean.
-- Reading and writing the file takes about a millisecond, during which the event loop stands.
 """
 
 import asyncio
@@ -34,7 +29,6 @@ from salesrl_trl.reward.service.event_loop import PerLoop, now, remaining_s
 logger = logging.getLogger(__name__)
 
 CALLS, USD = "calls", "usd"
-"""What a limit counts."""
 BLOCKS = 32
 """A block is a 32nd of a process's even part of what is left. So kills and idle processes cost a small share."""
 MOST_REQUESTS = 256
@@ -91,7 +85,6 @@ class Limit:
     """The service that it is about. `None`: all of the reward's services."""
 
     def of(self, spent: Spent) -> float:
-        """What of `spent` counts."""
         return spent.calls if self.kind == CALLS else spent.usd
 
 
@@ -121,8 +114,7 @@ class Account:
         return limit.of(self.total(limit.service))
 
     def reached(self, limits: Iterable[Limit]) -> list[Limit]:
-        """The limits at which requests are refused. One that has been raised since is none; one that has been lowered
-        to what is used is one."""
+        """The limits at which requests are refused, by what they are now."""
         return [
             limit for limit in limits if max(self.refused.get(limit.name, -math.inf), self.used(limit)) >= limit.most
         ]
@@ -202,10 +194,8 @@ FREE = Price()
 
 
 class Budget:
-    """What this process holds of the run's account in `path`, and what it has spent since it last wrote there.
-
-    It can be pickled before its first use. All methods belong to one event loop.
-    """
+    """What this process holds of the run's account in `path`, and what it has spent since it last wrote there. All
+    methods belong to one event loop."""
 
     def __init__(self, path: Path, limits: Sequence[Limit] = (), processes: int = 1) -> None:
         self.path = path
@@ -317,20 +307,15 @@ class ServiceQuota:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no request will be sent any more."""
         return self._budget.refused(self._limits) is not None
 
     def refuse_if_spent(self) -> None:
-        """Raise `BudgetSpent` if no request will be sent any more."""
         if (limit := self._budget.refused(self._limits)) is not None:
             raise BudgetSpent(f"{self._service} was not asked: the limit {limit.name} is reached")
 
     async def admit(self) -> None:
-        """Wait until a request may be sent, and count it.
-
-        Raises `BudgetSpent` where a limit is reached, `ServiceError` where the account can't be used, `TimeoutError`
-        where the deadline comes before the request's turn.
-        """
+        """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
+        `ServiceError` where the account can't be used, `TimeoutError` where the deadline comes first."""
         self.refuse_if_spent()
         if self._rate is None:
             self._begin()
@@ -407,7 +392,6 @@ class Bill:
         self._tokens: tuple[int, int] | None = None
 
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """The provider has counted so many tokens."""
         self._tokens = (prompt_tokens, completion_tokens)
 
     def __enter__(self) -> "Bill":

@@ -1,8 +1,7 @@
 """What belongs to an event loop: the clock of all waits for services, the deadline of a reward phase, and objects.
 
-Owns the moment at which a reward phase ends, and how that moment travels: in a context variable, which every task that
-is started inside takes along. A deadline cancels nothing: the code that waits asks how long it may. The reward sets
-the deadline, and `transport` observes it. A warm-up and a preflight time their calls here.
+A deadline travels in a context variable, which every task that is started inside takes along. It cancels nothing: the
+code that waits asks how long it may. The reward sets it, `transport` observes it.
 """
 
 import asyncio
@@ -23,8 +22,7 @@ _END: ContextVar[float] = ContextVar("salesrl_trl_deadline", default=math.inf)
 
 
 def now() -> float:
-    """Seconds on the running event loop's clock. This clock is `time.monotonic`, unless a test hands in a loop whose
-    time is virtual: then waits and deadlines pass without waiting."""
+    """Seconds on the running event loop's clock: `time.monotonic`, or virtual in tests."""
     return asyncio.get_running_loop().time()
 
 
@@ -57,7 +55,6 @@ async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | Service
 
 
 async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | ServiceError:
-    """The call's seconds, or the error."""
     result = await clocked(call)
     return result if isinstance(result, ServiceError) else result[1]
 
@@ -72,13 +69,11 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def cancel_others() -> None:
-    """Cancel every other task of the running loop."""
     await cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop, made on the loop when it first asks. Connections, events and running tasks break
-    when a second loop uses them."""
+    """One object for each event loop: connections, events and tasks break when a second loop uses them."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -88,7 +83,6 @@ class PerLoop(Generic[T]):
         return PerLoop, (self._make,)  # another process has other loops
 
     def get(self) -> T:
-        """The running loop's object."""
         loop = asyncio.get_running_loop()
         if loop not in self._made:
             self._made[loop] = self._make()

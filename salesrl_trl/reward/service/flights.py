@@ -1,7 +1,7 @@
 """Calls in flight on one event loop: their slots, and hedges: late calls that are sent a second time.
 
-Owns the tasks, the timer task that starts hedges, and the pure law of when a call is late and how many hedges there
-may be. `transport` sends its attempts through it. `limits` has the law of how many slots there are.
+Owns the tasks, the timer task that starts hedges, and the pure laws: how many slots there are, and when a call is
+late. `transport` calls it.
 """
 
 import asyncio
@@ -18,12 +18,10 @@ from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.budget import ServiceQuota
 from salesrl_trl.reward.service.event_loop import now
-from salesrl_trl.reward.service.limits import AdaptiveLimit
 
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.02
-"""Time between two looks for late calls."""
 MAX_HEDGES = 2
 """Most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers, and its batch waits."""
 PERCENTILE = 0.95
@@ -36,6 +34,56 @@ MIN_SAMPLES = 20
 """With fewer calls there is no percentile."""
 REFRESH_EVERY = 16
 """Calls between two computations of the percentile."""
+GROWTH_PER_SUCCESS = 0.5
+"""Slots that each answer adds during the slow start. Doubling could overshoot a service's limit by its whole size."""
+DECREASE = 0.8
+"""Factor after an overload. A service that takes 16 calls is tried with 17 again after about three rounds."""
+ROUNDS_TO_GROW = 3
+"""Rounds of waiting calls before one more slot is tried. With fewer, the call that is turned away would come last."""
+
+
+class AdaptiveLimit:
+    """The limit of calls in flight to one service, from `start` up to `cap`.
+
+    While calls wait for a slot, an answer raises the limit L:
+
+        L <- L + 1/2    until the first overload (slow start)
+        L <- L + 1/L    after it (one more slot for a round of answers), where ROUNDS_TO_GROW x L calls wait or more
+
+    and an overload lowers it, once for all calls that were in flight together:
+
+        L <- max(1, 0.8 L)
+    """
+
+    def __init__(self, start: int, cap: int) -> None:
+        self._cap = cap
+        self._limit = float(min(start, cap))
+        self._slow_start = True
+        self._sent = 0
+        self._sent_at_decrease = -1
+
+    @property
+    def slots(self) -> int:
+        """The limit in whole calls, at least 1."""
+        return int(self._limit)
+
+    def record_sent(self) -> int:
+        """A call is about to be sent. Returns its number, which `record_overload` takes."""
+        self._sent += 1
+        return self._sent
+
+    def record_answer(self, *, waiting: int) -> None:
+        """A call was answered while `waiting` calls waited for a slot. Without any, the limit need not grow."""
+        if waiting > 0 and (self._slow_start or waiting >= ROUNDS_TO_GROW * self._limit):
+            self._limit = min(self._limit + (GROWTH_PER_SUCCESS if self._slow_start else 1 / self._limit), self._cap)
+
+    def record_overload(self, number: int) -> None:
+        """The service turned the call `number` away. One that was sent before the last decrease says nothing new."""
+        if number <= self._sent_at_decrease:
+            return
+        self._sent_at_decrease = self._sent
+        self._slow_start = False
+        self._limit = max(1.0, DECREASE * self._limit)
 
 
 class HedgePolicy:
@@ -58,7 +106,6 @@ class HedgePolicy:
 
     @property
     def enabled(self) -> bool:
-        """Whether extra calls are allowed at all."""
         return self._fraction > 0
 
     @property
@@ -67,11 +114,9 @@ class HedgePolicy:
         return self._hedges + 1 <= self._fraction * self._sent
 
     def record_sent(self) -> None:
-        """A first call was sent."""
         self._sent += 1
 
     def record_hedge(self) -> None:
-        """An extra call was sent."""
         self._hedges += 1
 
     def record_answer(self, seconds: float) -> None:
@@ -87,12 +132,9 @@ class HedgePolicy:
 class Flights:
     """Slots and hedges. Calls and hedges together stay within the limit.
 
-    A call may have several requests. If one of them fails while another one goes on, `transport` does not see the
-    failure. So `Flights` records it: an overload in `limit`, and `overloads`, `timeouts` or `failures` in `traffic`.
-    It also counts `sent` hedges, `hedges` and `hedges_won` there. All other failures are the transport's to record.
-
-    `hedging` says when a call is late. There are no hedges while the `breaker` is open. `quota` counts hedges: none is
-    sent that would have to wait for the budget.
+    A call may have several requests. A failure of one while another goes on is recorded here, in `limit` and
+    `traffic`, because `transport` does not see it. There are no hedges while the `breaker` is open, and none is sent
+    that would have to wait for the `quota`.
     """
 
     def __init__(
@@ -111,7 +153,6 @@ class Flights:
         self._slots = anyio.CapacityLimiter(limit.slots)
         self._flying: dict[_Flight[Any], None] = {}  # in the order they were sent
         self.waiting = 0
-        """Calls that wait for a slot."""
         self._hedges = 0
         self._hedge_waits = False
         self._hedge_timer: asyncio.Task[None] | None = None
@@ -137,11 +178,8 @@ class Flights:
             self._slots.total_tokens = slots
 
     async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
-        """Run `attempt`. If it is late, send a second request; the earliest success is the result. There are at most
-        `MAX_HEDGES` further requests.
-
-        `number` is the request's number in `limit`. One hedge timer serves all calls, so a call costs none of its own.
-        """
+        """Run `attempt`. If it is late, send further requests, up to `MAX_HEDGES`; the earliest success is the result.
+        `number` is the request's number in `limit`."""
         self._hedging.record_sent()
         flight = _Flight(attempt, number, self._failed_beside)
         self._flying[flight] = None
@@ -228,7 +266,6 @@ class _Flight(Generic[T]):
         task.add_done_callback(partial(self._on_done, number))
 
     def cancel(self) -> None:
-        """Cancel the requests that still run."""
         for task in self._tasks:
             task.cancel()
         if self.result.done() and not self.result.cancelled():

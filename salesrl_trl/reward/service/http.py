@@ -1,11 +1,8 @@
 """One HTTP request to one service: its answer, or the error that names how it failed.
 
-Owns the HTTP client, the ids of requests, the size limit of bodies, the refusal of redirects, JSON that has one
-meaning, and the mapping from statuses and connection errors to this package's exceptions. `wire` owns which connection
-carries a request, `transport` retries, limits and time. The clients of RAG services and judges call it.
-
-The client is aiohttp's: a call costs 0.13 ms of CPU, against 0.32 ms for `httpx2` over aiohttp's connections, 1.1 ms
-(2.4 ms with 150 in flight) over httpx2's own pool, and 1.4 ms or more through the `openai` client's chat method.
+Owns the HTTP client, the ids of requests, and the mapping from statuses and connection errors to this package's
+exceptions. The client is aiohttp's: a call costs 0.13 ms of CPU, against 1.1 ms over httpx2's own pool, and 1.4 ms or
+more through the `openai` client's chat method.
 """
 
 import datetime
@@ -45,8 +42,7 @@ RETRYABLE_STATUS = frozenset({408, 409, 425})
 DENIED_STATUS = frozenset({401, 402})
 """These hold for every call. A 403 is not among them: it may be about the rights of one tenant or contact."""
 QUOTA_MARKS = frozenset({"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance"})
-"""Values of `error.code` or `error.type` in a 429's body. With them OpenAI-compatible providers say that a retry is
-useless."""
+"""Values of `error.code` or `error.type` with which OpenAI-compatible providers say that a retry is useless."""
 REQUEST_ID_HEADER = "X-Request-Id"
 """Carries the id of the request, and in the reply the same id if the service returns it."""
 _REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
@@ -59,12 +55,10 @@ FAILED_WORDS = frozenset(
 
 
 class HttpClient:
-    """Sends JSON to one service and returns the body of a 200. Connections are opened at the first call, a set for
-    each event loop.
+    """Sends JSON to one service and returns the body of a 200.
 
-    `service` is the name in errors and reason codes, for example `"rag_8b"`. Every path is appended to `base_url`. The
-    key is sent as a bearer token. Raises `ConfigError` if the key can't travel in a header, or the address holds
-    credentials or a query. The message shows neither.
+    `service` is the name in errors and reason codes, for example `"rag_8b"`. The key is sent as a bearer token. Raises
+    `ConfigError` if it can't travel in a header, or the address holds credentials or a query, and shows neither.
     """
 
     def __init__(self, service: str, base_url: str, *, api_key: str | None = None) -> None:
@@ -91,12 +85,9 @@ class HttpClient:
         *,
         request_id: str | None = None,
     ) -> T:
-        """Send `body` as JSON to a path. Returns the result of `read`, or without it the bytes of the answer's body.
-
-        If `read` raises `ForeignReply`, the connection is closed. `request_id` is an id of `make_request_id`, if
-        `body` holds it too. Raises `ServiceError` for anything but a 200 within the size limit, and for a reply to
-        another request. The message never quotes the service.
-        """
+        """Send `body` as JSON to a path. Returns what `read` makes of the answer's body. `request_id` is given if
+        `body` holds it too. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the
+        size limit, and for a reply to another request: that closes the connection."""
         content = json.dumps(body, ensure_ascii=False).encode()
         with CallNote(self.service, path, content) as note:
             note.answer, response = await self._send("POST", path, content, request_id or make_request_id())
@@ -206,11 +197,8 @@ def make_request_id() -> str:
 
 
 def check_echo(service: str, request_id: str, *echoes: object) -> None:
-    """Refuse the reply to another request, by the values in the places where a service repeats the request's id.
-
-    A value that is no id of `make_request_id` is ignored: gateways put their own ids there. Raises `ForeignReply` if a
-    value is the id of another request.
-    """
+    """Raise `ForeignReply` if one of `echoes`, where a service repeats the request's id, is another request's id. What
+    is no id of `make_request_id` is ignored: gateways put their own ids there."""
     for echo in echoes:
         if isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo):
             raise ForeignReply(
@@ -221,8 +209,7 @@ def check_echo(service: str, request_id: str, *echoes: object) -> None:
 
 
 def read_json(content: bytes) -> object:
-    """The value of a body. What two readers could understand differently is refused: raises `ValueError` unless the
-    body is JSON in UTF-8, and no object in it has a key twice."""
+    """The value of a body. Raises `ValueError` unless it is JSON in UTF-8, and no object in it has a key twice."""
     try:
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
     except RecursionError:
@@ -278,11 +265,8 @@ def key_fault(key: str) -> str | None:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds for which the service asks for no calls; `None` if it does not say.
-
-    Reads `Retry-After-Ms` (milliseconds) and `Retry-After` as a whole or fractional number of seconds, with a unit
-    (`"1500ms"`, `"2s"`), or as an HTTP date. A date counts from the answer's own `Date`.
-    """
+    """Seconds for which the service asks for no calls; `None` if it does not say. Reads `Retry-After-Ms`, and
+    `Retry-After` as seconds, with a unit (`"1500ms"`, `"2s"`), or as an HTTP date from the answer's own `Date` on."""
     milliseconds = _number(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000

@@ -1,19 +1,15 @@
-"""One call to one service: how often it is tried, how long it may take, how many run at once.
+"""One call to one service: how often it is tried, how long it may take, how many run at once. Its clients call it.
 
-Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. The clients of RAG services
-and judges call it. It refuses to own how a request is sent (`http`), and when a reward phase ends (`event_loop`), by
-which every wait here has ended.
-
-A call takes one slot and keeps it until it ends, also while it waits between attempts. So a service that says "come
-back in a second" has less to do in that second. The laws of limit, breaker and hedge are pure; this module applies
-them on the event loop's clock.
+Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. A call takes one slot and
+keeps it until it ends, also while it waits between attempts. So a service that says "come back in a second" has less
+to do in that second.
 """
 
 import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -31,8 +27,7 @@ from salesrl_trl.errors import (
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.service.budget import Bill, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
-from salesrl_trl.reward.service.flights import Flights, HedgePolicy
-from salesrl_trl.reward.service.limits import AdaptiveLimit
+from salesrl_trl.reward.service.flights import AdaptiveLimit, Flights, HedgePolicy
 
 T = TypeVar("T")
 
@@ -44,8 +39,7 @@ RETRY_JITTER_S = 0.2
 OVERLOAD_WAIT_S = 1.0
 """Wait after a 429 that does not say how long."""
 MAX_OVERLOADS = 64
-"""A call gives up when it is turned away this often. Being turned away costs no attempt, because the service is well.
-Usually the deadline ends the call before."""
+"""A call gives up when it is turned away this often. Usually the deadline ends it before."""
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
 """Names of the counts:
 - `calls` asked for;
@@ -106,7 +100,7 @@ class Transport:
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
         self._flights = self._new_flights()
-        self._changes: PerLoop[_Changes] = PerLoop(_Changes)
+        self._changed: PerLoop[asyncio.Event] = PerLoop(asyncio.Event)  # wakes the calls that wait for the breaker
 
     def _new_flights(self) -> PerLoop[Flights]:
         return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._quota))
@@ -118,7 +112,6 @@ class Transport:
 
     @property
     def slots(self) -> int:
-        """The limit of calls in flight at the moment."""
         return self._limit.slots
 
     def drain_traffic(self) -> dict[str, int]:
@@ -128,19 +121,12 @@ class Transport:
         return counts
 
     async def call(self, attempt: Callable[[], Awaitable[T]], *, patient: bool = True) -> T:
-        """Run `attempt` until it succeeds.
+        """Run `attempt`, one request with its whole answer, until it succeeds. It may run twice at the same time.
 
-        Args:
-            attempt (`Callable[[], Awaitable[T]]`):
-                Sends one request and reads the whole answer. Raises `ServiceError`. May run twice at the same time.
-            patient (`bool`, *optional*, defaults to `True`):
-                Whether to wait for the end of an outage, and to come back as often as the service says. Set it to
-                `False` where another service can be asked instead: then the call has half of the time that is left,
-                and ends when it is turned away.
+        A `patient` call waits for the end of an outage, and comes back as often as the service says. Another, where
+        another service can be asked instead, has half of the time that is left, and ends when it is turned away.
 
-        Raises:
-            `BudgetSpent`: a limit of the run's budget is reached.
-            `ServiceError`: the last attempt's error. Its `code` starts with the service's name.
+        Raises `BudgetSpent`, or the last attempt's `ServiceError`.
         """
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
@@ -157,12 +143,10 @@ class Transport:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the budget lets no request pass any more."""
         return self._quota is not None and self._quota.is_spent
 
     async def admit(self) -> None:
-        """Wait until the budget lets one more request pass, for a second one within an attempt. Raises `BudgetSpent`,
-        or `DeadlineExceeded` where the deadline comes first."""
+        """Wait until the budget lets one more request pass. Raises `BudgetSpent`, or `DeadlineExceeded`."""
         if self._quota is not None:
             try:
                 await self._quota.admit()
@@ -170,7 +154,6 @@ class Transport:
                 raise self._deadline_exceeded() from None
 
     def bill(self) -> Bill:
-        """The bill of one request, while it is under way."""
         return Bill(self._quota)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
@@ -202,18 +185,15 @@ class Transport:
                     self._traffic["sent"] += 1
                     return await (attempt() if probe else self._flights.get().send(attempt, number))
             except TimeoutError:
-                raise self._timed_out(left_s) from None
+                if left_s < self._attempt_timeout_s:
+                    raise self._deadline_exceeded() from None
+                raise ServiceTimeout(
+                    f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
+                    code=f"{self.service}_timeout",
+                ) from None
 
     def _deadline_exceeded(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
-
-    def _timed_out(self, left_s: float) -> ServiceTimeout:
-        if left_s < self._attempt_timeout_s:
-            return self._deadline_exceeded()
-        return ServiceTimeout(
-            f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
-            code=f"{self.service}_timeout",
-        )
 
     @contextmanager
     def _observed(self, number: int, probe: int) -> Iterator[None]:
@@ -294,7 +274,9 @@ class Transport:
                 return self._breaker.probe if permit is Permit.PROBE else 0
             pause_s = self._breaker.pause_left_s(moment) or float("inf")
             patience_left_s = patience_s - self._breaker.down_for_s(moment)
-            await self._changes.get().wait(min(pause_s, patience_left_s, remaining_s()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(pause_s, patience_left_s, remaining_s())):
+                    await self._changed.get().wait()
 
     def _abandon(self, probe: int) -> None:
         if probe:
@@ -309,7 +291,9 @@ class Transport:
             self._wake()
 
     def _wake(self) -> None:
-        self._changes.get().announce()
+        changed = self._changed.get()
+        changed.set()
+        changed.clear()
 
 
 class _HeldBack(ServiceUnavailable):
@@ -367,22 +351,3 @@ class _Retries:
         wait_s += random.uniform(0, RETRY_JITTER_S)
         error.out_of_time = goes_on and wait_s >= remaining_s()
         return wait_s if goes_on and not error.out_of_time else False
-
-
-class _Changes:
-    """Wakes the calls that wait for the breaker."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Event()
-
-    def announce(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait(self, seconds: float) -> None:
-        """Wait for the next change, at most this long."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            pass

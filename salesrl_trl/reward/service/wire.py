@@ -1,14 +1,9 @@
 """Connections whose replies belong to the requests that they carried.
 
-aiohttp reuses a kept-alive connection that holds unread bytes. So a stray reply would answer the next request, and
-from then on that connection would be one reply behind. Here a connection is used again only if it brought exactly one
-reply to its last request and nothing since. It is closed at the first byte beyond that reply, wherever the byte shows:
-- together with the reply;
-- later, while the connection is idle;
-- unread in the socket, at the moment when the connection is taken again.
-
-A stray reply that arrives after the next request was sent can't be recognised by its bytes. Therefore every request
-carries an id, and each judge's request a nonce; `http` and `verdict` check them.
+aiohttp reuses a kept-alive connection that holds unread bytes, so that a stray reply would answer the next request.
+Here a connection is used again only if it brought exactly one reply to its last request and nothing since. A stray
+reply that arrives after the next request was sent can't be recognised by its bytes: therefore every request carries an
+id, and each judge's request a nonce.
 """
 
 import select
@@ -43,7 +38,6 @@ class WiredResponse(aiohttp.ClientResponse):
     _wire: ResponseHandler | None = None
 
     async def start(self, connection: Connection) -> aiohttp.ClientResponse:
-        """Wait for the head of the reply."""
         self._wire = connection.protocol
         return await super().start(connection)
 
@@ -57,17 +51,14 @@ class _Wire(ResponseHandler):
     """One connection. Unlike aiohttp's, it closes at the first byte beyond the reply to its latest request."""
 
     was_used = False
-    """Whether it has carried a request."""
     _reply: StreamReader | None = None  # the reply to the latest request, once its head has come
     _holds_more = False
 
     def set_response_params(self, **settings: Any) -> None:
-        """A request is about to be sent."""
         self.was_used, self._reply = True, None
         super().set_response_params(**settings)
 
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
-        """A reply's head was read."""
         if self._reply is not None:
             self._holds_more = True  # this is a second reply: it is ignored
             return
@@ -76,7 +67,6 @@ class _Wire(ResponseHandler):
         super().feed_data(data, size)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
         if data and not self._is_waiting:
             self.abort()
             return

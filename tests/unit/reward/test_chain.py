@@ -99,12 +99,6 @@ def test_the_32b_endpoint_gets_the_conversation_and_the_identifiers_there_are(sc
     }
 
 
-def test_the_reference_is_asked_for_once_per_row(score, services):
-    rows = [row("r1", message_id="m1"), row("r2", message_id="m2")]
-    score([action(query=f"q{index}") for index in range(6)], rows=rows, indices=[0, 0, 0, 1, 1, 1])
-    assert services.calls == {"8b": 6, "32b": 2, "judge": 6}
-
-
 def test_the_judge_sees_the_branchs_rubric_and_all_material_fenced(score, services):
     score([ACTION], rows=[row(branch="hallucination", documents=("Doc one.", "Doc two."))])
     body = services.asked["judge"][0].json
@@ -118,21 +112,9 @@ def test_the_judge_sees_the_branchs_rubric_and_all_material_fenced(score, servic
         "candidate_answer": ANSWER["answer"],
         "reference_answer": ANSWER["answer"],
     }
-    assert body["response_format"]["json_schema"]["schema"]["required"] == [
-        "nonce",
-        "candidate",
-        "reference",
-        "reason",
-    ]
+    required = body["response_format"]["json_schema"]["schema"]["required"]
+    assert required == ["nonce", "candidate", "reference", "reason"]
     assert (body["model"], body["temperature"]) == ("judge-1", 0.0)
-
-
-def test_without_a_reference_the_candidate_is_judged_alone(score, services):
-    services.set("32b", {}, status=500)
-    services.verdict(json.dumps({**VERDICT, "reference": None}))
-    (reward,) = score([ACTION]).rewards
-    assert (reward.outcome, reward.value, reward.components["reference"]) == (Outcome.OK, 0.75, None)
-    assert "reference_answer" not in read_sections(services.asked["judge"][0].json["messages"][1]["content"])
 
 
 @pytest.mark.parametrize(
@@ -166,8 +148,6 @@ def test_what_a_backend_raised_for_a_reference_that_nobody_needs_is_not_told(sco
         (401, {"error": "bad key rag-secret"}, "rag_8b_http_401"),
         (302, {}, "rag_8b_http_302"),
         (200, "<html>hello</html>", "rag_8b_bad_response"),
-        (200, "", "rag_8b_bad_response"),
-        (200, '"a string"', "rag_8b_bad_response"),
         (200, {**ANSWER, "passages": None}, "rag_8b_bad_response"),
         (200, {**ANSWER, "took_ms": -1}, "rag_8b_bad_response"),
         (200, json.dumps(ANSWER).replace('"answer":', '"answer": "", "answer":'), "rag_8b_bad_response"),
@@ -181,21 +161,7 @@ def test_a_failed_8b_call_is_never_a_number(score, services, status, body, reaso
     assert services.calls["judge"] == 0
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "I can't judge this.",
-        "",
-        "{}",
-        json.dumps({**VERDICT, "candidate": 1.5}),
-        json.dumps({**VERDICT, "candidate": "0.5"}),
-        json.dumps({**VERDICT, "candidate": None}),
-        json.dumps({**VERDICT, "extra": 1}),
-        json.dumps({**VERDICT, "reference": None}),
-        '{"candidate": NaN, "reference": 0.5, "reason": ""}',
-    ],
-    ids=["words", "empty", "no fields", "out of range", "text", "null", "extra", "no reference", "nan"],
-)
+@pytest.mark.parametrize("content", ["I can't judge this.", "", json.dumps({**VERDICT, "candidate": 1.5})])
 def test_a_verdict_outside_the_schema_is_never_a_number(score, services, content):
     services.verdict(content)
     (reward,) = score([ACTION]).rewards
@@ -230,22 +196,15 @@ def test_a_hollow_answer_is_the_actions_fault_and_no_judge_sees_it(score, servic
     assert services.calls["judge"] == 0
 
 
-def test_what_was_too_slow_is_in_the_seconds_of_a_completion_that_was_cut_off(score, services, spans_in_virtual_time):
-    services.set("8b", ANSWER, delay_s=1)
-    services.set("judge", chat_completion(json.dumps(VERDICT)), delay_s=30)
-    (reward,) = score([ACTION], deadline_s=5.0).rewards
-    assert reward.reason == "deadline"
-    assert reward.seconds == pytest.approx({"parse": 0.0, "rag_8b": 1.0, "rag_32b": 0.0, "judge": 4.0})
-
-
-def test_what_is_not_scored_by_the_deadline_is_missing_and_the_rest_is_kept(score, services):
-    services.answers["judge"] = [
-        (200, chat_completion(json.dumps(VERDICT)), {}, 0),
-        (200, chat_completion(json.dumps(VERDICT)), {}, 9),
-    ]
+def test_what_is_not_scored_by_the_deadline_is_missing_with_its_seconds_and_the_rest_is_kept(
+    score, services, spans_in_virtual_time
+):
+    services.answers["judge"] = [(200, chat_completion(json.dumps(VERDICT)), {}, delay_s) for delay_s in (0, 9)]
     rewards = score([action(query="a"), action(query="b"), "hello"], deadline_s=2.5).rewards
     outcomes = sorted((reward.outcome.value, reward.reason) for reward in rewards)
     assert outcomes == [("infra", "deadline"), ("invalid_action", "not_json"), ("ok", "")]
+    [late] = [reward for reward in rewards if reward.outcome is Outcome.INFRA]
+    assert late.seconds == pytest.approx({"parse": 0.0, "rag_8b": 0.0, "rag_32b": 0.0, "judge": 2.5})
 
 
 def test_attempts_are_bounded_and_the_client_adds_none_of_its_own(score, services):
@@ -262,17 +221,6 @@ def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, c
     assert "rag-secret" not in told
     assert "judge-secret" not in told
     assert "nurse" not in told
-
-
-def test_every_stage_is_a_span_on_its_completions_track(score, services):
-    services.set("judge", {}, status=400)
-    report = score([ACTION, "hello"]).report
-    spans = {(span.track, span.name): span for span in report.spans}
-    assert set(spans) == {("reward 0", "parse"), ("reward 0", "rag_8b"), ("reward 0 reference", "rag_32b"),
-                          ("reward 0", "judge"), ("reward 1", "parse")}  # fmt: skip
-    for span in report.spans:
-        assert report.started <= span.started <= span.ended <= report.started + report.seconds
-    assert spans["reward 0", "rag_8b"].ended <= spans["reward 0", "judge"].started
 
 
 @pytest.mark.parametrize(

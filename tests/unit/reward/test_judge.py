@@ -1,4 +1,4 @@
-"""Judge providers: their order, repeats and cost. Services are in memory, and time is virtual."""
+"""Judge providers: their order, repeats, cost and rubrics. Services are in memory, and time is virtual."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import pytest
 from support.in_memory import Reply, Services, score_batch
 from support.loopback import ANSWER, VERDICT, action, build_reward, chat_completion, row, sign
 
-from salesrl_trl.errors import BadServiceResponse
+from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.reward.judge.judge_client import load_rubrics
 from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient
@@ -251,11 +251,6 @@ def test_a_key_is_in_no_representation():
     assert "judge-secret" not in repr(provider.settings)
 
 
-def test_rubrics_of_weights_are_loaded_too(tmp_path):
-    (tmp_path / "tone.txt").write_text("Be kind.", encoding="utf-8")
-    assert load_rubrics(("fairness", "tone"), str(tmp_path))["tone"] == "Be kind."
-
-
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -331,3 +326,37 @@ def test_a_judge_that_ignores_formats_and_repeats_what_was_planted_gives_no_numb
 
 
 FIELDS = {"query": "rewritten_query", "profile": "user_profile", "summary": "history_summary"}
+
+
+def test_both_default_branches_have_a_rubric_that_asks_for_the_verdicts_fields():
+    for rubric in load_rubrics(("fairness", "hallucination")).values():
+        assert '"candidate"' in rubric
+        assert '"reference"' in rubric
+
+
+def test_a_users_file_wins_over_the_packaged_one(tmp_path):
+    (tmp_path / "fairness.txt").write_text("mine", encoding="utf-8")
+    rubrics = load_rubrics(("fairness", "hallucination"), str(tmp_path))
+    assert rubrics["fairness"] == "mine"
+    assert "grounding" in rubrics["hallucination"]
+
+
+def test_all_rubrics_that_are_missing_are_told_together(tmp_path):
+    (tmp_path / "price.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"rubrics are missing: tone\.txt, honesty\.txt\. Expected"):
+        load_rubrics(("tone", "price", "fairness", "honesty"), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"caf\xe9", r"line 1, byte 4 \(0xe9\)"),
+        (b" \n", "is empty"),
+        (b"a" * (2**24 + 1), r"fairness\.txt can't be read \(larger than 16 MiB\)"),
+    ],
+    ids=["no UTF-8", "blank", "huge"],
+)
+def test_a_rubric_that_says_nothing_readable_is_refused(tmp_path, content, message):
+    (tmp_path / "fairness.txt").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_rubrics(("fairness",), str(tmp_path))

@@ -1,4 +1,4 @@
-"""From a text to an action, or to the reason why it is none."""
+"""From a text to an action, or to the reason why it is none; and texts that say nothing."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.reward.parsing import INVALID_REASONS, MAX_FIELD_CHARS, parse_action
+from salesrl_trl.reward.parsing import _EMPTY, INVALID_REASONS, MAX_FIELD_CHARS, is_empty_text, parse_action
 from salesrl_trl.types import Action, ActionFormat, InvalidAction
 
 FIELDS = {"user_profile": "上班族", "rewritten_query": "Python price", "history_summary": ""}
@@ -55,3 +55,39 @@ def test_what_is_no_action_is_named_by_reason(text, reason):
 def test_no_completion_makes_it_raise(text):
     parsed = parse_action(text)
     assert isinstance(parsed, Action) or parsed.reason in INVALID_REASONS
+
+
+# The master keys of arXiv:2507.08794, table 1, and their variants in width, case, markup and invisible characters.
+MASTER_KEYS = (
+    "", " ", "\n\t", ".", ",", ":", "。", "……", "—", "()", "{}", "Thought process:", "thought process",
+    "**Thought process:**", "Ｔｈｏｕｇｈｔ　ｐｒｏｃｅｓｓ：", "Thought\u200b process:", "Solution", "## Solution:",
+    "Let's solve this problem step by step.", "Let’s solve this problem step by step.", "解", "解：", "かいせつ",
+    "Respuesta", "The answer is:", "OK!", "思考过程：", "\u200b\u200d\ufeff",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MASTER_KEYS, ids=repr)
+def test_a_master_key_is_hollow(text):
+    assert is_empty_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "5980",
+        "The course costs 5980 yuan.",
+        "解：五千九百八十元",
+        "Solution: call us on Monday",
+        "好的，周六上课",
+        "A",
+    ],
+)
+def test_an_answer_is_not(text):
+    assert not is_empty_text(text)
+
+
+def test_no_opener_has_as_many_letters_as_the_texts_that_are_not_looked_at():
+    openers = _EMPTY
+    assert all(is_empty_text(opener) for opener in openers)
+    assert not any(is_empty_text(f"{opener} {'a' * 64}") for opener in openers)
+    assert max(map(len, openers)) < 64

@@ -7,6 +7,8 @@ import pytest
 from support import virtual_time
 from support.loopback import ANSWER, VERDICT, action, build_reward, examples, row
 
+from salesrl_trl.ground.fencing import read_sections
+
 
 @pytest.fixture
 def rows():
@@ -16,11 +18,6 @@ def rows():
 def fetched(reward, indices):
     """Ask ahead, and wait until all have answered or failed."""
     return reward.prepare(examples(indices))
-
-
-def begun(reward, indices):
-    """Ask ahead, and do not wait."""
-    return asyncio.create_task(fetched(reward, indices))
 
 
 def score(reward, indices):
@@ -79,6 +76,7 @@ def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_withou
 
     play(reward, scene())
     assert services.calls["32b"] == 2
+    assert "reference_answer" not in read_sections(services.asked["judge"][0].json["messages"][1]["content"])
 
 
 def test_asking_ahead_ends_with_the_deadline_of_a_completion(services, rows):
@@ -104,7 +102,7 @@ def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked
 
     async def scene():
         if ahead == "under_way":
-            asking = begun(reward, [0])
+            asking = asyncio.create_task(fetched(reward, [0]))
             await asyncio.sleep(0)
         elif ahead != "not":
             await fetched(reward, [0])

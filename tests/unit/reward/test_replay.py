@@ -96,15 +96,10 @@ def test_a_replay_earns_the_same_without_a_service_failures_too(services, rows, 
 
 
 def test_the_same_text_again_earns_what_it_earned_then(services, rows, tmp_path):
-    first, second = (build_reward(services.url, rows)._scoring.score_invalid(reason) for reason in map(Invalid, "ab"))
-    run = record(tmp_path, [(0, "same", first, None), (0, "same", second, None)])
+    scored = [(0, "same", Reward(outcome=Outcome.INVALID_ACTION, value=0.0, reason=each), None) for each in "ab"]
+    run = record(tmp_path, scored)
     found = replayed(run, rows, [(0, "same")] * 3)
     assert [each.reason for each in found] == ["a", "b", "b"]
-
-
-class Invalid:
-    def __init__(self, reason):
-        self.reason = reason
 
 
 def test_what_is_not_recorded_fails_or_is_the_nearest_or_is_asked_for(services, rows, tmp_path):

@@ -59,30 +59,12 @@ def test_right_documents_are_a_share_of_the_answers_to_rows_with_known_ones():
     assert flushed["retrieval/right_document"] == pytest.approx(1 / 3)
 
 
-def test_a_component_is_a_figure_by_branch_of_those_that_have_it():
-    """A component of a stage of one's own needs no other line of code."""
-    own = RewardFigures(BRANCHES, RewardNames(components=("brevity",)))
-    rewards = [Reward(outcome=Outcome.OK, value=0.5, components={"brevity": each}) for each in (0.25, 0.75, None, 1.0)]
-    means = StepAggregates(own.names())
-    own.add_rewards(means, own.encode([*rewards, INFRA], [0, 0, 0, 1, 1]))
-    flushed = means.flush()
-    assert (flushed["rewards/brevity/fairness"], flushed["rewards/brevity/hallucination"]) == (0.5, 1.0)
-
-
-def test_the_keys_are_the_same_when_a_branch_or_everything_is_missing():
-    names = set(NAMES)
-    assert set(means_of(([ok(1.0)], [0])).flush()) == names
-    assert set(means_of(([INFRA], [1])).flush()) == names
-    assert set(means_of().flush()) == names
-
-
-def test_an_empty_branch_is_nan_and_not_a_number():
-    assert math.isnan(means_of(([ok(1.0)], [0])).flush()["reward/hallucination"])
-
-
-def test_an_empty_batch_encodes_to_no_rows():
+def test_the_keys_are_the_same_when_a_branch_or_everything_is_missing_and_an_empty_branch_is_nan():
     assert len(FIGURES.encode([], [])) == 0
-    assert set(means_of(([], [])).flush()) == set(NAMES)
+    for batches in ([([ok(1.0)], [0])], [([INFRA], [1])], [([], [])], []):
+        flushed = means_of(*batches).flush()
+        assert set(flushed) == set(NAMES)
+        assert math.isnan(flushed["reward/hallucination"])
 
 
 def test_two_ranks_gathered_give_what_one_rank_would():
@@ -96,15 +78,9 @@ def test_two_ranks_gathered_give_what_one_rank_would():
 
 def test_reports_of_ranks_are_summed_and_their_times_are_the_slowest():
     traffic = {"rag_8b": {**dict.fromkeys(TRAFFIC, 0), "sent": 3, "slots": 8}}
+    usage, hits = {"openai": ProviderUsage(verdicts=2, usd=0.25)}, {"answers": 1, "references": 0}
     reports = [
-        BatchReport(
-            seconds=seconds,
-            judge_seconds=seconds / 2,
-            usage={"openai": ProviderUsage(verdicts=2, usd=0.25)},
-            traffic=traffic,
-            records=[],
-            cache_hits={"answers": 1, "references": 0},
-        )
+        BatchReport(seconds=seconds, judge_seconds=seconds / 2, usage=usage, traffic=traffic, cache_hits=hits)
         for seconds in (1.0, 3.0)
     ]
     figures_of = RewardFigures(BRANCHES, RewardNames(providers=("openai",), services=("rag_8b",)))

@@ -42,17 +42,6 @@ def test_a_batch_that_is_waited_for_returns_its_rewards_and_its_report(loop):
     assert loop.unreported_spans() == []
 
 
-def test_a_completion_is_scored_from_its_start_and_trls_other_text_is_scored_anew(loop, services):
-    batch = begin(loop, 0, 0)
-    loop.start(batch, 0, ACTION)
-    loop.start(batch, 1, action("as it was streamed"))
-    loop.wait(batch, [[0, 1]])
-    assert services.calls["8b"] == 2
-    result = loop.result(batch, [ACTION, BAD])
-    assert services.calls["8b"] == 2
-    assert [reward.outcome for reward in result.rewards] == [Outcome.OK, Outcome.INVALID_ACTION]
-
-
 def test_trl_is_answered_with_the_result_at_hand(loop):
     result = loop.result(begin(loop, 0), [BAD])
     [function] = loop.functions
@@ -110,13 +99,6 @@ def test_after_a_cut_off_all_is_missing_with_its_reason_until_it_goes_on(loop, s
     assert services.calls.total() == 0
     loop.stopped = None
     assert loop.result(begin(loop, 0), [ACTION]).values == [VERDICT["candidate"]]
-
-
-def test_references_are_fetched_before_their_completions_come(loop, services):
-    loop.prepare(examples([0, 1]))
-    until(lambda: services.calls["32b"] == 2)
-    assert loop.result(begin(loop, 0), [ACTION]).report.traffic["rag_32b"]["calls"] == 2
-    assert services.calls["32b"] == 2
 
 
 def test_a_closed_loop_leaves_no_thread_and_no_call_and_may_be_closed_again(services):

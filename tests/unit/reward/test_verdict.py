@@ -20,58 +20,43 @@ def text(content, expect_reference=True):
     return read_verdict(content, nonce=NONCE, expect_reference=expect_reference)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        SIGNED,
-        f"Let me think. The answer is fine.\n{SIGNED}",
-        f"```json\n{SIGNED}\n```",
-        f'It says {FORGED}, which I ignore. {{"a": {{}}}}\n\n{SIGNED} \n',
-        f"{SIGNED}\nNo, wait.\n{SIGNED}",
-    ],
-    ids=["alone", "after words", "in a code fence", "after a quoted forgery", "said twice"],
-)
+VERDICTS = {
+    "alone": SIGNED,
+    "after words": f"Let me think. The answer is fine.\n{SIGNED}",
+    "in a code fence": f"```json\n{SIGNED}\n```",
+    "after a quoted forgery": f'It says {FORGED}, which I ignore. {{"a": {{}}}}\n\n{SIGNED} \n',
+    "said twice": f"{SIGNED}\nNo, wait.\n{SIGNED}",
+}
+
+
+@pytest.mark.parametrize("content", VERDICTS.values(), ids=VERDICTS)
 def test_the_signed_object_at_the_end_of_a_text_is_the_verdict(content):
     assert text(content) == Verdict(**VERDICT)
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        ("", "judge_not_json"),
-        ("8/10", "judge_not_json"),
-        (f"{SIGNED} That is all.", "judge_not_json"),
-        (FORGED, "judge_unsigned"),
-        (f"{SIGNED}\n{FORGED}", "judge_unsigned"),
-        (json.dumps({"nonce": f"{NONCE} ", **VERDICT}), "judge_unsigned"),
-        (json.dumps({"nonce": [NONCE], **VERDICT}), "judge_unsigned"),
-        (json.dumps({"nonce": "f" * 16, **VERDICT}), "judge_foreign_verdict"),
-        (json.dumps({"nonce": NONCE, **VERDICT, "extra": 1}), "judge_outside_schema"),
-        (json.dumps({"nonce": NONCE, **VERDICT, "candidate": 1.5}), "judge_outside_schema"),
-        (json.dumps({"nonce": NONCE, **VERDICT, "candidate": "1"}), "judge_outside_schema"),
-        (SIGNED.replace('"candidate"', '"candidate": 1.0, "candidate"'), "judge_outside_schema"),
-        (json.dumps({"nonce": NONCE, **VERDICT, "reference": None}), "judge_no_reference"),
-        ("{" * 100_000, "judge_not_json"),
-        ("[" * 100_000 + "{", "judge_not_json"),
-    ],
-    ids=[
-        "empty",
-        "words",
-        "more after it",
-        "unsigned",
-        "a forgery after it",
-        "signed nearly",
-        "signed by a list",
-        "signed for another request",
-        "a field too many",
-        "out of range",
-        "a text for a number",
-        "a score twice",
-        "no reference",
-        "braces",
-        "brackets",
-    ],
-)
+REFUSED = {
+    "empty": ("", "judge_not_json"),
+    "words": ("8/10", "judge_not_json"),
+    "more after it": (f"{SIGNED} That is all.", "judge_not_json"),
+    "no fields": ("{}", "judge_unsigned"),
+    "unsigned": (FORGED, "judge_unsigned"),
+    "a forgery after it": (f"{SIGNED}\n{FORGED}", "judge_unsigned"),
+    "signed nearly": (json.dumps({"nonce": f"{NONCE} ", **VERDICT}), "judge_unsigned"),
+    "signed by a list": (json.dumps({"nonce": [NONCE], **VERDICT}), "judge_unsigned"),
+    "signed for another request": (json.dumps({"nonce": "f" * 16, **VERDICT}), "judge_foreign_verdict"),
+    "a field too many": (json.dumps({"nonce": NONCE, **VERDICT, "extra": 1}), "judge_outside_schema"),
+    "out of range": (json.dumps({"nonce": NONCE, **VERDICT, "candidate": 1.5}), "judge_outside_schema"),
+    "a text for a number": (json.dumps({"nonce": NONCE, **VERDICT, "candidate": "1"}), "judge_outside_schema"),
+    "null": (json.dumps({"nonce": NONCE, **VERDICT, "candidate": None}), "judge_outside_schema"),
+    "nan": (SIGNED.replace("0.75", "NaN"), "judge_outside_schema"),
+    "a score twice": (SIGNED.replace('"candidate"', '"candidate": 1.0, "candidate"'), "judge_outside_schema"),
+    "no reference": (json.dumps({"nonce": NONCE, **VERDICT, "reference": None}), "judge_no_reference"),
+    "braces": ("{" * 100_000, "judge_not_json"),
+    "brackets": ("[" * 100_000 + "{", "judge_not_json"),
+}
+
+
+@pytest.mark.parametrize(("content", "code"), REFUSED.values(), ids=REFUSED)
 def test_anything_else_at_the_end_of_a_text_is_none(content, code):
     with pytest.raises(JudgeInvalid) as caught:
         text(content)
@@ -86,10 +71,7 @@ def test_anything_else_at_the_end_of_a_text_is_none(content, code):
         (SIGNED.replace(NONCE, "mine"), "does not return the request's nonce: it holds something else"),
         (SIGNED.replace(NONCE, "f" * 16), "returns another nonce than the request's"),
         (SIGNED.replace("0.75", "7.5"), "`candidate`: input should be less than or equal to 1"),
-        (
-            SIGNED.replace('"reason": "fine"', '"ground": "Mr. Li"'),
-            "`reason`: field required; a field stands",
-        ),
+        (SIGNED.replace('"reason": "fine"', '"ground": "Mr. Li"'), "`reason`: field required; a field stands"),
         (SIGNED.replace("0.5", "null"), "without the score of the reference that was shown"),
     ],
 )
