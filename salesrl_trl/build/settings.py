@@ -1,13 +1,12 @@
 """From a recipe and a command line to the settings of a run.
 
-Owns the reading of a recipe's YAML, its keys and the order of precedence. The classes of `config` check values.
+Owns the keys of a recipe and the order of precedence. The classes of `config` check values.
 """
 
 import ast
 import copy
 import difflib
 import inspect
-import itertools
 from argparse import SUPPRESS, Action
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from trl import TrlParser
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.config.checks import check_path, check_text
 from salesrl_trl.config.ranges import texts_of
-from salesrl_trl.data.files import read_small, unreadable
+from salesrl_trl.data.files import read_yaml, unreadable
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_BRANCHES
@@ -365,30 +364,3 @@ def _with_guesses(names: Sequence[object], known: set[str]) -> str:
         note = REPLACED.get(str(name).removeprefix("--").replace("-", "_"), f"did you mean {near[0]}?" if near else "")
         texts.append(f"{name} ({note})" if note else str(name))
     return ", ".join(texts)
-
-
-MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the package's longest recipe has a thousandth
-
-
-def read_yaml(path: Path) -> object:
-    """The content of a YAML file, built by the safe constructor. Aliases that stand for too much are a `YAMLError`."""
-    loader = yaml.SafeLoader(read_small(path))
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _characters(node, {}) > MOST_CHARACTERS:
-            raise yaml.YAMLError(f"with its aliases written out it has more than {MOST_CHARACTERS} characters")
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _characters(node: yaml.Node, known: dict[int, int]) -> int:
-    """Characters of a node, an alias as often as it stands there. Each node is looked at once."""
-    if id(node) not in known:
-        if isinstance(node, yaml.ScalarNode):
-            return 1 + len(node.value)
-        parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_characters(part, known) for part in parts)
-    return known[id(node)]

@@ -6,6 +6,7 @@ reads records by it, templates, rubrics and recipes are read by it, and the chec
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from filelock import FileLock
 
 from salesrl_trl.errors import ConfigError, DataError
@@ -35,6 +37,9 @@ class Placed(NamedTuple):
     record: Record
     line: int | None = None
     """Line in the file, counted from 1; `None` where a record is no line."""
+
+
+MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the package's longest recipe has a thousandth
 
 
 def demo_path(name: str) -> Path:
@@ -209,3 +214,27 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
     if not documents:
         raise DataError(f"{path}: got no documents, expected at least one JSON line; add one")
     return tuple(documents.values())
+
+
+def read_yaml(path: Path) -> object:
+    """The content of a YAML file, built by the safe constructor. Aliases that stand for too much are a `YAMLError`."""
+    loader = yaml.SafeLoader(read_small(path))
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _characters(node, {}) > MOST_CHARACTERS:
+            raise yaml.YAMLError(f"with its aliases written out it has more than {MOST_CHARACTERS} characters")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _characters(node: yaml.Node, known: dict[int, int]) -> int:
+    """Characters of a node, an alias as often as it stands there. Each node is looked at once."""
+    if id(node) not in known:
+        if isinstance(node, yaml.ScalarNode):
+            return 1 + len(node.value)
+        parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_characters(part, known) for part in parts)
+    return known[id(node)]

@@ -9,8 +9,8 @@ import yaml
 from support.unsafe import findings
 from trl import ModelConfig
 
-from salesrl_trl.build.settings import read_yaml
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.files import read_yaml
 from salesrl_trl.demo.services.demo_server import _parser
 
 ROOT = Path(__file__).parents[2]
