@@ -349,7 +349,7 @@ def per_completion(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    made = functools.partial(RewardFunction, per=Per.COMPLETION, **options)
+    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.COMPLETION, **options)
     return made if function is None else made(function)
 
 
@@ -371,7 +371,7 @@ def per_group(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    made = functools.partial(RewardFunction, per=Per.GROUP, **options)
+    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.GROUP, **options)
     return made if function is None else made(function)
 
 
@@ -392,5 +392,5 @@ def per_batch(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    made = functools.partial(RewardFunction, per=Per.BATCH, **options)
+    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.BATCH, **options)
     return made if function is None else made(function)
