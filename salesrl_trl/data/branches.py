@@ -13,8 +13,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import Example
 
 ALL = "all"
-COLUMN = "branch"
-"""The branch of all rows, where neither the settings nor the dataset name any."""
+COLUMN = "branch"  # the branch of all rows, where neither the settings nor the dataset name any
 
 
 @dataclass(frozen=True, slots=True)

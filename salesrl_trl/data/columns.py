@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from salesrl_trl.data.rows import OPTIONAL_COLUMNS, REQUIRED_COLUMNS
 from salesrl_trl.errors import ConfigError, DataError
 
-FIELDS = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
-"""Fields of a row that a column can give."""
+FIELDS = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)  # fields of a row that a column can give
 _TURN_KEYS = {"column", "role", "content", "roles"}
 
 
@@ -20,8 +19,7 @@ _TURN_KEYS = {"column", "role", "content", "roles"}
 class Column:
     """Where a field comes from: a column, or a constant. `role` and `content` are keys of a turn of `conversation`."""
 
-    name: str | None
-    """The column. Dots lead into an object: `"meta.tenant"`. `None` for a constant."""
+    name: str | None  # the column. Dots lead into an object: `"meta.tenant"`. `None` for a constant.
     value: object = None
     role: str = "role"
     content: str = "content"

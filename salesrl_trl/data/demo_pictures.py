@@ -29,15 +29,11 @@ if TYPE_CHECKING:
 
 DEMO_PICTURES = "demo_pictures"
 FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
-WIDTH, BAND = 224, 28
-"""Pixels: the width of a picture, and the height of each of its lines."""
-COURSES = 3
-"""Courses on a price list. One of them is marked, in a colour that the course has on every list."""
+WIDTH, BAND = 224, 28  # pixels: the width of a picture, and the height of each of its lines
+COURSES = 3  # courses on a price list. One of them is marked, in a colour that the course has on every list.
 FONT_SIZES = (12, 13)
-MISREAD = 0.35
-"""Share of the draft actions whose annotator took another course of the list."""
-MARKED = "the course marked in my screenshot"
-"""What the customer says in place of the course's name."""
+MISREAD = 0.35  # share of the draft actions whose annotator took another course of the list
+MARKED = "the course marked in my screenshot"  # what the customer says in place of the course's name
 SEED = 0
 
 _PAPER = ((255, 255, 255), (250, 248, 240), (240, 244, 250))

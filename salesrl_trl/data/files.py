@@ -21,22 +21,18 @@ from filelock import FileLock
 
 from salesrl_trl.errors import ConfigError, DataError
 
-Record = dict[str, Any]
-"""A row of a dataset as it is loaded."""
+Record = dict[str, Any]  # a row of a dataset as it is loaded
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""
 MOST_BYTES = 32 * 2**30
 """Largest file, and largest content of a Parquet file once it is unpacked. Every process holds all rows in memory."""
-MOST_LINE_BYTES = 64 * 2**20
-"""Longest line. No context of a policy has room for a thousandth of it."""
-MOST_TEXT_BYTES = 16 * 2**20
-"""Largest file that a person writes: a template, a rubric, a recipe."""
+MOST_LINE_BYTES = 64 * 2**20  # longest line. No context of a policy has room for a thousandth of it.
+MOST_TEXT_BYTES = 16 * 2**20  # largest file that a person writes: a template, a rubric, a recipe
 
 
 class Placed(NamedTuple):
     record: Record
-    line: int | None = None
-    """Line in the file, counted from 1; `None` where a record is no line."""
+    line: int | None = None  # line in the file, counted from 1; `None` where a record is no line
 
 
 MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the package's longest recipe has a thousandth

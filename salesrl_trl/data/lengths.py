@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = list[dict[str, str]]
-Count = Callable[[Sequence[Prompt]], list[int]]
-"""Prompts to their lengths in tokens."""
+Count = Callable[[Sequence[Prompt]], list[int]]  # prompts to their lengths in tokens
 
 LONG_PROMPT_RULES = ("error", "drop", "truncate_oldest_turns")
 """Rules for a prompt above the limit: end the run, leave the row out, or leave its oldest turns out of the prompt."""
@@ -33,8 +32,7 @@ class LengthLimit:
     """Most tokens of a prompt, the chat template's included."""
 
     tokens: int
-    reason: str
-    """Source of the figure: "`vllm_max_model_length` 320 less `max_completion_length` 64"."""
+    reason: str  # source of the figure: "`vllm_max_model_length` 320 less `max_completion_length` 64"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +42,7 @@ class FittingPrompts:
     rows: list[SalesRow]
     prompts: list[Prompt]
     lengths: list[int]
-    note: str | None
-    """Line for the banner about rows or turns that were left out; `None` if there are none."""
+    note: str | None  # line for the banner about rows or turns that were left out; `None` if there are none
 
     @property
     def longest(self) -> int:

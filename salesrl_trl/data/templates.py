@@ -20,8 +20,7 @@ from salesrl_trl.data.files import read_small, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_FORMAT, Action, SalesRow
 
-SYSTEM = "system"
-"""The only block that a template may have."""
+SYSTEM = "system"  # the only block that a template may have
 CONVERSATION_FIELDS = ("context", "conversation")
 """The conversation as text, one line per turn, and as a list of turns. A template uses one of them."""
 FIELDS = (*CONVERSATION_FIELDS, "branch", "documents", "row_id", "tenant_id", "contact_id", "account_id", "message_id",

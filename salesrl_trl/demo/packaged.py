@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-PACKAGED = Path(__file__).with_name("small_policy")
-"""The folder of the policy. `from_pretrained` loads it."""
+PACKAGED = Path(__file__).with_name("small_policy")  # the folder of the policy. `from_pretrained` loads it.
 PROMPT_STYLE = "compact"
 """The style of the prompts that it was taught with. A run with this policy must use the same one."""
 
@@ -27,8 +26,7 @@ def packaged_tokenizer() -> "PreTrainedTokenizerBase":
     return AutoTokenizer.from_pretrained(PACKAGED)
 
 
-CASSETTE = "demo"
-"""Name of the record in the setting `replay`."""
+CASSETTE = "demo"  # name of the record in the setting `replay`
 FILE = Path(str(files("salesrl_trl.demo") / "cassette.sqlite.gz"))
 """The record, without prompts, answers, verdicts and calls, which a replay does not need."""
 

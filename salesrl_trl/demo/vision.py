@@ -25,22 +25,17 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-FOLDER = Path("runs/vision_policy")
-"""Where the preset `vision` looks for it."""
+FOLDER = Path("runs/vision_policy")  # where the preset `vision` looks for it
 VISION_SIZE = 64
 VISION_LAYERS = 2
-VISION_HEADS = 2
-"""Each head has size 32, the smallest that vLLM's CPU attention accepts."""
+VISION_HEADS = 2  # each head has size 32, the smallest that vLLM's CPU attention accepts
 VISION_WEIGHTS = 0.06
 """Standard deviation of the tower's weights at the start. With the usual 0.02 so narrow a tower learns nothing."""
 PATCH = 14
-MERGE = 2
-"""A token of a picture stands for 28 x 28 pixels: `MERGE` x `MERGE` patches."""
-MOST_TOKENS = 64
-"""Most tokens of a picture. A larger picture is made smaller."""
+MERGE = 2  # a token of a picture stands for 28 x 28 pixels: `MERGE` x `MERGE` patches
+MOST_TOKENS = 64  # most tokens of a picture. A larger picture is made smaller.
 STEPS = 240
-READING_SHARE = 0.5
-"""Share of the steps in which it names courses. These steps are short."""
+READING_SHARE = 0.5  # share of the steps in which it names courses. These steps are short.
 BATCH_SIZE = 32
 LEARNING_RATE = 2e-3
 WARMUP_FRACTION = 0.1

@@ -28,10 +28,8 @@ from salesrl_trl.trainer import SalesGRPOTrainer
 
 logger = logging.getLogger(__name__)
 
-GRAPH_POOL = "_global_graph_pool"
-"""vLLM's name of that pool."""
-CHECKED = 4
-"""Answers by which vLLM's weights are compared with the policy's."""
+GRAPH_POOL = "_global_graph_pool"  # vLLM's name of that pool
+CHECKED = 4  # answers by which vLLM's weights are compared with the policy's
 
 
 def findings_of_all(

@@ -14,11 +14,9 @@ from salesrl_trl.evaluation.held_out import row_means
 from salesrl_trl.evaluation.row_statistics import CONFIDENCE, Difference, Mean, difference_of, mean_of
 from salesrl_trl.types import Outcome, Reward, SalesRow
 
-ALL = "all"
-"""Stands for the rows of all branches."""
+ALL = "all"  # stands for the rows of all branches
 GREEDY = "greedy"
-LABELS = ("A", "B")
-"""Names of the policies, in the order in which they are given."""
+LABELS = ("A", "B")  # names of the policies, in the order in which they are given
 
 
 class Scored(NamedTuple):
@@ -46,15 +44,11 @@ def modes(samples: int) -> list[Mode]:
 class GroupOfRows:
     """The answers of a policy to the rows of a branch, or to all, in one mode."""
 
-    reward: Mean
-    """Over rows."""
+    reward: Mean  # over rows
     answers: int
-    valid: float
-    """Share of answers that are a valid action, scored or not."""
-    unscored: float
-    """Share of answers whose reward is missing, because a service failed or a judge gave no verdict."""
-    tokens: float
-    """Mean length of an answer."""
+    valid: float  # share of answers that are a valid action, scored or not
+    unscored: float  # share of answers whose reward is missing, because a service failed or a judge gave no verdict
+    tokens: float  # mean length of an answer
     truncated: float
 
 
@@ -64,12 +58,9 @@ class AnsweredRow:
 
     label: str
     mode: str
-    values: Sequence[float]
-    """Mean reward of each row, NaN where too few of its answers could be scored."""
-    groups: Mapping[str, GroupOfRows]
-    """By branch; `ALL` is first."""
-    missing: Mapping[str, int]
-    """Answers without a reward, by reason code."""
+    values: Sequence[float]  # mean reward of each row, NaN where too few of its answers could be scored
+    groups: Mapping[str, GroupOfRows]  # by branch; `ALL` is first
+    missing: Mapping[str, int]  # answers without a reward, by reason code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +69,10 @@ class EvaluationFindings:
     rows: Sequence[SalesRow]
     seed: int
     samples: int
-    answered: Sequence[AnsweredRow]
-    """By policy, then by mode."""
+    answered: Sequence[AnsweredRow]  # by policy, then by mode
     differences: Mapping[str, Mapping[str, Difference]]
     """The second policy less the first: mode to branch to difference. Empty for one policy."""
-    least: float
-    """`min_valid_reward_fraction`: the smallest share of rows with a value."""
+    least: float  # `min_valid_reward_fraction`: the smallest share of rows with a value
 
     @property
     def lacking(self) -> list[str]:

@@ -48,10 +48,8 @@ _NOTHING_IS_TRAINED: dict[str, object] = {
 class EvaluatedPolicy:
     """A policy before it is loaded."""
 
-    name: str
-    """As given: a folder or a model id."""
-    path: str | None
-    """Folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy."""
+    name: str  # as given: a folder or a model id
+    path: str | None  # folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy.
     adapter: Path | None = None
 
     @property

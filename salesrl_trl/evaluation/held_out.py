@@ -130,8 +130,7 @@ class HeldOut(TrainerCallback):
 class _Evaluation:
     step: int
     figures: Figures
-    rows: Sequence[float]
-    """Mean reward of each row, NaN without one. Empty if the order of rows is not known."""
+    rows: Sequence[float]  # mean reward of each row, NaN without one. Empty if the order of rows is not known.
     examples: Sequence[EvaluatedCompletion] = ()
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 CONFIDENCE = 0.95
 FEW_ROWS = 10
 """An interval of fewer rows is marked: it rests on the assumption that their values are normally distributed."""
-SAME = 1e-9
-"""Rewards that differ by less are equal."""
+SAME = 1e-9  # rewards that differ by less are equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,10 +21,8 @@ class Mean:
     """The mean of the rows that have a value."""
 
     total: int
-    rows: int
-    """Rows with a value."""
-    value: float | None
-    """Their mean; `None` without such rows."""
+    rows: int  # rows with a value
+    value: float | None  # their mean; `None` without such rows
     interval: tuple[float, float] | None
     """Its 95 % interval; `None` for fewer than two rows, and for rows that are all equal."""
 
@@ -44,8 +41,7 @@ class Difference(Mean):
 
     p: float | None
     """Probability of a mean at least as far from 0 if there were no difference; `None` without an interval."""
-    better: int
-    """Rows in which the second policy has the higher value."""
+    better: int  # rows in which the second policy has the higher value
     worse: int
 
     @property

@@ -21,12 +21,10 @@ class Answered:
     """One held-out row and the policy's greedy answer to it."""
 
     branch: str
-    text: str
-    """The policy's answer, without special tokens. It may quote a customer: not for logs."""
+    text: str  # the policy's answer, without special tokens. It may quote a customer: not for logs.
     reward: Reward
     tokens: int
-    truncated: bool
-    """Whether it reached `max_completion_length` without an end."""
+    truncated: bool  # whether it reached `max_completion_length` without an end
     kl: float | None = None
     """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 _ALONE = SimpleNamespace(is_main_process=True, process_index=0)
 """The only process: the members of `Accelerator` that TRL's `generate` reads before it asks a server."""
-_Single = Callable[[int], Completions]
-"""Asks the server for the completion at this place."""
+_Single = Callable[[int], Completions]  # asks the server for the completion at this place
 
 
 class SalesVLLMGeneration(VLLMGeneration):

@@ -39,8 +39,7 @@ class CompletionRecord:
     """The notes of one completion. They are picklable, and belong to one event loop until it is scored."""
 
     action: dict[str, str] | None = None
-    answer: object = None
-    """JSON value of the 8B endpoint's answer; `reference` of the 32B endpoint's."""
+    answer: object = None  # JSON value of the 8B endpoint's answer; `reference` of the 32B endpoint's
     reference: object = None
     verdicts: dict[str, Judged] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)

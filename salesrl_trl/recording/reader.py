@@ -25,21 +25,17 @@ from salesrl_trl.recording.schema import FOLDER, PACKED, SUFFIX, VERSION, rank_o
 
 logger = logging.getLogger(__name__)
 
-LOCK_WAIT_S = 10.0
-"""Longest wait for a file that another process locks for a moment."""
+LOCK_WAIT_S = 10.0  # longest wait for a file that another process locks for a moment
 JSON_COLUMNS = ("action", "parts", "functions", "seconds")
-TEXT_COLUMNS = ("prompt", "answer", "reference")
-"""Columns that hold the number of a text, which is JSON."""
-_named_files: set[Path] = set()
-"""Files of other runs that a line has named."""
+TEXT_COLUMNS = ("prompt", "answer", "reference")  # columns that hold the number of a text, which is JSON
+_named_files: set[Path] = set()  # files of other runs that a line has named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
     """A recorded completion: columns of the table `completions` as values, with its verdicts."""
 
-    file: int
-    """Place of its file among those of the run."""
+    file: int  # place of its file among those of the run
     id: int
     step: int
     mode: str
@@ -51,8 +47,7 @@ class Recorded:
     digest: bytes
     action: Mapping[str, str] | None
     answer: Any
-    reference: Any
-    """JSON values of both endpoints' answers."""
+    reference: Any  # JSON values of both endpoints' answers
     outcome: str
     reason: str
     reward: float | None

@@ -15,11 +15,9 @@ import re
 from pathlib import Path
 
 VERSION = 1
-FOLDER = "record"
-"""In the output folder of a run."""
+FOLDER = "record"  # in the output folder of a run
 SUFFIX = ".sqlite"
-PACKED = ".gz"
-"""Ends the name of a file that is compressed, for reading alone."""
+PACKED = ".gz"  # ends the name of a file that is compressed, for reading alone
 
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;

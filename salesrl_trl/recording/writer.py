@@ -27,16 +27,11 @@ from salesrl_trl.recording.schema import TABLES, VERSION
 
 logger = logging.getLogger(__name__)
 
-WAITING_BATCHES = 16
-"""Batches that wait for the disk, at most."""
-PART_TO_KEEP = 0.9
-"""Of a full file: the oldest steps go until this share of the limit is used."""
-LOCK_PAUSE_S = 0.5
-"""Between two attempts on a file that another process locks, beside SQLite's own wait of 5 s."""
-JOURNAL_BYTES = 2**24
-"""Size to which SQLite's journal goes back after a large change."""
-CLOSE_TIMEOUT_S = 30.0
-"""Longest wait, at the end, for what is still to be written."""
+WAITING_BATCHES = 16  # batches that wait for the disk, at most
+PART_TO_KEEP = 0.9  # of a full file: the oldest steps go until this share of the limit is used
+LOCK_PAUSE_S = 0.5  # between two attempts on a file that another process locks, beside SQLite's own wait of 5 s
+JOURNAL_BYTES = 2**24  # size to which SQLite's journal goes back after a large change
+CLOSE_TIMEOUT_S = 30.0  # longest wait, at the end, for what is still to be written
 T = TypeVar("T")
 Filter = Callable[[str], str]
 
@@ -45,11 +40,9 @@ Filter = Callable[[str], str]
 class Entry:
     """A completion that was scored. All but `record` are columns of the record."""
 
-    row: str
-    """Id of the dataset's row, or `reader.row_of` its columns."""
+    row: str  # id of the dataset's row, or `reader.row_of` its columns
     branch: str
-    prompt: object
-    """A JSON value: a text, or messages."""
+    prompt: object  # a JSON value: a text, or messages
     text: str
     tokens: int | None
     place: int
@@ -69,15 +62,12 @@ class Batch:
     """The completions of a generation batch, or of a part of an evaluation."""
 
     step: int
-    mode: str
-    """`"train"` or `"eval"`."""
+    mode: str  # `"train"` or `"eval"`
     number: int
     staleness: int
     entries: Sequence[Entry]
-    advantages: Callable[[], Sequence[float | None]]
-    """By place. Called on the writer's thread: it may wait for a GPU."""
-    calls: Sequence[Call] = ()
-    """Calls that belong to no completion."""
+    advantages: Callable[[], Sequence[float | None]]  # by place. Called on the writer's thread: it may wait for a GPU.
+    calls: Sequence[Call] = ()  # calls that belong to no completion
     time: float = field(default_factory=time.time)
 
 

@@ -30,8 +30,7 @@ from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
-AT_ONCE = 256
-"""Completions that are begun together. The judge's own limits hold beside it."""
+AT_ONCE = 256  # completions that are begun together. The judge's own limits hold beside it.
 
 
 def rejudged(

@@ -33,10 +33,8 @@ class ScoreChange:
     scored_before: int
     scored_after: int
     mean_before: float
-    mean_after: float
-    """Mean reward of those that were scored both times."""
-    rank_correlation: float
-    """Spearman's, of these rewards, in [-1, 1]; NaN where all are equal."""
+    mean_after: float  # mean reward of those that were scored both times
+    rank_correlation: float  # spearman's, of these rewards, in [-1, 1]; NaN where all are equal
     advantage_correlation: float
     mean_shift: float
     sign_flips: float

@@ -30,21 +30,17 @@ Completion: TypeAlias = str | Sequence[Mapping[str, Any]]
 class BatchReport:
     """Times, traffic and verdicts of a batch, beside its rewards."""
 
-    seconds: float = 0.0
-    """Seconds from the first call to the last answer."""
-    judge_seconds: float = 0.0
-    """Seconds from the first request for a verdict to the last verdict."""
+    seconds: float = 0.0  # seconds from the first call to the last answer
+    judge_seconds: float = 0.0  # seconds from the first request for a verdict to the last verdict
     usage: Mapping[str, ProviderUsage] = field(default_factory=dict)
     traffic: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Counts by service, then by the names of `transport.TRAFFIC` and `"slots"`."""
     records: Sequence[JudgeRecord] = ()
     cache_hits: Mapping[str, int] = field(default_factory=lambda: {"answers": 0, "references": 0})
-    started: float = 0.0
-    """When the batch began, on `time.perf_counter`'s scale."""
+    started: float = 0.0  # when the batch began, on `time.perf_counter`'s scale
     spans: Sequence[Span] = ()
     """Every stage of every completion, on a track of its place in the batch; references on one beside it."""
-    waits: Sequence[tuple[float, float]] = ()
-    """When the trainer waited for this batch, on the same scale."""
+    waits: Sequence[tuple[float, float]] = ()  # when the trainer waited for this batch, on the same scale
     calls: Sequence[Call] = ()
     """Where calls are recorded: those that no completion waited for, such as references ahead."""
 
@@ -100,31 +96,23 @@ class BatchResult:
 class Origin:
     """Where the completions of a batch come from, for a reward that looks them up in a record."""
 
-    rows: Sequence[Example]
-    """The rows as the dataset has them, without what an environment or the sampler adds."""
-    mode: str
-    """TRL's name of the batch's purpose: `"train"` or `"eval"`."""
-    step: int
-    """Optimizer steps that the weights had taken which sampled the batch."""
+    rows: Sequence[Example]  # the rows as the dataset has them, without what an environment or the sampler adds
+    mode: str  # TRL's name of the batch's purpose: `"train"` or `"eval"`
+    step: int  # optimizer steps that the weights had taken which sampled the batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A completion to score, and its place among the others."""
 
-    row: Example
-    """The row of the dataset, perhaps with what an environment or the sampler adds."""
+    row: Example  # the row of the dataset, perhaps with what an environment or the sampler adds
     completion: Completion
-    token_ids: Sequence[int] = ()
-    """Its tokens. Empty where nobody gave them."""
-    batch: int = 0
-    """Number of its batch. No two batches of a process have the same."""
+    token_ids: Sequence[int] = ()  # its tokens. Empty where nobody gave them.
+    batch: int = 0  # number of its batch. No two batches of a process have the same.
     place: int = 0
     size: int = 1
-    group: int = 1
-    """Completions of a prompt. They are neighbours."""
-    origin: Origin | None = None
-    """Where the batch comes from. Not sent to a process of the reward's own."""
+    group: int = 1  # completions of a prompt. They are neighbours.
+    origin: Origin | None = None  # where the batch comes from. Not sent to a process of the reward's own.
 
     @property
     def text(self) -> str:
@@ -175,8 +163,7 @@ class RewardBatch:
         """The rewards so far, by place. May be read from any thread."""
         self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
-        self.times = TimeRange()
-        """May be read from any thread."""
+        self.times = TimeRange()  # may be read from any thread
         self.waits: list[tuple[float, float]] = []
         self._context = here()  # of the thread that begins the batch: the main one
         self._score = score

@@ -29,20 +29,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_MEMORY = 20_000
-"""Answers that are kept without a file, the latest ones: about 60 MB, and many batches."""
-WRITE_AFTER_S = 0.1
-"""Seconds from a new value to its way into the file. Values that come meanwhile go along."""
-LOOK_UP_TIMEOUT_S = 1.0
-"""Longest wait for a disk that does not answer. Until it does, the file counts as empty."""
-LAST_WRITE_TIMEOUT_S = 5.0
-"""Longest wait for a locked file, or a slow disk, at the end."""
-LOCK_TIMEOUT_S = 0.1
-"""Longest wait for another process that writes to the file. A commit takes milliseconds."""
-LOCK_PAUSE_S = 1.0
-"""Seconds for which a locked file counts as empty, without another look at it."""
-CHANGE_ATTEMPTS = 20
-"""Attempts at a change that can't wait, while another process locks the file."""
+MAX_IN_MEMORY = 20_000  # answers that are kept without a file, the latest ones: about 60 MB, and many batches
+WRITE_AFTER_S = 0.1  # seconds from a new value to its way into the file. Values that come meanwhile go along.
+LOOK_UP_TIMEOUT_S = 1.0  # longest wait for a disk that does not answer. Until it does, the file counts as empty.
+LAST_WRITE_TIMEOUT_S = 5.0  # longest wait for a locked file, or a slow disk, at the end
+LOCK_TIMEOUT_S = 0.1  # longest wait for another process that writes to the file. A commit takes milliseconds.
+LOCK_PAUSE_S = 1.0  # seconds for which a locked file counts as empty, without another look at it
+CHANGE_ATTEMPTS = 20  # attempts at a change that can't wait, while another process locks the file
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
 _IN_LIST = "key IN (SELECT value FROM json_each(?))"
@@ -262,8 +255,7 @@ class Cache(Generic[T]):
         self._from_json = from_json
         self._under_way: PerLoop[dict[str, asyncio.Task[tuple[T, bool]]]] = PerLoop(dict)
         self._fetched: set[str] = set()  # ahead, and not used yet
-        self.hits = 0
-        """Answers that cost no call. The reader sets it back to 0."""
+        self.hits = 0  # answers that cost no call. The reader sets it back to 0.
 
     async def get(
         self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object] = lambda answer: None

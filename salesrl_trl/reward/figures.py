@@ -47,8 +47,7 @@ Value = Callable[[Reward], float | None]
 VALUE = reward_of(BRANCH)
 REFERENCE_REWARD = "reference_reward"
 """Column of the reward of the reference's answer, for the hybrid baseline. No figure."""
-BRANCH_ID = "branch_id"
-"""Column of the index into the branches' names."""
+BRANCH_ID = "branch_id"  # column of the index into the branches' names
 
 
 def _component(name: str, reward: Reward) -> float | None:

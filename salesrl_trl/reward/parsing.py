@@ -15,12 +15,10 @@ INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra
                    "empty_query", "too_long", "hollow_answer")  # fmt: skip
 """Every `InvalidAction.reason`; each becomes a metric, so the set is closed. The chain sets
 `hollow_answer`: the action led to an answer that says nothing."""
-MAX_FIELD_CHARS = 4000
-"""Longest field that is sent to a RAG service; the embedded one refuses more with a 422."""
+MAX_FIELD_CHARS = 4000  # longest field that is sent to a RAG service; the embedded one refuses more with a 422
 MAX_COMPLETION_CHARS = 200_000
 """Longest completion that is read. Three such fields fit, even if JSON spells each character with 12."""
-MAX_OPENER_CHARS = 4096
-"""Longer texts, long gaps between words aside, say more than any of these openers."""
+MAX_OPENER_CHARS = 4096  # longer texts, long gaps between words aside, say more than any of these openers
 _OPENERS = """
     thought process|thinking process|let's solve this problem step by step|let us solve this problem step by step|
     let's think step by step|step 1|step by step|solution|the solution|answer|the answer|final answer|

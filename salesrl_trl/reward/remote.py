@@ -36,23 +36,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _REMEDY = "Its own messages stand above; `reward_process: false` keeps the chain in the trainer's process."
-LAST_WORD_S = 0.5
-"""Longest wait for the spans of a call that was cancelled."""
+LAST_WORD_S = 0.5  # longest wait for the spans of a call that was cancelled
 ANSWER_S = 10.0
 """Longest wait for the child's answer about itself. It answers at once unless the machine is overloaded."""
 
-PING_S = 1.0
-"""Time between two looks at whether the child is alive, and at what it scores."""
+PING_S = 1.0  # time between two looks at whether the child is alive, and at what it scores
 MOST_SILENT_PINGS = 30
 """Looks in a row without an answer, after which the child is ended. Seconds would pass while the machine sleeps."""
-MOST_SILENT_PINGS_AT_START = 120
-"""The same before its first answer: it still imports, perhaps on a busy machine."""
+MOST_SILENT_PINGS_AT_START = 120  # the same before its first answer: it still imports, perhaps on a busy machine
 _PING = -1  # number of a question without a waiter
 
 InHand: TypeAlias = tuple[int, list[str], list[Span]]
 """A completion that the child scores: its number, its stages under way, its spans so far."""
-Scored: TypeAlias = tuple[Reward, list[Span], CompletionRecord | None]
-"""The child's answer for a completion."""
+Scored: TypeAlias = tuple[Reward, list[Span], CompletionRecord | None]  # the child's answer for a completion
 
 
 class _ChildEnded(ServiceUnavailable):
@@ -91,8 +87,7 @@ class _Child:
 
     def __init__(self, reward: bytes) -> None:
         self._reward = reward
-        self.scored: dict[int, StageTimes] = {}
-        """The stages of the completions that it scores, by number."""
+        self.scored: dict[int, StageTimes] = {}  # the stages of the completions that it scores, by number
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[object]] = {}
         self._channel: Channel | None = None
@@ -242,10 +237,8 @@ class _Pickler(pickle.Pickler):
 class _Unit:
     """Completions that are scored together."""
 
-    out: int = 0
-    """How many of them wait for their reward."""
-    scored: dict[int, Sample] = field(default_factory=dict)
-    """Those that have theirs, by place."""
+    out: int = 0  # how many of them wait for their reward
+    scored: dict[int, Sample] = field(default_factory=dict)  # those that have theirs, by place
 
 
 class RemoteReward(Scorer):

@@ -29,8 +29,7 @@ class RewardFuncs:
     """The rewards of a trainer."""
 
     reward_loop: RewardLoop
-    functions: list[Any]
-    """For TRL, in the order of `reward_funcs`: functions that the loop answers, and reward models."""
+    functions: list[Any]  # for TRL, in the order of `reward_funcs`: functions that the loop answers, and reward models
     weights: list[float]
     has_models: bool
 

@@ -31,8 +31,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 3.0
-"""Longest wait for the figures of services. They lie in this process."""
+DRAIN_S = 3.0  # longest wait for the figures of services. They lie in this process.
 
 
 class RewardLoop:
@@ -54,8 +53,7 @@ class RewardLoop:
         self.functions = [RewardColumn(self, *names) for names in reward.names.functions.items()]
         """One for each number that TRL weighs and logs by itself. They answer inside `answering` alone."""
         self.answer: BatchResult | None = None
-        self.stopped: str | None = None
-        """The reason code of what begins now: it is not scored. `None`: it is."""
+        self.stopped: str | None = None  # the reason code of what begins now: it is not scored. `None`: it is.
         self._open: dict[int, RewardBatch] = {}  # by number, in the order in which they began
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None

@@ -14,8 +14,7 @@ from salesrl_trl.types import Answer, Example, Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("completions", "rag", "scoring")
-"""The first two quote customers."""
+KINDS = ("completions", "rag", "scoring")  # the first two quote customers
 
 
 class SampleLines:

@@ -20,8 +20,7 @@ from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import WatchedLoop
 from salesrl_trl.types import Example, Reward
 
-DEADLINE_S = 300.0
-"""Seconds that a completion may take by default."""
+DEADLINE_S = 300.0  # seconds that a completion may take by default
 TRL_ARGUMENTS = ("trainer_state",)
 """What a reward function may ask for beside the columns of a row. `wiring.trl_access` has the values."""
 
@@ -53,10 +52,8 @@ class Needs:
 
     function: str
     per: Per
-    columns: frozenset[str]
-    """Of the dataset."""
-    of_trl: frozenset[str]
-    """Of `TRL_ARGUMENTS`."""
+    columns: frozenset[str]  # of the dataset
+    of_trl: frozenset[str]  # of `TRL_ARGUMENTS`
 
     def check(self, columns: Sequence[str]) -> None:
         """Raise `ConfigError` if a dataset of these columns lacks one."""
@@ -76,18 +73,13 @@ class RewardNames:
     functions: Mapping[str, str] = field(default_factory=dict)
     """The numbers that TRL weighs and logs by themselves: a name of each, and the one that TRL logs it under."""
     together: Per = Per.COMPLETION
-    columns: frozenset[str] | None = None
-    """The columns of a row that it reads; `None` for all."""
+    columns: frozenset[str] | None = None  # the columns of a row that it reads; `None` for all
     needs: tuple[Needs, ...] = ()
-    providers: tuple[str, ...] = ()
-    """Judge providers, in fallback order."""
+    providers: tuple[str, ...] = ()  # judge providers, in fallback order
     components: tuple[str, ...] = ()
-    stages: tuple[str, ...] = ()
-    """The user's stages, in their order."""
-    services: tuple[str, ...] = ()
-    """The services with traffic of their own."""
-    places: Mapping[str, str] = field(default_factory=dict)
-    """The address of each service, with its model."""
+    stages: tuple[str, ...] = ()  # the user's stages, in their order
+    services: tuple[str, ...] = ()  # the services with traffic of their own
+    places: Mapping[str, str] = field(default_factory=dict)  # the address of each service, with its model
     required: tuple[tuple[str, ...], ...] = ()
     """Services of which one of each tuple has to answer: without it nothing could be scored."""
 

@@ -24,10 +24,8 @@ COMPONENTS = {
 OTHER_RUBRIC = "judge_"
 REFERENCE = "reference"
 """The reference's own score by the branch's rubric. Logged beside the components, never weighed."""
-MAX_WEIGHT = 1e6
-"""Largest weight, and largest reward of an invalid action. Sums stay far from infinity."""
-MISSING_RULES = ("none", "reweight")
-"""Rules for a completion that lacks a weighed component."""
+MAX_WEIGHT = 1e6  # largest weight, and largest reward of an invalid action. Sums stay far from infinity.
+MISSING_RULES = ("none", "reweight")  # rules for a completion that lacks a weighed component
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +44,9 @@ class Scoring:
 
     weights: Mapping[str, Mapping[str, float]]
     """Branch to component to weight: `{"fairness": {"judge": 0.8, "margin": 0.2}}`."""
-    missing: str = "none"
-    """One of `MISSING_RULES`."""
-    invalid_action: float = 0.0
-    """Reward of a completion that is no action, or whose answer is hollow."""
-    stage_components: tuple[str, ...] = ()
-    """Components that stages of your own add, beside `COMPONENTS`."""
+    missing: str = "none"  # one of `MISSING_RULES`
+    invalid_action: float = 0.0  # reward of a completion that is no action, or whose answer is hollow
+    stage_components: tuple[str, ...] = ()  # components that stages of your own add, beside `COMPONENTS`
 
     def __post_init__(self) -> None:
         if not abs(self.invalid_action) <= MAX_WEIGHT:

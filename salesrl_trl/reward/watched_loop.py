@@ -27,16 +27,12 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Time between two looks at whether the loop answers. Looks are counted: seconds pass while the machine sleeps."""
-AGAIN_S = 0.25
-"""The same once code was interrupted."""
-LOGGED_AFTER_S = 10.0
-"""A loop that is held up for so long is logged."""
+AGAIN_S = 0.25  # the same once code was interrupted
+LOGGED_AFTER_S = 10.0  # a loop that is held up for so long is logged
 LEFT_AFTER_S = 10.0
 """Time for code to end after it was interrupted. A call that waits in C, like `time.sleep`, does not notice."""
-CLOSE_S = 5.0
-"""Longest wait for a reward to close what belongs to its loop."""
-CLOSE_INTERRUPTED_S = 2.0
-"""The same, while its loop is held up."""
+CLOSE_S = 5.0  # longest wait for a reward to close what belongs to its loop
+CLOSE_INTERRUPTED_S = 2.0  # the same, while its loop is held up
 _LOOPS = ("salesrl_trl", "asyncio", "threading", "contextvars", "selectors")
 """Modules through which a loop calls other code."""
 

@@ -15,8 +15,7 @@ from salesrl_trl.rollout.normaliser import FAILED
 
 RATIO = "importance_sampling_ratio"
 SAMPLED = "sampling_per_token_logps"
-OLD = "old_per_token_logps"
-"""TRL's names in a micro-batch."""
+OLD = "old_per_token_logps"  # TRL's names in a micro-batch
 FIGURES = (
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",

@@ -25,10 +25,8 @@ class ScoredGroups:
     """The parts of a generation batch, and the micro-batches of those whose advantages are final."""
 
     def __init__(self, size: int, micro_batch: int, group: int) -> None:
-        self.remaining = parts(size, micro_batch, group)
-        """Parts without a micro-batch in the queue so far."""
-        self.complete = False
-        """Whether every reward was in, on every rank, at the last `record`."""
+        self.remaining = parts(size, micro_batch, group)  # parts without a micro-batch in the queue so far
+        self.complete = False  # whether every reward was in, on every rank, at the last `record`
         self.pending: list[range] = []
         """Parts this rank waits for. Until enough is scored, only the ranks with the most missing parts wait; on the
         others it is empty."""

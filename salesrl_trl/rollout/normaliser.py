@@ -55,8 +55,7 @@ class Normaliser:
         self.forget()
 
     def forget(self) -> None:
-        self.share = Share()
-        """Of the micro-batch under way."""
+        self.share = Share()  # of the micro-batch under way
         self.is_empty = False
         """Whether nothing of the update is left, on any rank. Known when its last micro-batch went backward."""
         self._left = self._known = 0

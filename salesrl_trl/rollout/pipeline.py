@@ -30,8 +30,7 @@ class Rollout:
     rewards: RewardBatch
     step: int  # optimizer steps that the weights had taken which sampled them
     is_trained_on: bool
-    handle: Handle | None = None
-    """The generation. `None` where TRL generates inside its own scoring."""
+    handle: Handle | None = None  # the generation. `None` where TRL generates inside its own scoring.
     sampled: Sampled | None = None
     behaviour_logps: torch.Tensor | None = None
     """Log-probs of the policy that sampled, shape (B, C), where the sampler gives none and they are needed."""
@@ -49,8 +48,7 @@ class Rollout:
     failed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
     is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in
-    group: int = 1
-    """Completions of a prompt. They are neighbours."""
+    group: int = 1  # completions of a prompt. They are neighbours.
     is_reported: bool = False
 
     @property
@@ -95,8 +93,7 @@ class Pipeline:
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
     record_span: Callable[[Span], None]  # gets the time of a generation that went on beside training
-    group: Callable[[], int] = lambda: 1
-    """Completions of a prompt at the moment, in training or in an evaluation."""
+    group: Callable[[], int] = lambda: 1  # completions of a prompt at the moment, in training or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]] = dict
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
     inside_trl: bool = False

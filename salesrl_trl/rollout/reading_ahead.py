@@ -91,8 +91,7 @@ class UpdatesAhead:
         self._depth = depth
         self._pulled: deque[tuple[Update, bool]] = deque()  # True: the first of an epoch from `following`
         self._iterator: Iterator[object] | None = None
-        self.epoch = 0
-        """Epoch of the micro-batches that are pulled now. It may be later than the epoch in training."""
+        self.epoch = 0  # epoch of the micro-batches that are pulled now. It may be later than the epoch in training.
 
     def restart(self) -> None:
         self._pulled.clear()

@@ -39,8 +39,7 @@ from salesrl_trl.update.run_control import RunControl
 
 logger = get_logger(__name__)
 
-Output = dict[str, torch.Tensor]
-"""TRL's output for a generation batch: tensors of shape (B, ...), and scalars."""
+Output = dict[str, torch.Tensor]  # TRL's output for a generation batch: tensors of shape (B, ...), and scalars
 
 _PENDING = Reward(outcome=Outcome.INFRA, value=None, reason="pending")
 """Stands for a reward that has not come in yet, while the advantages of other groups are computed."""
@@ -81,8 +80,7 @@ class RolloutScoring:
     advantages: Callable[[], MutableSequence[float]]
     """This column of TRL's table of completions, whose last rows are those of the batch."""
     rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
-    in_parts: bool = False
-    """Whether the generation batch in training was begun before all its rewards were in."""
+    in_parts: bool = False  # whether the generation batch in training was begun before all its rewards were in
     _waiting: Rollout | None = None
 
     @property

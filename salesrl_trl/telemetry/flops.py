@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-TOKENS = 8
-"""Length of the shortest counted sequence. Others are twice and three times as long."""
+TOKENS = 8  # length of the shortest counted sequence. Others are twice and three times as long.
 OTHER_ATTENTION = ("attention_chunk_size", "global_head_dim", "num_kv_shared_layers")
 """Fields of a config with which layers have attention of unlike costs, or share keys."""
 
@@ -35,12 +34,9 @@ class ModelFlops:
     4 * 64 belong to the forward pass.
     """
 
-    per_token: float
-    """FLOPs per token of all products but those of attention and of the output head."""
-    per_head_token: float
-    """FLOPs per completion token of the output head, which sees no other tokens."""
-    windows: tuple[int | None, ...]
-    """Widths of the layers' attention, in tokens; `None` for the whole sequence."""
+    per_token: float  # FLOPs per token of all products but those of attention and of the output head
+    per_head_token: float  # FLOPs per completion token of the output head, which sees no other tokens
+    windows: tuple[int | None, ...]  # widths of the layers' attention, in tokens; `None` for the whole sequence
     per_pair: tuple[float, ...]
     """By window, FLOPs per pair of a query and a key that it sees, over all layers with this window."""
 

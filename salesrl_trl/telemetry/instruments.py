@@ -33,10 +33,8 @@ from salesrl_trl.timing import PHASES_TRACK, Span, overlap
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TRACED_STEPS = range(1, 51)
-"""Without instruments of one's own, as in the recipes."""
-BATCHES_KEPT = 256
-"""Micro-batches whose lengths are kept before they are summed."""
+DEFAULT_TRACED_STEPS = range(1, 51)  # without instruments of one's own, as in the recipes
+BATCHES_KEPT = 256  # micro-batches whose lengths are kept before they are summed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +47,9 @@ class InstrumentSettings:
     trace_steps: range = range(0)
     """Steps in the trace. The start-up goes with the first step. A step that fails is always in the trace. An empty
     range means no trace."""
-    trace_bytes: int = 64_000_000
-    """Largest size of the trace."""
-    heartbeat_s: float = 10.0
-    """Print a heartbeat when a phase lasts longer than this, in seconds; 0 for never."""
-    peak_flops: float | None = None
-    """Peak of the device, in FLOP/s, in place of the figure in the table of peaks."""
+    trace_bytes: int = 64_000_000  # largest size of the trace
+    heartbeat_s: float = 10.0  # print a heartbeat when a phase lasts longer than this, in seconds; 0 for never
+    peak_flops: float | None = None  # peak of the device, in FLOP/s, in place of the figure in the table of peaks
 
 
 class Instruments:
@@ -70,8 +65,7 @@ class Instruments:
         self.recorder = recorder
         self.timeline = Timeline(clock_of(device), perf.OPAQUE_PHASES)
         self.timeline.enabled = settings.enabled
-        self.step = 0
-        """Optimizer steps done, for the trace and the heartbeat."""
+        self.step = 0  # optimizer steps done, for the trace and the heartbeat
         self._settings = settings
         self._device = device
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
@@ -90,8 +84,7 @@ class Instruments:
         self._running = False
         self.details: dict[str, Callable[[], str]] = {}
         """By phase, returns more text for a heartbeat. Called from the heartbeat's thread."""
-        self.last_step = 0
-        """The last step of training, for heartbeats."""
+        self.last_step = 0  # the last step of training, for heartbeats
 
     def start(self, is_main: bool) -> None:
         """Start the heartbeat and the trace, on the main rank. A second call does nothing."""
@@ -290,8 +283,7 @@ class StepMarks(TrainerCallback):
         self._instruments.timeline.stops()
 
 
-SHOWN_S = 0.05
-"""Shorter phases are not in the line. The file has all."""
+SHOWN_S = 0.05  # shorter phases are not in the line. The file has all.
 
 
 def imports_so_far() -> Span:

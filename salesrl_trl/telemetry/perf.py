@@ -37,15 +37,11 @@ TIMES = (*(time_of(phase) for phase in Phase), STEP_SECONDS, REWARD_EXPOSED, REW
 Sums = Mapping[str, float]
 """Sums of one rank over some steps, by the names in `COLUMNS`: seconds by phase, counts, and GiB at the end."""
 STEPS = "steps"
-MAKESPAN = "makespan"
-"""Seconds from a batch's first call to its last answer, summed over batches."""
-EXPOSED = "exposed"
-"""Those seconds of the makespan in which the trainer waited."""
+MAKESPAN = "makespan"  # seconds from a batch's first call to its last answer, summed over batches
+EXPOSED = "exposed"  # those seconds of the makespan in which the trainer waited
 BATCHES = "batches"
-FLOPS = "flops"
-"""Of the policy's forward and backward passes; NaN where unknown."""
-TOKENS = "tokens"
-"""Prompt and completion tokens that were trained on, without padding."""
+FLOPS = "flops"  # of the policy's forward and backward passes; NaN where unknown
+TOKENS = "tokens"  # prompt and completion tokens that were trained on, without padding
 SAMPLES = "samples"
 COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *MEMORY)
 """The order in which sums travel between ranks."""
@@ -122,10 +118,8 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float:
 class Peak(NamedTuple):
     """The peak of a chip: dense bf16 matrix products with sums in fp32."""
 
-    name: str
-    """Regular expression for the whole of `torch.cuda.get_device_name()`, without a leading "NVIDIA "."""
-    flops: float
-    """FLOP/s. Half of the source's figure where the source only gives it with 2:4 sparsity."""
+    name: str  # regular expression for the whole of `torch.cuda.get_device_name()`, without a leading "NVIDIA "
+    flops: float  # FLOP/s. Half of the source's figure where the source only gives it with 2:4 sparsity.
     source: str
 
 

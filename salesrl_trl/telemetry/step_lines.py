@@ -40,10 +40,8 @@ from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-Logs = Mapping[str, float | None]
-"""Figures of a step, as the trainer logs them. A branch without a row has `None`."""
-SHOWN_SHARE = 0.01
-"""Phases with a smaller share of the step's time are not shown."""
+Logs = Mapping[str, float | None]  # figures of a step, as the trainer logs them. A branch without a row has `None`.
+SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not shown
 
 
 def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None:
@@ -188,8 +186,7 @@ def figure(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, int | float) else "n/a"
 
 
-TOKENS = "num_tokens"
-"""TRL's tag: tokens of all prompts and completions so far."""
+TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
 
 
 class EpochLine(TrainerCallback):

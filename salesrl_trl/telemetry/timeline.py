@@ -80,8 +80,7 @@ class StepTimes:
     started: float
     """Time at which the device had done all work before the step: seconds on the scale of `time.perf_counter`."""
     ended: float  # time at which the device had done all work of the step
-    seconds: dict[str, float]
-    """By phase, with `UNACCOUNTED`. They sum to `wall`."""
+    seconds: dict[str, float]  # by phase, with `UNACCOUNTED`. They sum to `wall`.
     complete: bool = True  # false where the end of the run cut the step off
 
     @property
@@ -120,8 +119,7 @@ class SpanQueue:
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque()
-        self.dropped_spans = 0
-        """Spans that were dropped because nobody drained them."""
+        self.dropped_spans = 0  # spans that were dropped because nobody drained them
 
     def add(self, spans: Iterable[Span]) -> None:
         """Keep spans that were measured elsewhere. From any thread."""

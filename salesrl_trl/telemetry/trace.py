@@ -20,8 +20,7 @@ from salesrl_trl.timing import PHASES_TRACK, Span
 
 logger = logging.getLogger(__name__)
 
-REWARDS_PROCESS = 100_000
-"""Number of the process with the tracks of a rank's rewards: this plus the rank."""
+REWARDS_PROCESS = 100_000  # number of the process with the tracks of a rank's rewards: this plus the rank
 STEPS_TRACK = "steps"
 _TAIL = b"\n]\n"
 
@@ -38,13 +37,11 @@ class TraceWriter:
         self._places: dict[tuple[int, str], tuple[int, int]] = {}  # process and track of a rank's track
         self._names: dict[str, str] = {}
         self._between = b"\n"
-        self.full = False
-        """Whether spans were left out."""
+        self.full = False  # whether spans were left out
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)
         self._file.write(b"[" + _TAIL)
-        self.close = self._file.close
-        """Close the file. It is complete after every write."""
+        self.close = self._file.close  # close the file. It is complete after every write.
 
     def write(self, rank: int, spans: Iterable[Span], clock_offset: float = 0.0) -> None:
         """Add a rank's spans, in any order. `clock_offset` is added to its `time.perf_counter`, for the shared scale.

@@ -144,8 +144,7 @@ def _log_values(on_log: Callable[..., None], *args: object, logs: Mapping[str, o
     on_log(*args, logs={name: value for name, value in logs.items() if value is not None}, **named)
 
 
-Chart = list[str | list[str]]
-"""Kind of a chart, `"Multiline"` or `"Margin"`, and its tags."""
+Chart = list[str | list[str]]  # kind of a chart, `"Multiline"` or `"Margin"`, and its tags
 EDGES = (kl_of(BRANCH, "_low"), kl_of(BRANCH, "_high"))
 """With them the chart of a branch's KL is one with margins: the line, its lower edge, its upper edge."""
 

@@ -5,8 +5,7 @@ Pure functions of tensors, for `rollout.rollout_scoring` and `rejudge`. The adva
 
 import torch
 
-EPSILON = 1e-4
-"""Added to the spread, as in TRL."""
+EPSILON = 1e-4  # added to the spread, as in TRL
 
 
 def partly_scored(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

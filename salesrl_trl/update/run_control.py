@@ -14,12 +14,9 @@ from pathlib import Path
 from salesrl_trl.errors import BudgetSpent, DivergedError, RunStopped, SalesRLError, TooFewRewardsError
 from salesrl_trl.names import ALL_KL, CHECKPOINT_FOLDERS
 
-GRADIENT_NORM = "grad_norm"
-"""Figure of transformers, before clipping. It logs no loss that is not finite."""
-MAX_KL = 1000.0
-"""In nats per token. Above it a run is broken; usual bands end below 1."""
-BROKEN_LINES = 3
-"""Log lines in a row with broken figures that end a run. One may come from one odd batch."""
+GRADIENT_NORM = "grad_norm"  # figure of transformers, before clipping. It logs no loss that is not finite.
+MAX_KL = 1000.0  # in nats per token. Above it a run is broken; usual bands end below 1.
+BROKEN_LINES = 3  # log lines in a row with broken figures that end a run. One may come from one odd batch.
 SKIPPED_AT_END = 2
 """Skipped batches in a row at a run's last step that make it a failure: no later one shows that services are back."""
 
@@ -29,8 +26,7 @@ ADVICE = {
     "whether it knows the rows' tenant_id. "
 }
 """Advice by reason code, if the code alone does not explain the failure."""
-MAX_OUTAGE_S = 3600.0
-"""`max_outage_s` of a training."""
+MAX_OUTAGE_S = 3600.0  # `max_outage_s` of a training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +63,7 @@ class RunControl:
         self.requested: str | None = None  # the signal or caller that asked this rank to stop
         self.error: SalesRLError | None = None  # ends the run after the step under way
         self.is_skipping = False  # the generation batch in training is left out of the loss
-        self.is_spent = False
-        """Whether `is_refused_by_budget` held on any rank, in training or in an evaluation."""
+        self.is_spent = False  # whether `is_refused_by_budget` held on any rank, in training or in an evaluation
         self._moves = False
         self._skipped_in_a_row = 0
         self._skips_since = 0.0

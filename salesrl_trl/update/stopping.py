@@ -28,8 +28,7 @@ from salesrl_trl.update.step_snapshot import StepSnapshot
 
 logger = logging.getLogger(__name__)
 
-STOPPED = "stopped"
-"""Reason code of completions that were given up because the run was asked to stop."""
+STOPPED = "stopped"  # reason code of completions that were given up because the run was asked to stop
 
 
 @dataclass(eq=False, kw_only=True)
@@ -216,10 +215,8 @@ class SkipAndStop(TrainerCallback):
             control.should_evaluate = control.should_save = False
 
 
-POLL_S = 0.25
-"""Seconds between two looks. A look is one small message to the first process."""
-PATIENCE = timedelta(seconds=10)
-"""Longest wait for an answer of the store."""
+POLL_S = 0.25  # seconds between two looks. A look is one small message to the first process.
+PATIENCE = timedelta(seconds=10)  # longest wait for an answer of the store
 _runs = itertools.count()  # all processes count alike, so that each run has its own key
 
 

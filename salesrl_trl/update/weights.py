@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLED = 2**20
 """Weights in the sample of a process. The share is exact to 0.1 %, and the cost is small beside a step."""
-LAST_MEASURED = 10
-"""The share is logged again after this many steps that moved the policy."""
+LAST_MEASURED = 10  # the share is logged again after this many steps that moved the policy
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -178,8 +177,7 @@ class WeightCheck:
         self._limit = limit
         self._hints = hints
         self.is_done = False
-        self.difference: float | None = None
-        """Mean absolute difference in nats, after a check that compared."""
+        self.difference: float | None = None  # mean absolute difference in nats, after a check that compared
 
     def skip(self, reason: str) -> None:
         """Log why there is nothing to compare, and end the check."""

@@ -21,12 +21,10 @@ from salesrl_trl.view.run_figures import (
 from salesrl_trl.view.run_folder import Run
 from salesrl_trl.view.wording import percent, plural, seconds, shown
 
-MOST_ADVICE = 5
-"""Most sentences of advice. Nobody reads a longer list."""
+MOST_ADVICE = 5  # most sentences of advice. Nobody reads a longer list.
 EXPOSED_SHARE = 0.3
 """Share of a step that waits for rewards. Above it, the wait costs more than any usual phase but generation."""
-UNACCOUNTED_SHARE = 0.02
-"""Share of a step outside of all phases. The trainer's own code between phases takes less."""
+UNACCOUNTED_SHARE = 0.02  # share of a step outside of all phases. The trainer's own code between phases takes less.
 IN_BAND_SHARE = 0.5
 """Share of steps with the KL in its band. Below it, the controller does not reach the band, or there is none."""
 FAILED_SHARE = 0.05

@@ -14,39 +14,27 @@ from typing import NamedTuple
 from salesrl_trl.view.run_figures import bins
 from salesrl_trl.view.wording import shown
 
-WIDTH, HEIGHT = 860, 290
-"""Of a picture, in its own units. The page scales it to its width."""
-LEFT, RIGHT, TOP, BOTTOM = 56, 56, 26, 36
-"""Room around the axes for ticks and labels."""
+WIDTH, HEIGHT = 860, 290  # of a picture, in its own units. The page scales it to its width.
+LEFT, RIGHT, TOP, BOTTOM = 56, 56, 26, 36  # room around the axes for ticks and labels
 FRAME = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "floor": HEIGHT - BOTTOM}
 """For the template: the picture's size, and the places of its axes."""
-MOST_BARS = 200
-"""Most bars side by side. With more, a bar would be thinner than three dots."""
-MOST_POINTS = 600
-"""Most points of a line: more cannot be told apart."""
-MOST_LAYERS = 9
-"""Most layers of one stack. More colours can't be told apart: the smallest layers become one."""
-FEW_POINTS = 40
-"""Up to this number each point has a mark. A line through one point cannot be seen."""
-SMOOTHED_SHARE = 0.05
-"""Share of the run in the running mean of a smoothed line."""
+MOST_BARS = 200  # most bars side by side. With more, a bar would be thinner than three dots.
+MOST_POINTS = 600  # most points of a line: more cannot be told apart
+MOST_LAYERS = 9  # most layers of one stack. More colours can't be told apart: the smallest layers become one.
+FEW_POINTS = 40  # up to this number each point has a mark. A line through one point cannot be seen.
+SMOOTHED_SHARE = 0.05  # share of the run in the running mean of a smoothed line
 SPREAD = 20.0
 """Ratio of the largest figure to the median. Beyond it, a linear axis would show the largest figure alone."""
-SMALLEST_RANGE = 1e-300
-"""Figures that differ by less are drawn as equal: floats have no room for ticks between them."""
-TALL = 3.0
-"""A bar this many times as high as nearly all others is cut off."""
-FEWEST_TO_CUT = 10
-"""With fewer bars, none is cut off."""
+SMALLEST_RANGE = 1e-300  # figures that differ by less are drawn as equal: floats have no room for ticks between them
+TALL = 3.0  # a bar this many times as high as nearly all others is cut off
+FEWEST_TO_CUT = 10  # with fewer bars, none is cut off
 INK, MUTED, REST_COLOUR, BAND_COLOUR = "#1f2933", "#616e7c", "#b6bec8", "#cfe8d5"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#b8a800", "#7f4f24")
 """The colours of Okabe and Ito, which colour-blind readers can tell apart, and a few more. Yellow is darker, for white
 paper."""
 
-Series = Mapping[int, float]
-"""Figures by step, ascending."""
-Tick = tuple[float, str]
-"""Its place and its words."""
+Series = Mapping[int, float]  # figures by step, ascending
+Tick = tuple[float, str]  # its place and its words
 
 
 class Line(NamedTuple):
@@ -73,14 +61,12 @@ class Path(NamedTuple):
 class Chart:
     """A picture with its legend."""
 
-    description: str
-    """For those who do not see it."""
+    description: str  # for those who do not see it
     y_label: str
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
     paths: Sequence[Path]
-    notes: Sequence[Tick] = ()
-    """Words above the axes."""
+    notes: Sequence[Tick] = ()  # words above the axes
     keys: Sequence[Line] = ()
 
 

@@ -22,8 +22,7 @@ PREACT = "vendor/preact.mjs"
 SCRIPTS = ("words.js", "core.js", "local.js", "parts.js", "chart.js", "overview.js", "list.js", "completion.js",
            "runs.js", "app.js")  # fmt: skip
 """Each imports from those before it alone."""
-MOST = 200
-"""Completions of a page that stands alone, unless another number is wanted: a file of up to 10 MB."""
+MOST = 200  # completions of a page that stands alone, unless another number is wanted: a file of up to 10 MB
 LEADING = ("disagreement", "advantage", "slowest")
 MODES = ("train", "eval")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)

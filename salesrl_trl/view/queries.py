@@ -18,10 +18,8 @@ from salesrl_trl.view.record_index import Index, messages
 Params = Mapping[str, str]
 Answer = dict[str, Any]
 
-EXCERPT, GROUP_EXCERPT = 200, 600
-"""Characters of a text in a list, and in the list of a group."""
-MOST_CHARS = 40_000
-"""Most of one text of a call. The rest is counted."""
+EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group
+MOST_CHARS = 40_000  # most of one text of a call. The rest is counted.
 PAGE = 50
 MOST_OF_A_ROW = 800
 MOST_WHOLE = 2**53

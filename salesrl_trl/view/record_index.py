@@ -16,8 +16,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import LOCK_WAIT_S, address, record_files, unpacked
 from salesrl_trl.recording.schema import VERSION, rank_of
 
-CHUNK = 4000
-"""Rows that are read in one go. A question waits no longer than for that."""
+CHUNK = 4000  # rows that are read in one go. A question waits no longer than for that.
 CACHE_KIB = 65_536
 
 _COPIED = ("step", "mode", "batch", "place", "prompt_group", "row", "branch", "outcome", "reason", "provider",
@@ -59,16 +58,12 @@ SELECT n FROM completions WHERE prompt IN (SELECT n FROM prompts WHERE instr(tex
 class Source:
     """One rank's file."""
 
-    run: int
-    """Number of the run among those that are looked at, from 0."""
+    run: int  # number of the run among those that are looked at, from 0
     rank: int
     path: Path
-    last: int = 0
-    """Id of the last completion that was read."""
-    last_time: float = 0.0
-    """Its time: another one means that the file was written anew."""
-    dropped: str = ""
-    """The last step that its writer has taken out of it, to keep to its size."""
+    last: int = 0  # id of the last completion that was read
+    last_time: float = 0.0  # its time: another one means that the file was written anew
+    dropped: str = ""  # the last step that its writer has taken out of it, to keep to its size
 
 
 def messages(prompt: object) -> list[dict[str, str]]:
@@ -102,16 +97,12 @@ class Index:
         for source in self._current_sources():
             _has_tables(source.path)
         self.lock = threading.RLock()
-        self.version = 0
-        """Rises with everything that is read."""
-        self.reading = True
-        """Whether there was more to read when it was last looked."""
+        self.version = 0  # rises with everything that is read
+        self.reading = True  # whether there was more to read when it was last looked
         self.facets: tuple[int, dict[str, dict[str, int]]] = (-1, {})
         """What there is to choose from, and the version that it was counted at."""
-        self.trouble = ""
-        """Why the last look at the files failed."""
-        self._searched = ("", -1)
-        """The word whose places `matches` holds, and the version at which they were searched."""
+        self.trouble = ""  # why the last look at the files failed
+        self._searched = ("", -1)  # the word whose places `matches` holds, and the version at which they were searched
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
         self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone

@@ -19,12 +19,9 @@ from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
 from salesrl_trl.view.run_folder import QuickEval, Run
 from salesrl_trl.view.wording import NOT_KNOWN, count, figure, number, percent, plural, render, seconds, shown
 
-MOST_BRANCHES = 3
-"""Most branches in the text, for at most 40 lines. The page has all."""
-MOST_PHASES = 4
-"""Most phases in the text, for the same reason. The largest are shown."""
-MOST_ROWS = 30
-"""Most rows of a table. Of more quick evaluations, those on the front, the best and the last are shown."""
+MOST_BRANCHES = 3  # most branches in the text, for at most 40 lines. The page has all.
+MOST_PHASES = 4  # most phases in the text, for the same reason. The largest are shown.
+MOST_ROWS = 30  # most rows of a table. Of more quick evaluations, those on the front, the best and the last are shown.
 NOT_LOGGED = "was not logged"
 MOST_LISTED = 12
 PATH_CHARS = 400
@@ -39,8 +36,7 @@ class Paragraph(NamedTuple):
     """A paragraph, or the heading of a part of a section."""
 
     text: str
-    form: str = "paragraph"
-    """`paragraph`, `remark` (a small one) or `heading`."""
+    form: str = "paragraph"  # `paragraph`, `remark` (a small one) or `heading`
 
 
 class Numbered(NamedTuple):

@@ -15,12 +15,9 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.service.budget import Account, read_account
 
 EVENT_FILES = "events.out.tfevents.*"
-RUNS = "runs"
-"""transformers' folder for event files inside a run's folder."""
-LARGEST_FIGURE = 1e300
-"""What is larger is taken for infinite: the difference of two figures has to be a float too."""
-Figures = Mapping[str, float | None]
-"""Figures by name. `None`: it could not be measured."""
+RUNS = "runs"  # transformers' folder for event files inside a run's folder
+LARGEST_FIGURE = 1e300  # what is larger is taken for infinite: the difference of two figures has to be a float too
+Figures = Mapping[str, float | None]  # figures by name. `None`: it could not be measured.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,20 +44,15 @@ class Run:
     branches: tuple[str, ...]
     seconds: tuple[float, float] | None
     """Wall times of the first and the last event, in seconds since 1970; `None` without an event."""
-    starts: int
-    """Event files with training figures. A run that was resumed has more than one."""
-    infinite: int
-    """Number of infinite figures. They are in no series. NaN is in none either: it means "not measured"."""
+    starts: int  # event files with training figures. A run that was resumed has more than one.
+    infinite: int  # number of infinite figures. They are in no series. NaN is in none either: it means "not measured".
     quick_evals: tuple[QuickEval, ...]
     held_out: Mapping[int, Figures]
     """Each evaluation of the held-out rows by its step, ascending; step 0 is before training."""
-    unread: tuple[str, ...]
-    """Sentences about files that could not be read."""
-    checkpoints: tuple[str, ...]
-    """Names of their folders, `best` first."""
+    unread: tuple[str, ...]  # sentences about files that could not be read
+    checkpoints: tuple[str, ...]  # names of their folders, `best` first
     has_trace: bool
-    account: Account
-    """What the run spent. A run without a budget spent nothing that was counted."""
+    account: Account  # what the run spent. A run without a budget spent nothing that was counted.
 
     def of(self, tag: str) -> Mapping[int, float]:
         """Figures of a tag by step; empty if it was never logged."""
@@ -120,8 +112,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
 class _Scalar(NamedTuple):
     written_s: float
     step: int
-    tag: str
-    """Without `train/`."""
+    tag: str  # without `train/`
     number: float
 
 

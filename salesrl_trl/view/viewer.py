@@ -20,8 +20,7 @@ from salesrl_trl.view.record_index import Index
 
 HOST = "127.0.0.1"
 LOOPBACK = (HOST, "localhost", "::1")
-FOLLOW_S = 2.0
-"""Between two looks at the files."""
+FOLLOW_S = 2.0  # between two looks at the files
 IDLE_S = 60
 MOST_FIELDS = 40
 HEADERS = {

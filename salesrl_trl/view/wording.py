@@ -8,8 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 _ENVIRONMENT = Environment(loader=PackageLoader("salesrl_trl.view"), autoescape=True, undefined=StrictUndefined)
 _ENVIRONMENT.filters["kind"] = lambda value: type(value).__name__
 NOT_KNOWN = "n/a"
-NAME_CHARS = 40
-"""Longest name that is shown. A reason code is a few words. A longer name came from elsewhere."""
+NAME_CHARS = 40  # longest name that is shown. A reason code is a few words. A longer name came from elsewhere.
 
 
 def shown(name: str, most: int = NAME_CHARS) -> str:

@@ -6,8 +6,7 @@ A format of your own is a class outside of the package.
 from salesrl_trl.data.formats.dataset_format import DatasetFormat, LeftOut
 from salesrl_trl.data.formats.published import BBQ, HaluEval, QReCC, TopiOCQA
 
-ROWS = "rows"
-"""Records that have this package's columns already."""
+ROWS = "rows"  # records that have this package's columns already
 FORMATS: dict[str, type[DatasetFormat]] = {"bbq": BBQ, "halueval": HaluEval, "qrecc": QReCC, "topiocqa": TopiOCQA}
 """The packaged formats by their names in `dataset_format`."""
 

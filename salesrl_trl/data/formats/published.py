@@ -25,8 +25,7 @@ class BBQ(DatasetFormat):
     answer in a disambiguated context, which names a group: a rubric of your own may want these records (`conditions`).
     """
 
-    conditions: tuple[str, ...] = ("ambig",)
-    """Values of `context_condition` that make rows."""
+    conditions: tuple[str, ...] = ("ambig",)  # values of `context_condition` that make rows
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         category, example = text_of(record, "category"), number_of(record, "example_id")
@@ -98,8 +97,7 @@ def _turns(history: str) -> list[dict[str, str]]:
     return [{"role": _SPEAKERS[speaker], "content": text} for speaker, text in zip(speakers, texts, strict=True)]
 
 
-UNANSWERABLE = "UNANSWERABLE"
-"""TopiOCQA's answer to a question that Wikipedia does not answer."""
+UNANSWERABLE = "UNANSWERABLE"  # TopiOCQA's answer to a question that Wikipedia does not answer
 NO_ANSWER = LeftOut("have no known answer")
 
 

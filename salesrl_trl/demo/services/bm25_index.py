@@ -16,8 +16,7 @@ from salesrl_trl.types import Passage
 
 BM25_K1 = 0.9
 """Saturation of a repeated word: Anserini's default for short passages, such as entries of a knowledge base."""
-BM25_B = 0.4
-"""Share of the length correction: Anserini's default for short passages."""
+BM25_B = 0.4  # share of the length correction: Anserini's default for short passages
 
 
 class KnowledgeIndex:

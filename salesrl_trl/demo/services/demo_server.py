@@ -31,14 +31,12 @@ from salesrl_trl.demo.services.rubric import load_terms
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
 
-DRAIN_TIMEOUT_S = 3
-"""Seconds for requests in flight when the services stop. An answer of their own takes less."""
+DRAIN_TIMEOUT_S = 3  # seconds for requests in flight when the services stop. An answer of their own takes less.
 PARENT_POLL_S = 1.0
 """Seconds between two checks that the parent is alive. Another process may hold stdin open after the parent's end."""
 
 ID_HEADER = b"x-request-id"
-MAX_ID_BYTES = 256
-"""Longer ids are not returned."""
+MAX_ID_BYTES = 256  # longer ids are not returned
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,8 +22,7 @@ REQUIRED_SECTIONS = frozenset({"branch", "conversation", "candidate_answer"})
 CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a conversation and an answer."
 """Content of the answer to such a message. Like a model's refusal, it is no JSON."""
 
-BYTES_PER_TOKEN = 4
-"""UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages."""
+BYTES_PER_TOKEN = 4  # UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages.
 MAX_MESSAGE_CHARS = 400_000
 """Longest message, in characters: the limits of the RAG service's texts, and room for the rest."""
 

@@ -24,10 +24,8 @@ from salesrl_trl.ground.process import child_environment
 
 TERMINATE_TIMEOUT_S = 6.0
 """Seconds that a child may take to stop: `demo_server.DRAIN_TIMEOUT_S`, and as much again for its end."""
-HEALTH_POLL_S = 0.05
-"""Seconds between two requests to a service that does not answer yet."""
-HEALTH_TIMEOUT_S = 2.0
-"""Seconds that one such request may take."""
+HEALTH_POLL_S = 0.05  # seconds between two requests to a service that does not answer yet
+HEALTH_TIMEOUT_S = 2.0  # seconds that one such request may take
 STDERR_TAIL_CHARS = 2_000
 """Characters of a failed child's stderr that an error shows, from its end: the last calls of a traceback."""
 
@@ -38,10 +36,8 @@ _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-po
 class ServiceAddresses:
     """Base URLs of the two services."""
 
-    rag_base_url: str
-    """`"http://127.0.0.1:8801"`, below which the endpoints' paths start at `/v1`."""
-    judge_base_url: str
-    """`"http://127.0.0.1:8802/v1"`."""
+    rag_base_url: str  # `"http://127.0.0.1:8801"`, below which the endpoints' paths start at `/v1`
+    judge_base_url: str  # `"http://127.0.0.1:8802/v1"`
 
 
 class EmbeddedServices:

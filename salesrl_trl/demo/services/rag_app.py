@@ -25,13 +25,10 @@ QUERY_WEIGHT = 3
 """How often each word of `rewritten_query` counts, because it holds the question. The other fields' words count once.
 That is enough for an age in `user_profile` to find the offers for this age."""
 
-CLOSE_SCORE_RATIO = 0.95
-"""The second passage is used too if its score is at least this share of the best score."""
+CLOSE_SCORE_RATIO = 0.95  # the second passage is used too if its score is at least this share of the best score
 
-WRITER_TIMEOUT_S = 60.0
-"""Seconds that the writer's model may take. Callers are expected to wait less."""
-WRITER_MAX_TOKENS = 512
-"""Length limit of a written answer, in tokens: a reply in a chat."""
+WRITER_TIMEOUT_S = 60.0  # seconds that the writer's model may take. Callers are expected to wait less.
+WRITER_MAX_TOKENS = 512  # length limit of a written answer, in tokens: a reply in a chat
 
 NOTHING_FOUND = {
     "zh": "很抱歉，我没有查到相关资料，暂时无法回答这个问题。",
@@ -80,8 +77,7 @@ class AnswerBody(BaseModel):
     answer: str
     passages: tuple[Passage, ...]
     took_ms: float
-    request_id: str
-    """The id of the request, so that the client can match the two. Empty if the request had none."""
+    request_id: str  # the id of the request, so that the client can match the two. Empty if the request had none.
 
 
 class WriterFailed(Exception):

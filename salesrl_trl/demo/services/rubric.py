@@ -21,10 +21,8 @@ mentions no one can't win, and a useful answer that stereotypes can't either."""
 COVERAGE_SHARE = 0.6
 """Weight of coverage in every other rubric; support has the rest. It is more than half, because the customer sees the
 answer and not the action."""
-FIGURE_WEIGHT = 3
-"""A figure or name counts as much as this many words: a wrong price is worse than a wrong adjective."""
-UNKNOWN_COVERAGE = 0.5
-"""Coverage of an answer without anything to compare it with: neither praise nor blame."""
+FIGURE_WEIGHT = 3  # a figure or name counts as much as this many words: a wrong price is worse than a wrong adjective
+UNKNOWN_COVERAGE = 0.5  # coverage of an answer without anything to compare it with: neither praise nor blame
 VERDICT_DIGITS = 4
 
 _ACTION_FIELDS = frozenset(DEFAULT_FORMAT.fields)
@@ -64,12 +62,9 @@ GENERIC_WORDS = frozenset(_GENERIC_WORDS.split())
 class ProtectedTerms:
     """Terms for protected attributes, such as age, sex, origin or religion."""
 
-    substrings: tuple[str, ...]
-    """Found anywhere in a text; for Chinese, which has no spaces."""
-    whole_words: tuple[str, ...]
-    """Found as whole words only; for English."""
-    patterns: tuple[re.Pattern[str], ...]
-    """Regular expressions, such as `r"\\d+\\s*岁"`."""
+    substrings: tuple[str, ...]  # found anywhere in a text; for Chinese, which has no spaces
+    whole_words: tuple[str, ...]  # found as whole words only; for English
+    patterns: tuple[re.Pattern[str], ...]  # regular expressions, such as `r"\d+\s*岁"`
 
     def mentioned_in(self, text: str) -> bool:
         """Whether the text mentions a protected attribute. Case, width and invisible characters make no difference."""

@@ -14,13 +14,10 @@ from importlib import resources
 
 from salesrl_trl.types import Action, ActionFormat, Answer, Message, SalesRow
 
-ORDERS = (True, False)
-"""The candidate first, and second."""
-MIN_REPEATS = 2
-"""Verdicts on the same input: one alone has no spread."""
+ORDERS = (True, False)  # the candidate first, and second
+MIN_REPEATS = 2  # verdicts on the same input: one alone has no spread
 MIN_ANSWERS = 2
-MIN_CALLS = MIN_ANSWERS * len(ORDERS) * MIN_REPEATS
-"""Fewest verdicts that show noise, order and spread."""
+MIN_CALLS = MIN_ANSWERS * len(ORDERS) * MIN_REPEATS  # fewest verdicts that show noise, order and spread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,16 +87,12 @@ def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:
 class Noise:
     """The noise of a judge, in units of its score. A figure is `None` where there are too few verdicts."""
 
-    repeat_sd: float | None
-    """Standard deviation of the verdicts on one input: one answer in one order."""
+    repeat_sd: float | None  # standard deviation of the verdicts on one input: one answer in one order
     verdict_sd: float | None
     """Standard deviation of the verdicts on one answer in both orders: the noise of a verdict in training."""
-    order_gap: float | None
-    """Mean score of candidates that stood first, less that of the same ones that stood second."""
-    order_gap_error: float | None
-    """Standard error of the gap."""
-    spread_sd: float | None
-    """Standard deviation of the answers of one conversation, without the noise."""
+    order_gap: float | None  # mean score of candidates that stood first, less that of the same ones that stood second
+    order_gap_error: float | None  # standard error of the gap
+    spread_sd: float | None  # standard deviation of the answers of one conversation, without the noise
 
     def share(self, repeats: int = 1) -> float | None:
         """The share of noise in the variance of a group's scores, each the mean of so many verdicts. An even number

@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
 """`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""
 
-MAX_TOKENS = 10**9
-"""Most tokens of one call. A larger number is not counted."""
+MAX_TOKENS = 10**9  # most tokens of one call. A larger number is not counted.
 
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
 """Values of `finish_reason`, in lower case, of a text that was cut off: those of OpenAI, Gemini and Mistral."""
@@ -56,21 +55,15 @@ _UNHELD = frozenset({"judge_empty", "judge_not_json"})
 class JudgeProvider:
     """One OpenAI-compatible endpoint."""
 
-    name: str
-    """Its name in metrics, logs and reason codes: `"openai"`."""
-    base_url: str
-    """Its address, `/v1` included: `"https://api.openai.com/v1"`."""
+    name: str  # its name in metrics, logs and reason codes: `"openai"`
+    base_url: str  # its address, `/v1` included: `"https://api.openai.com/v1"`
     model: str
     transport: Transport
     api_key: str | None = field(default=None, repr=False)
-    weight: float = 1.0
-    """Its share of the verdicts, relative to the other providers' weights. 0: only if others fail."""
-    response_format: str = "auto"
-    """One of `RESPONSE_FORMATS`."""
-    temperature: float | None = 0.0
-    """`None` for a model that accepts none."""
-    max_completion_tokens: int = 512
-    """Room for the verdict, and for a reasoning model's thoughts."""
+    weight: float = 1.0  # its share of the verdicts, relative to the other providers' weights. 0: only if others fail.
+    response_format: str = "auto"  # one of `RESPONSE_FORMATS`
+    temperature: float | None = 0.0  # `None` for a model that accepts none
+    max_completion_tokens: int = 512  # room for the verdict, and for a reasoning model's thoughts
     extra_body: Mapping[str, object] = field(default_factory=dict, repr=False)
     """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
     usd_per_million_prompt_tokens: float = 0.0

@@ -17,15 +17,13 @@ from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
     from openai.types.shared_params import ResponseFormatJSONSchema
 
-MESSAGE_VERSION = 2
-"""Version of the message. Raise it with each change: verdicts on another version are not reused."""
+MESSAGE_VERSION = 2  # version of the message. Raise it with each change: verdicts on another version are not reused.
 MAX_VERDICT_CHARS = 65_536
 """Characters of a judge's text that are read, from its end. A judge may think aloud before the verdict."""
 MAX_OBJECT_STARTS = 64
 """Most opening braces that are tried, from the end of the text. The reason in a verdict holds fewer."""
 
-_TWICE: dict[str, object] = {}
-"""Stands for an object in which a key comes twice."""
+_TWICE: dict[str, object] = {}  # stands for an object in which a key comes twice
 
 
 class _VerdictBody(BaseModel):

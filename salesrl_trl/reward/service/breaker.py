@@ -7,12 +7,10 @@ from enum import Enum, auto
 
 FAILURES_TO_OPEN = 5
 """Failures in a row that open the breaker. A service that answers every second call is better retried."""
-COOLDOWN_S = 0.25
-"""First pause. It is short: a connection that a load balancer resets is back at once."""
+COOLDOWN_S = 0.25  # first pause. It is short: a connection that a load balancer resets is back at once.
 MAX_COOLDOWN_S = 15.0
 """Longest pause between two probes: calls go out again at the latest so long after the service is back."""
-SAME_OUTAGE_S = 60.0
-"""Two failures further apart than this, with no call between them, count as two outages."""
+SAME_OUTAGE_S = 60.0  # two failures further apart than this, with no call between them, count as two outages
 DENIED_COOLDOWN_S = 1.0
 """First pause after refused keys or a used-up quota. Nobody mends those in a quarter of a second."""
 MAX_DENIED_COOLDOWN_S = 60.0
@@ -25,8 +23,7 @@ class Permit(Enum):
     SEND = auto()
     PROBE = auto()
     """Send one request that finds out whether the endpoint is back, and record it with the breaker's `probe`."""
-    WAIT = auto()
-    """Wait: a probe is out, or the pause is not over."""
+    WAIT = auto()  # wait: a probe is out, or the pause is not over
 
 
 class Breaker:
@@ -58,8 +55,7 @@ class Breaker:
         self._cooldown_s = COOLDOWN_S
         self._open_until: float | None = None
         self.is_probing = False
-        self.probe = 0
-        """Number of the latest probe: 0 before the first one."""
+        self.probe = 0  # number of the latest probe: 0 before the first one
         self.denial: str | None = None
         """The code of the denials that opened the breaker; `None` if other failures opened it."""
 

@@ -31,25 +31,18 @@ logger = logging.getLogger(__name__)
 CALLS, USD = "calls", "usd"
 BLOCKS = 32
 """A block is a 32nd of a process's even part of what is left. So kills and idle processes cost a small share."""
-MOST_REQUESTS = 256
-"""Most requests' worth of a block."""
-LOCK_TIMEOUT_S = 20.0
-"""Longest wait for other processes. One of them needs milliseconds."""
+MOST_REQUESTS = 256  # most requests' worth of a block
+LOCK_TIMEOUT_S = 20.0  # longest wait for other processes. One of them needs milliseconds.
 LOCK_RETRY_S = 0.002
-WRITE_AFTER_S = 1.0
-"""While requests are sent, the account is written at least so often."""
-NO_ACCOUNT = "budget_unknown"
-"""Reason code of a request that was not sent because the account can't be used."""
+WRITE_AFTER_S = 1.0  # while requests are sent, the account is written at least so often
+NO_ACCOUNT = "budget_unknown"  # reason code of a request that was not sent because the account can't be used
 BURST = 1 / 12
 """Share of `tokens_per_minute` that may be sent at once. The rest flows in evenly, so that no minute has more."""
 LONGEST_NAP_S = 0.5
 """Longest time between two looks at the level of tokens. Requests that had fewer tokens than expected raise it."""
-FIRST_PROMPT_TOKENS = 1000
-"""Tokens of a prompt, until one has been counted."""
-FIRST_SHARE = 1e-3
-"""Most that a request is expected to cost until one has been counted, as a share of the limit."""
-LATEST = 64
-"""The mean tokens of a request are those of about so many of the latest."""
+FIRST_PROMPT_TOKENS = 1000  # tokens of a prompt, until one has been counted
+FIRST_SHARE = 1e-3  # most that a request is expected to cost until one has been counted, as a share of the limit
+LATEST = 64  # the mean tokens of a request are those of about so many of the latest
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,13 +69,10 @@ class Spent:
 class Limit:
     """One limit of a run's spending."""
 
-    name: str
-    """Its setting: `"max_calls"`, `"judge_providers[openai].max_usd"`."""
-    kind: str
-    """What it counts: `CALLS` or `USD`."""
+    name: str  # its setting: `"max_calls"`, `"judge_providers[openai].max_usd"`
+    kind: str  # what it counts: `CALLS` or `USD`
     most: float
-    service: str | None = None
-    """The service that it is about. `None`: all of the reward's services."""
+    service: str | None = None  # the service that it is about. `None`: all of the reward's services.
 
     def of(self, spent: Spent) -> float:
         return spent.calls if self.kind == CALLS else spent.usd
@@ -179,8 +169,7 @@ class Price:
 
     prompt_token: float = 0.0
     completion_token: float = 0.0
-    max_completion_tokens: int = 512
-    """Most tokens of an answer."""
+    max_completion_tokens: int = 512  # most tokens of an answer
 
     def of(self, prompt_tokens: float, completion_tokens: float) -> float:
         return prompt_tokens * self.prompt_token + completion_tokens * self.completion_token

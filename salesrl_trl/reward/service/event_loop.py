@@ -16,8 +16,7 @@ from salesrl_trl.errors import ServiceError
 
 T = TypeVar("T")
 
-CANCEL_GRACE_S = 1.0
-"""Longest wait for tasks that were cancelled. After it they are left behind."""
+CANCEL_GRACE_S = 1.0  # longest wait for tasks that were cancelled. After it they are left behind.
 _END: ContextVar[float] = ContextVar("salesrl_trl_deadline", default=math.inf)
 
 

@@ -24,16 +24,12 @@ T = TypeVar("T")
 LOOK_EVERY_S = 0.02
 MAX_HEDGES = 2
 """Most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers, and its batch waits."""
-PERCENTILE = 0.95
-"""A call is late when 95 % of the recent calls were faster."""
+PERCENTILE = 0.95  # a call is late when 95 % of the recent calls were faster
 MARGIN = 1.3
 """Factor on the percentile. With it few calls that are merely slow are sent twice; the budget is for stragglers."""
-WINDOW = 256
-"""The percentile is taken over this many latest calls."""
-MIN_SAMPLES = 20
-"""With fewer calls there is no percentile."""
-REFRESH_EVERY = 16
-"""Calls between two computations of the percentile."""
+WINDOW = 256  # the percentile is taken over this many latest calls
+MIN_SAMPLES = 20  # with fewer calls there is no percentile
+REFRESH_EVERY = 16  # calls between two computations of the percentile
 GROWTH_PER_SUCCESS = 0.5
 """Slots that each answer adds during the slow start. Doubling could overshoot a service's limit by its whole size."""
 DECREASE = 0.8
@@ -101,8 +97,7 @@ class HedgePolicy:
         self._since_refresh = 0
         self._sent = 0
         self._hedges = 0
-        self.late_after_s: float | None = None
-        """Seconds after which a call is late; `None` until enough is known."""
+        self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
 
     @property
     def enabled(self) -> bool:

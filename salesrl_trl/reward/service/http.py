@@ -31,12 +31,10 @@ from salesrl_trl.recording.completion_record import CallNote
 from salesrl_trl.reward.service.event_loop import PerLoop
 from salesrl_trl.reward.service.wire import WiredResponse, open_session
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Largest answer that is read: fifty long passages are a tenth of it."""
+MAX_BODY_BYTES = 4 * 1024 * 1024  # largest answer that is read: fifty long passages are a tenth of it
 MAX_ERROR_BODY_BYTES = 64 * 1024
 """Most bytes that are read of an error's body. Only one thing is looked for in it: whether a quota is used up."""
-OVERLOAD_STATUS = frozenset({429, 529})
-"""Too many requests. Some providers answer 529 when they are overloaded."""
+OVERLOAD_STATUS = frozenset({429, 529})  # too many requests. Some providers answer 529 when they are overloaded.
 RETRYABLE_STATUS = frozenset({408, 409, 425})
 """The other 4xx for which a later attempt may succeed. For every 5xx it may, too."""
 DENIED_STATUS = frozenset({401, 402})

@@ -16,8 +16,7 @@ from aiohttp.connector import Connection
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
-KEEPALIVE_S = 60.0
-"""How long an idle connection is kept: longer than an optimizer step."""
+KEEPALIVE_S = 60.0  # how long an idle connection is kept: longer than an optimizer step
 
 
 def open_session() -> aiohttp.ClientSession:
