@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
-from salesrl_trl.config.reward import SALES
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.process import cache_dir
@@ -32,7 +31,7 @@ from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price, read_account
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import SALES, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig

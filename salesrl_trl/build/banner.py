@@ -18,7 +18,7 @@ from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.engine import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
-from salesrl_trl.config.reward import SALES, ReplaySettings
+from salesrl_trl.config.reward import ReplaySettings
 from salesrl_trl.config.training import FIXED
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.data.templates import PROMPT_STYLES

@@ -7,7 +7,7 @@ import ast
 import copy
 import difflib
 import inspect
-from argparse import SUPPRESS, Action
+from argparse import SUPPRESS, Action, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -20,10 +20,12 @@ from trl import TrlParser
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.config.checks import check_path, check_text
 from salesrl_trl.config.ranges import texts_of
-from salesrl_trl.data.files import read_yaml, unreadable
-from salesrl_trl.demo.packaged import PACKAGED
+from salesrl_trl.data.arithmetic import ARITHMETIC
+from salesrl_trl.data.demo_pictures import DEMO_PICTURES
+from salesrl_trl.data.files import DEMO, read_yaml, unreadable
+from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import DEFAULT_BRANCHES
+from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 
 SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own when no model is named
+SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged reward chain and the demo's rows need
 ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
 PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
 PATHS = (
@@ -120,8 +123,9 @@ class RunConfig:
 
     @property
     def policy_path(self) -> str:
-        """Folder or hub name of the policy: the packaged small one if no model is named."""
-        return self.model.model_name_or_path or str(PACKAGED)
+        """Folder or hub name of the policy: a packaged small one if no model is named."""
+        small = ARITHMETIC_POLICY if self.data.train_source[0] == ARITHMETIC else PACKAGED
+        return self.model.model_name_or_path or str(small)
 
 
 def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
@@ -183,11 +187,13 @@ class SettingsParser(TrlParser):
         self.values: dict[str, object] = {}
         self._given: set[str] = set()
         self._presets: dict[str, dict[str, object]] = {}
+        self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
 
     @property
     def keys(self) -> set[str]:
-        """Names of all settings, and the two keys of a recipe that are no settings."""
-        return {action.dest for action in self._actions} - {PRESET} | {ENVIRONMENT, SMALL_POLICY, *self._unread}
+        """Names of all settings, and the keys of a recipe that are no settings."""
+        keys = {action.dest for action in self._actions} - {PRESET}
+        return keys | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """An object of each of the `kinds`. Works once: the values of a recipe become defaults of this parser.
@@ -230,7 +236,15 @@ class SettingsParser(TrlParser):
         for name in PATHS:
             if isinstance(path := getattr(namespace, name, None), str):
                 check_path(name, path)
-        if getattr(namespace, "branches", None) == []:
+        if _is_own_task(namespace):
+            left = {name: value for name, value in self._of_chain.items() if name not in self._given}
+            vars(namespace).update(left)
+            if left:
+                self.notes.append(
+                    "functions of your own score rows of your own, so the recipe's settings of "
+                    f"`{SALES_CHAIN}` are left out: {', '.join(left)}"
+                )
+        elif getattr(namespace, "branches", None) == []:
             namespace.branches = list(DEFAULT_BRANCHES)
         if getattr(namespace, "held_out_eval", False) is None:
             namespace.held_out_eval = True
@@ -238,8 +252,13 @@ class SettingsParser(TrlParser):
         return namespace, unknown
 
     def set_defaults_with_config(self, **config: object) -> list[str]:
-        """Make defaults of the recipe's values, of the presets', and, if no model is named, of `small_policy`'s."""
-        small_policy = config.pop(SMALL_POLICY, None)
+        """Make defaults of the recipe's values, `sales_chain`'s among them, of the presets', and, if no model is
+        named, of `small_policy`'s."""
+        small_policy, chain = config.pop(SMALL_POLICY, None), config.pop(SALES_CHAIN, None)
+        if isinstance(chain, dict):
+            chain = {name: value for name, value in chain.items() if name not in config}
+            self._of_chain = {name: self.get_default(name) for name in chain if name not in self._unread}
+            config |= chain
         for name, preset in self._presets.items():
             self.notes.append(f"preset {name}: {_changes(preset, config, self._given)}")
             config |= preset
@@ -284,6 +303,12 @@ class SettingsParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
+
+
+def _is_own_task(settings: Namespace) -> bool:
+    """Whether functions of a user's own alone score rows of a user's own."""
+    functions, rows = getattr(settings, "reward_funcs", None), getattr(settings, "dataset", DEMO)
+    return bool(functions) and SALES not in functions and rows.partition(":")[0] not in (DEMO, DEMO_PICTURES)
 
 
 def _options(argv: Sequence[str]) -> list[str]:
@@ -341,12 +366,13 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
         raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-    small_policy = recipe.get(SMALL_POLICY) or {}
-    if not isinstance(small_policy, dict):
-        raise ConfigError(
-            f"`{SMALL_POLICY}` of {path} is a {type(small_policy).__name__}. Expected a mapping of settings."
-        )
-    unknown = sorted((set(recipe) | set(small_policy)) - known, key=str)
+    names = set(recipe)
+    for key in (SMALL_POLICY, SALES_CHAIN):
+        part = recipe.get(key) or {}
+        if not isinstance(part, dict):
+            raise ConfigError(f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
+        names |= set(part)
+    unknown = sorted(names - known, key=str)
     if unknown:
         raise ConfigError(
             f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "

@@ -20,10 +20,8 @@ from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
 from salesrl_trl.reward.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
-from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
+from salesrl_trl.types import DEFAULT_FORMAT, SALES, ActionFormat
 
-SALES = "sales"
-"""The packaged chain, in `reward_funcs`."""
 ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
 
@@ -198,7 +196,12 @@ class RewardConfig:
     @property
     def uses_services(self) -> bool:
         """Whether the packaged chain scores, with its RAG service and its judge."""
-        return not self.asks_nobody and (not self.reward_funcs or SALES in self.reward_funcs)
+        return not self.asks_nobody and self.has_chain
+
+    @property
+    def has_chain(self) -> bool:
+        """Whether rewards are those of the packaged chain, asked now or recorded before."""
+        return not self.reward_funcs or SALES in self.reward_funcs
 
     @property
     def embeds_rag(self) -> bool:

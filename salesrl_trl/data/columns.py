@@ -8,10 +8,10 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from salesrl_trl.data.rows import OPTIONAL_COLUMNS, REQUIRED_COLUMNS
+from salesrl_trl.data.rows import OPTIONAL_COLUMNS, PROMPT_COLUMNS
 from salesrl_trl.errors import ConfigError, DataError
 
-FIELDS = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)  # fields of a row that a column can give
+FIELDS = (*PROMPT_COLUMNS, *OPTIONAL_COLUMNS)  # fields of a row that a column can give
 _TURN_KEYS = {"column", "role", "content", "roles"}
 
 

@@ -21,6 +21,7 @@ from filelock import FileLock
 
 from salesrl_trl.errors import ConfigError, DataError
 
+DEMO = "demo"  # name of the packaged conversations, as a dataset
 Record = dict[str, Any]  # a row of a dataset as it is loaded
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""

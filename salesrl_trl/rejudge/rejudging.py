@@ -15,7 +15,6 @@ from pathlib import Path
 from salesrl_trl.build.assembly import addresses, budget_of, build_services
 from salesrl_trl.build.checks.reward import check_judges, read_reward
 from salesrl_trl.config import RewardConfig
-from salesrl_trl.config.reward import SALES
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.names import Stage

@@ -12,7 +12,6 @@ from pathlib import Path
 from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_rag
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
-from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
@@ -24,7 +23,7 @@ from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
-from salesrl_trl.types import DEFAULT_FORMAT
+from salesrl_trl.types import DEFAULT_FORMAT, SALES
 
 logger = logging.getLogger(__name__)
 
