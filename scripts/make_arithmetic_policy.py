@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Teaches the policy of `recipes/own.py` to add two numbers, from answers of which half are wrong.
 
-    .venv/bin/python scripts/make_arithmetic_policy.py [--out FOLDER] [--steps 3000] [--seed 0]
+    .venv/bin/python scripts/make_arithmetic_policy.py [--out FOLDER] [--steps 1500] [--seed 0]
 
 So it often has the right answer and is often wrong, which GRPO improves. It saw no held-out question. The figures at
 the end are its shares of right answers at temperature 1, of the training and of the held-out questions.
@@ -33,7 +33,7 @@ def main() -> None:
     """Teach a policy, save it, print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ARITHMETIC_POLICY, help="folder to write to")
-    parser.add_argument("--steps", type=int, default=3000, help="steps of supervised fine-tuning")
+    parser.add_argument("--steps", type=int, default=1500, help="steps of supervised fine-tuning")
     parser.add_argument("--seed", type=int, default=0, help="of weights, answers and their order")
     args = parser.parse_args()
     set_seed(args.seed)

@@ -6,9 +6,9 @@ from typing import Annotated, Any, cast
 
 from salesrl_trl.config.checks import build_object, check, structure
 from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_settings
+from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
-from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat

@@ -67,7 +67,9 @@ def parse_row(
     prompt = None if record.get("prompt") is None else _prompt(record["prompt"], where)
     images = read_pictures(record.get("images", record.get("image")), folder, where)
     if images and isinstance(prompt, str):
-        raise DataError(f"{where}: `prompt` is a text, and the row has pictures. Expected messages for a chat template.")
+        raise DataError(
+            f"{where}: `prompt` is a text, and the row has pictures. Expected messages for a chat template."
+        )
     return SalesRow(
         row_id=str(record.get("id") or f"row-{position}"),
         branch=branch,

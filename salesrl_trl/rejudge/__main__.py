@@ -58,10 +58,10 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.build.services_plan import StepSettings
     from salesrl_trl.build.settings import parse_part
     from salesrl_trl.config import DataConfig, RewardConfig
-    from salesrl_trl.types import SALES
     from salesrl_trl.data.sources import check_rows
     from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
     from salesrl_trl.rejudge.score_changes import Baseline, changes
+    from salesrl_trl.types import SALES
 
     stamina.instrumentation.set_on_retry_hooks([])
     own, data, reward, others = parse_part(

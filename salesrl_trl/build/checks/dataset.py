@@ -44,7 +44,10 @@ def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
 def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | None:
     """The policy's prompt: the user's template, or the name of a packaged style. Without a template it is `instruct`
     if the packaged chain scores, which needs its answers, else `None` for the rows' own prompts."""
-    template, fields = data.prompt_template or ("instruct" if reward.has_chain else None), reward.action_format().fields
+    template, fields = (
+        data.prompt_template or ("instruct" if reward.has_chain else None),
+        reward.action_format().fields,
+    )
     if template is None:
         return None
     if template not in PROMPT_STYLES:
