@@ -20,8 +20,8 @@ class DataConfig:
     """The rows to train and evaluate on."""
 
     dataset: str = DEMO
-    """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub. `NAME:SPLIT` is
-    another split than `train`."""
+    """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
+    `NAME:SPLIT` is another split than `train`."""
     eval_dataset: dict[str, object] | str | None = None
     """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
     `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`."""

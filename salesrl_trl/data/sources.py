@@ -37,8 +37,8 @@ def load_rows(
 
     Args:
         source (`str`):
-            `"demo"`, `"demo_pictures"`, `"arithmetic"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name of a dataset on
-            the hub.
+            `"demo"`, `"demo_pictures"`, `"arithmetic"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name
+            of a dataset on the hub.
         split (`str`):
             Split to take: `"train"` or `"heldout"` for the demo. Ignored for a local file, which is one split.
         branches (`Sequence[str]`, *optional*):

@@ -27,7 +27,7 @@ from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.rag_client import answer_from_json
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import Action, Answer, Outcome, RequestIds, Reward, SalesRow
+from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
 AT_ONCE = 256  # completions that are begun together. The judge's own limits hold beside it.
 
