@@ -115,7 +115,7 @@ class SalesRow:
 
     @property
     def context(self) -> str:
-        """The conversation as text, a line per turn: `"customer: ...\\nseller: ..."`. The prompt's, if there is none."""
+        """The conversation as text, a line per turn: `"customer: ...\\nseller: ..."`. Without one, the prompt."""
         if self.conversation or self.prompt is None:
             return "\n".join(f"{message.role}: {message.content}" for message in self.conversation)
         if isinstance(self.prompt, str):
