@@ -1,4 +1,4 @@
-"""Settings of the rows: their source, their number and their prompt. Part of `SalesRLConfig`."""
+"""Settings of the rows: their source, their number and their prompt. `build.settings` makes it a part of `RunConfig`."""
 
 from dataclasses import dataclass
 from pathlib import Path

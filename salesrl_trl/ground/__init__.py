@@ -4,6 +4,7 @@
 - `shutdown`: the end of a command, and exit codes.
 - `patched`: attributes of other libraries' objects, replaced for a while.
 - `service_keys`: keys of services. `fencing`: the fences around hostile text.
+- `tables`: tables for a terminal.
 - `surroundings`: what a thread that calls a user's code has of the main thread.
 
 Refuses to know anything of the packages above.
