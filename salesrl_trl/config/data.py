@@ -1,4 +1,4 @@
-"""Settings of the rows: their source, their number and their prompt. `build.settings` makes it a part of `RunConfig`."""
+"""Settings of the rows: their source, their number and their prompt. A part of `build.settings.RunConfig`."""
 
 from dataclasses import dataclass
 from pathlib import Path
