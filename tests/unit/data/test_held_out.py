@@ -82,6 +82,11 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
             "`dataset_format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc, topi",
         ),
         ({"eval_dataset": {"format": "BBQ"}}, "`eval_dataset.format` is 'BBQ'. Expected one of: rows, bbq"),
+        (
+            {"dataset": "a.jsonl:late"},
+            "`dataset` is 'a.jsonl:late', and a local file is one split. Expected 'a.jsonl'",
+        ),
+        ({"eval_dataset": {"path": "a.parquet:late"}}, "`eval_dataset` is 'a.parquet:late', and a local file is one"),
         ({"eval_dataset": {"split": "late"}}, "`eval_dataset` has split. Expected some of: path, a text; format;"),
     ],
 )
