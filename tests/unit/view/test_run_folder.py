@@ -61,6 +61,29 @@ def test_a_record_that_was_cut_off_ends_the_file_and_what_is_before_it_counts(ru
     assert read_run(run_folder.path).of("reward") == pytest.approx({1: 0.1, 2: 0.2})
 
 
+@pytest.mark.parametrize(
+    ("files", "steps", "starts"),
+    [
+        ([{}], (), 0),
+        ([{1: {"reward": 0.1}}, {}], (1,), 1),  # settings alone
+        ([{1: {"reward": 0.1}, 2: {"reward": 0.2}}, {2: {"epoch": 1.0}}], (1, 2), 1),  # of a last evaluation
+        ([{0: {"quick_eval/a/score": 0.1}, 1: {"reward": 0.1}, 2: {"quick_eval/a/score": 0.1}}], (1,), 1),
+    ],
+    ids=["empty", "settings", "last evaluation", "quick evaluations"],
+)
+def test_what_trains_no_step_is_no_step_and_no_start(run_folder, files, steps, starts):
+    for number, figures in enumerate(files):
+        run_folder.events(figures, started_s=1_700_000_000.0 + 9000 * number)
+    run = read_run(run_folder.path)
+    assert (run.steps, run.starts) == (steps, starts)
+
+
+def test_a_later_nan_takes_the_place_of_an_earlier_figure(run_folder):
+    run_folder.events({1: {"reward": 0.25}, 2: {"reward": 0.2}})
+    run_folder.events({2: {"reward": math.nan}}, started_s=1_700_009_000.0)
+    assert read_run(run_folder.path).of("reward") == {1: 0.25}
+
+
 def test_infinite_figures_are_counted_and_nan_is_not(run_folder):
     run_folder.events({1: {"kl/a": math.inf, "memory/gpu_peak_gib": math.nan, "reward/a": 0.1}, 2: {"kl/a": 0.1}})
     run = read_run(run_folder.path)
