@@ -35,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(index: Index, port: int) -> int:
     viewer = Viewer(index, port)
     try:
-        print(
-            f"{viewer.url}\nThis address is for you alone: the page shows what customers said. Ctrl-C ends.",
-            flush=True,
-        )
+        print(viewer.url)
+        print("This address is for you alone: the page shows what customers said. Ctrl-C ends.", flush=True)
         viewer.serve_forever()
     except KeyboardInterrupt:  # how it is meant to end
         print()

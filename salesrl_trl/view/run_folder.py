@@ -73,11 +73,9 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     # Quick evaluations do not count as steps of training: one may come before the first
     trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
     unread = []
-    quick_evals, bad_lines = _quick_evals(folder / names.QUICK_EVAL_FILE)
-    if bad_lines:
-        unread.append(
-            f"{bad_lines} line{'s' * (bad_lines > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out"
-        )
+    quick_evals, bad = _quick_evals(folder / names.QUICK_EVAL_FILE)
+    if bad:
+        unread.append(f"{bad} line{'s' * (bad > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out")
     held_out, is_whole = _held_out(folder / names.HELD_OUT_FILE)
     if not is_whole:
         unread.append(f"{names.HELD_OUT_FILE} could not be read{' in part' if held_out else ''}")
@@ -203,14 +201,14 @@ def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], int]:
     records = [_parsed(line) for line in text.splitlines() if line.strip()]
     for step, record in (evaluations := _with_steps(records)):
         mode = str(record.get("mode") or "evaluation")
-        branches, figures = _object(record.get("branches")), _object(record.get("figures"))
+        branches, own = _object(record.get("branches")), _object(record.get("figures"))
         latest[step, mode] = QuickEval(
             step=step,
             mode=mode,
             reward=_finite(record.get("reward")),
             best=record.get("best") is True,
             scores={name: _finite(_object(values).get("score")) for name, values in branches.items()},
-            figures={name: _finite(value) for name, value in figures.items()},
+            figures={name: _finite(value) for name, value in own.items()},
         )
     return tuple(latest[key] for key in sorted(latest)), len(records) - len(evaluations)
 
@@ -219,10 +217,7 @@ def _held_out(path: Path) -> tuple[dict[int, Figures], bool]:
     """The evaluations by step, and whether all of the file could be read."""
     records = _parsed(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
     evaluations = _with_steps(records) if isinstance(records, list) else []
-    figures = {
-        step: {name: _finite(value) for name, value in record.items() if name != "step"}
-        for step, record in evaluations
-    }
+    figures = {step: {name: _finite(value) for name, value in record.items()} for step, record in evaluations}
     return dict(sorted(figures.items())), isinstance(records, list) and len(records) == len(evaluations)
 
 
@@ -234,8 +229,8 @@ def _parsed(text: str) -> object:
 
 
 def _with_steps(records: Sequence[object]) -> list[tuple[int, dict[str, object]]]:
-    """The records that are evaluations: objects with a step. What else they lack, an earlier release did not write."""
-    steps = [(_finite(_object(record).get("step")), _object(record)) for record in records]
+    """The records that are evaluations, without their step: objects with one. They may lack anything else."""
+    steps = [(_finite(record.pop("step", None)), record) for record in map(_object, records)]
     return [(int(step), record) for step, record in steps if step is not None]
 
 
