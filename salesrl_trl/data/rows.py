@@ -48,7 +48,7 @@ def parse_row(
     Raises `DataError` if a value is not as expected. The message has the row's place, and never its text."""
     name = record.get("id")
     where = place(position, source, line, f"; id {name!r}" if name else "")
-    branch = record.get("branch", branches[0] if len(branches) == 1 else ALL)
+    branch = record.get("branch", (*branches, ALL)[0] if len(branches) <= 1 else None)
     if not isinstance(branch, str) or (branches and branch not in branches):
         expected = f"one of: {', '.join(branches)}" if branches else "a text"
         raise DataError(

@@ -104,7 +104,7 @@ def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, gu
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"brunch": "a"}, "`columns` maps 'brunch', which is no field of a row. Did you mean 'branch'? Expected: b"),
+        ({"brunch": "a"}, "`columns` maps 'brunch', which is no field of a row. Did you mean 'branch'? Expected: p"),
         ({"branch": 1}, "`columns.branch` has another form. Expected the name of a column, or {value: CONSTANT}."),
         ({"branch": {"column": "a"}}, "`columns.branch` has another form."),
         ({"branch": {"value": "a", "column": "b"}}, "`columns.branch` has another form."),

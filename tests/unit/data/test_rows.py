@@ -44,9 +44,12 @@ def test_optional_columns_are_carried(dataset):
 
 def test_a_missing_column_is_named_beside_what_was_got(dataset):
     with pytest.raises(
-        DataError, match=r"lacks the column branch\. Got: conversation\. Expected: branch, conversation"
+        DataError,
+        match=r"lacks the column branch, .* fairness, hallucination\. Got: conversation\. Expected prompt",
     ):
         load(dataset({"conversation": GOOD["conversation"]}))
+    with pytest.raises(DataError, match=r"lacks the column prompt or conversation\. Got: branch, question"):
+        load(dataset({"branch": "fairness", "question": "How much?"}))
 
 
 @pytest.mark.parametrize(
