@@ -1,6 +1,7 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -133,6 +134,25 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     assert "/dev/shm has 0.05 GiB free, and `dataloader_num_workers` use it. Expected 1" in told(*workers)
     free["shm"] = 0.5
     assert "Expected 1 GiB. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--report_to", "comet_ml"], "`report_to` names comet_ml, which is not installed. Expected some of: all"),
+        (["--load_in_4bit", "true"], "`load_in_4bit` wants bitsandbytes, which is not installed. Install it (pip"),
+        (["--optim", "lion_32bit"], "`optim: lion_32bit` wants bitsandbytes, which is not installed."),
+        (["--optim", "paged_ademamix_8bit"], "`optim: paged_ademamix_8bit` wants bitsandbytes"),
+        (["--optim", "adamw_torch_4bit"], "`optim: adamw_torch_4bit` wants torchao, which is not installed."),
+        (["--use_liger_kernel", "true"], "`use_liger_kernel` wants liger_kernel, which is not installed. Install it"),
+        (["--use_peft", "true"], "`use_peft` wants peft, which is not installed. Install it (pip install peft)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, arguments, message):
+    absent, real = ("bitsandbytes", "torchao", "liger_kernel", "peft"), importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in absent else real(name, *rest))
+    assert message in told(*arguments, stages=CHEAP[:1])
 
 
 @pytest.mark.parametrize(
