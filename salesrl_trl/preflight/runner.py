@@ -107,7 +107,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
         in_16_bits=training.bf16 or training.fp16,
         model=plan.model_config,
     )
-    notes += [attention] * (attention is not None)
+    notes += [attention] if attention is not None else []
     for note in notes:
         findings.note(note)
     steps, warm_up = training.max_steps, training.warmup_steps

@@ -9,6 +9,7 @@ import torch
 from salesrl_trl.build.memory.estimate import named_card
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings import parse
+from salesrl_trl.config.reward import Attempts
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.preflight.gpu_memory import main
 from salesrl_trl.preflight.runner import prepare
@@ -67,7 +68,7 @@ def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():
     assert first.startswith("preset 80gb: use_peft True, ")
     assert "per_device_train_batch_size 6 (not 8)" in second
     assert "temperature" not in second
-    assert (config.reward.judge_timeout_s, config.reward.parsed_attempts()) == (6, {"rag": 3, "judge": 1})
+    assert (config.reward.judge_timeout_s, config.reward.parsed_attempts()) == (6, Attempts(rag=3, judge=1))
 
 
 @pytest.mark.parametrize(
