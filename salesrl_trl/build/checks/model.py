@@ -212,8 +212,9 @@ def choose_attention(
     """The implementation for `from_pretrained`, and a line for the banner. `asked`: the setting `attn_implementation`.
     A named one is kept, or refused by a `ConfigError`. `None` leaves the choice to transformers. `in_16_bits` is said
     of the forward pass."""
-    kind = model_class(model)._model_mapping.get(type(model), None)
-    if asked not in (None, "auto", *FLASH):
+    if asked is None:
+        return None, None
+    if asked not in ("auto", *FLASH):
         names = ["auto", "eager", *FLASH, *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
         if asked not in names and "/" not in asked:
             near = difflib.get_close_matches(asked, names, 1)
@@ -221,9 +222,8 @@ def choose_attention(
                 f"`attn_implementation` is {asked!r}. Expected one of: {', '.join(sorted({*names}))}; or a kernel of "
                 f"the hub, as ORGANISATION/NAME.{f' Did you mean {near[0]}?' if near else ''}"
             )
-    if asked is None or asked not in ("auto", *FLASH):
         return asked, None
-    reason = ""
+    kind, reason = model_class(model)._model_mapping.get(type(model), None), ""
     for name in FLASH if asked == "auto" else [asked]:
         reason = _why_no_flash(name, device, in_16_bits, getattr(kind, "_supports_flash_attn", False))
         if not reason:
