@@ -156,7 +156,7 @@ def advice(shape: ModelShape, setup: Setup, card_gib: float) -> list[str]:
                 steps[name], shape, setup, now = text, other_shape, other, after
                 break
         else:
-            return [*steps.values(), "a larger card, or a smaller model"]
+            return [*steps.values(), "more cards or a larger one, or a smaller model"]
     return [*steps.values(), f"then about {now.needed_gib:.1f} GiB"]
 
 
@@ -198,15 +198,9 @@ def _changes(shape: ModelShape, setup: Setup, now: Estimate) -> Iterator[tuple[s
         yield "`use_peft", text, replace(shape, adapters=shape.adapters or usual), lora
     for zero in (Sharding.ZERO2, Sharding.ZERO3):
         if setup.sharding.level < zero.level:
-            cards = max(setup.processes, 2)
-            number = 2 if setup.autocast else setup.weight_bytes
-            yield change(
-                f"DeepSpeed {zero} on {cards} cards (`accelerate_configs/`)",
-                sharding=zero,
-                processes=cards,
-                weight_bytes=number,
-                optim="adamw_torch_fused",
-            )
+            cards, number = max(setup.processes, 2), 2 if setup.autocast else setup.weight_bytes
+            text = f"DeepSpeed {zero} on {cards} cards (`accelerate_configs/`)"
+            yield change(text, sharding=zero, processes=cards, weight_bytes=number, optim="adamw_torch_fused")
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:

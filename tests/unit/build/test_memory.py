@@ -208,7 +208,7 @@ def test_advice_begins_with_what_helps_at_the_fullest_moment(seven, run, card_gi
 
 
 def test_advice_ends_where_it_fits_or_says_that_nothing_is_enough(seven):
-    assert advice(seven, setup(), 10.0)[-1] == "a larger card, or a smaller model"
+    assert advice(seven, setup(), 10.0)[-1] == "more cards or a larger one, or a smaller model"
     batch, fits = advice(seven, dataclasses.replace(FULL, lora=True, weight_bytes=2), 18.5)
     assert batch.startswith("`per_device_train_batch_size: ") and fits.startswith("then about 1")
 

@@ -127,7 +127,8 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
 ):
     code, found = weighed("7B", card, *given)
     assert (code, found["fits"], found["preset"]["name"]) == (3, False, preset)
-    assert any("more cards" in setting for setting in found["remedies"])
+    is_enough = card != "24gb"  # where vLLM's weights alone are 14.2 GiB
+    assert found["remedies"][-1].startswith("then about " if is_enough else "more cards or a larger one")
     if "true" in given:  # it saves nothing beside adapters
         assert not any("adamw_torch_8bit" in setting for setting in found["remedies"])
     main("", ["--model_name_or_path", model("7B"), "--card", card, "--prompt_tokens", "1024", *given])
