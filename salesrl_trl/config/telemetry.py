@@ -78,7 +78,8 @@ class TelemetryConfig:
 
     def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
         """The largest size of a process's record in GiB, and the filter of recorded texts."""
-        settings = entry_of("record_settings", RecordSettings, self.record_settings or {})
+        given = {} if self.record_settings is None else self.record_settings
+        settings = entry_of("record_settings", RecordSettings, given)
         gib, path = settings.gib, settings.filter
         if path is None:
             return gib, None

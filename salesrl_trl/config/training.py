@@ -281,7 +281,7 @@ class SalesGRPOConfig(GRPOConfig):
             make: Callable[..., KLLaw] = AdaptiveLaw
             if path is not None:
                 make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
-            if path is None:
+            else:
                 check_names("kl_law_settings", arguments, ("max_step", COOLDOWN))
             try:
                 law = make(**arguments)
