@@ -5,7 +5,7 @@ thread and the thread of the reward's event loop may share them.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -54,7 +54,7 @@ class RequestIds:
 
     def as_dict(self) -> dict[str, str]:
         """The values by field name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in RequestIds.__slots__}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
+from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.process import cache_dir
@@ -293,7 +294,7 @@ def build_services(
             quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
         )
 
-    retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts()["rag"])
+    retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
     rag = RagClient(
@@ -309,15 +310,14 @@ def build_services(
         return rag, parts.judge
     configured = config.parsed_judge_providers()
     providers = [
-        JudgeProvider(
-            name=provider.name,
-            base_url=provider.base_url,
-            model=provider.model,
+        from_fields(
+            JudgeProvider,
+            provider,
             transport=transport(
                 f"{JUDGE}_{provider.name}" if configured else JUDGE,
                 provider.max_concurrency or config.judge_max_concurrency,
                 provider.timeout_s or config.judge_timeout_s,
-                config.parsed_attempts()["judge"],
+                config.parsed_attempts().judge,
                 price=Price(
                     prompt_token=provider.usd_per_million_prompt_tokens / 1e6,
                     completion_token=provider.usd_per_million_completion_tokens / 1e6,
@@ -326,13 +326,6 @@ def build_services(
                 tokens_per_minute=provider.tokens_per_minute,
             ),
             api_key=parts.judge_keys[provider.name],
-            weight=provider.weight,
-            response_format=provider.response_format,
-            temperature=provider.temperature,
-            max_completion_tokens=provider.max_completion_tokens,
-            extra_body=provider.extra_body,
-            usd_per_million_prompt_tokens=provider.usd_per_million_prompt_tokens,
-            usd_per_million_completion_tokens=provider.usd_per_million_completion_tokens,
         )
         for provider in configured
         or [JudgeProviderConfig(name=JUDGE, base_url=judge_base_url, model=config.judge_model)]

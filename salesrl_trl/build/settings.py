@@ -82,7 +82,8 @@ REPLACED = {
     "kl_control": "gone: kl_law: fixed takes its place",
     "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
     "branch_column": "gone: rename the dataset's column to branch",
-    **dict.fromkeys(("min_changed_weights", "max_kl"), "gone: it is a constant"),
+    "min_changed_weights": "gone: it is a constant, a share of 0.5",
+    "max_kl": "gone: it is a constant, 1000 nats per token",
     **dict.fromkeys(
         ("judge_tokens_per_minute", "judge_response_format", "judge_max_completion_tokens"),
         "gone: an entry of judge_providers takes it without judge_",
@@ -267,7 +268,7 @@ class SettingsParser(TrlParser):
             changes = _changes(small_policy, config, self._given)
             self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {changes}")
             config |= small_policy
-        if isinstance(config.get("shared_prompts"), int):
+        if isinstance(config.get("shared_prompts"), int | float):
             config["shared_prompts"] = str(config["shared_prompts"])
         for name in self._texts & config.keys():  # argparse converts only what the command line gives
             kind = type(config[name]).__name__

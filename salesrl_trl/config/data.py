@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from salesrl_trl.config.checks import build_object, check, structure
-from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_settings
+from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_names, check_settings, check_value
 from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
@@ -80,11 +80,10 @@ class DataConfig:
         value = self.eval_dataset
         if value is None or (isinstance(value, str) and not value.startswith("{")):
             return {} if value is None else {"path": value}
-        entry = structure("eval_dataset", value, dict)
-        check(
-            entry.keys() <= {"path", "format", "columns"} and isinstance(entry.get("path"), str | None),
-            f"`eval_dataset` has {', '.join(map(str, entry))}. Expected some of: path, a text; format; columns.",
-        )
+        entry: dict[str, Any] = structure("eval_dataset", value, dict)
+        check_names("eval_dataset", entry, ("path", "format", "columns"))
+        for name in ("path", "format"):
+            check_value(f"eval_dataset.{name}", entry.get(name), str | None)
         return entry
 
     @property

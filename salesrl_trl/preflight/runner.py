@@ -108,12 +108,13 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     findings.figures["processes"] = training.world_size
     findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
     notes += earlier_start(training.output_dir, resumes=resumed is not None)
-    if model.attn_implementation == "auto":
-        in_16_bits = training.bf16 or training.fp16
-        model.attn_implementation, attention = choose_attention(
-            training.device, in_16_bits=in_16_bits, model=plan.model_config
-        )
-        notes.append(attention)
+    model.attn_implementation, attention = choose_attention(
+        model.attn_implementation,
+        training.device,
+        in_16_bits=training.bf16 or training.fp16,
+        model=plan.model_config,
+    )
+    notes += [attention] if attention is not None else []
     for note in notes:
         findings.note(note)
     steps, warm_up = training.max_steps, training.warmup_steps

@@ -141,6 +141,12 @@ def _answer(body: _AnswerBody) -> Answer:
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
 
 
+def answer_to_json(answer: Answer) -> dict[str, object]:
+    """The answer as a JSON value, for the cache and the record. `asdict` would call 150 functions for it."""
+    passages = [{"id": passage.id, "text": passage.text, "score": passage.score} for passage in answer.passages]
+    return {"text": answer.text, "passages": passages, "took_ms": answer.took_ms}
+
+
 def answer_from_json(value: object) -> Answer:
     """The answer of a value in the cache, by the rules for a service's reply. Raises `TypeError`, `KeyError` or
     `ValueError`."""

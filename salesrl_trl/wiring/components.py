@@ -22,12 +22,12 @@ from transformers.trainer_callback import CallbackHandler
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
     check_rewards,
     normaliser_of,
     passes_of,
     sampling_warnings,
-    settings_of,
     why_in_trls_order,
     why_not_divisible,
 )
@@ -147,7 +147,7 @@ class Components:
         with_baseline = bool(args.hybrid_reference_weight)
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), with_baseline=with_baseline)
         self.spending = Spending(reward.budget)
-        settings = settings_of(RunControlSettings, args, max_outage_s=MAX_OUTAGE_S)
+        settings = from_fields(RunControlSettings, args, max_outage_s=MAX_OUTAGE_S)
         self.run_control = RunControl(settings, reward.names.places, self.spending.reported, self.spending.is_reached)
         self.keeper = Keeper(
             args,
@@ -233,7 +233,7 @@ class Components:
             ledger=self.ledger,
             instruments=self.instruments,
             run_control=self.run_control,
-            settings=settings_of(
+            settings=from_fields(
                 ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
             ),
             device=trl.accelerator.device,

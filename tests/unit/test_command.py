@@ -120,3 +120,15 @@ def test_the_command_brings_nothing_but_the_standard_library(monkeypatch: pytest
     here = "print(*{name.split('.')[0] for name in sys.modules})"
     bare, ours = (set(ended("-c", f"import sys{more}; {here}")[1].split()) for more in ("", ", salesrl_trl.__main__"))
     assert ours - bare - sys.stdlib_module_names == {"salesrl_trl"}
+
+
+def test_help_whose_reader_has_ended_ends_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [COLD_PYTHON, "-c", SCRIPT, "--help"]
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=writer, stderr=subprocess.PIPE, timeout=QUICK_S
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")  # 128 + SIGPIPE, as shells have it

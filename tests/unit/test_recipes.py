@@ -11,6 +11,7 @@ from transformers import TrainerState
 
 from salesrl_trl.build.building import build_instruments
 from salesrl_trl.build.checks.folders import claim_output_dir
+from salesrl_trl.build.memory.estimate import Card, Estimate, Moment
 from salesrl_trl.build.settings import SALES_CHAIN, parse
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
@@ -257,6 +258,26 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
 
 ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0, outcome="ok", reason="",
               reward=1.0, reference_reward=None, parts={}, functions={}, seconds={}, record=None)  # fmt: skip
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
+def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large, tmp_path):
+    def weighed(shape, setup, card_gib):
+        gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
+        return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
+
+    monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.preflight.memory.estimate", weighed)
+    monkeypatch.setattr("salesrl_trl.preflight.memory.is_torchao_available", lambda: True)
+    given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--dtype", "bfloat16"]
+    given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]
+    config = parse([*given, "--use_cpu", "true", "--bf16", "false"], ROOT / "recipes/full.yaml")
+    plain = config.training.optim
+    prepared = prepare(config)
+    assert prepared.dtype == ("bfloat16" if large else "float32")
+    rounding = ("adamw_torch_8bit", "bf16_stochastic_round=True")
+    assert (config.training.optim, config.training.optim_args) == (rounding if large else (plain, None))
+    assert sum("weights are trained in" in note for note in prepared.notes) == 1
 
 
 @pytest.mark.usefixtures("_in_this_process")
