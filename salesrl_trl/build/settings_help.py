@@ -32,7 +32,7 @@ _UNKNOWN = 2
 _WIDEST, _SHORT = 110, 180
 
 
-class Group(NamedTuple):
+class HelpGroup(NamedTuple):
     """Settings that are shown together."""
 
     about: str
@@ -42,17 +42,17 @@ class Group(NamedTuple):
 
 _OWN = "salesrl_trl.config"
 GROUPS = {
-    "data": Group("rows: their source, number and prompt", (f"{_OWN}.data.DataConfig",)),
-    "reward": Group("reward functions, RAG service, judge, limits", (f"{_OWN}.reward.RewardConfig",)),
-    "judges": Group("an entry of judge_providers", (f"{_OWN}.judge.JudgeProviderConfig",)),
-    "telemetry": Group("the record, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
-    "training": Group("branches, KL, rollouts, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
-    "grpo": Group("TRL: generation, vLLM, loss", ("trl.trainer.grpo_config.GRPOConfig",)),
-    "trainer": Group(
+    "data": HelpGroup("rows: their source, number and prompt", (f"{_OWN}.data.DataConfig",)),
+    "reward": HelpGroup("reward functions, RAG service, judge, limits", (f"{_OWN}.reward.RewardConfig",)),
+    "judges": HelpGroup("an entry of judge_providers", (f"{_OWN}.judge.JudgeProviderConfig",)),
+    "telemetry": HelpGroup("the record, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
+    "training": HelpGroup("branches, KL, rollouts, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
+    "grpo": HelpGroup("TRL: generation, vLLM, loss", ("trl.trainer.grpo_config.GRPOConfig",)),
+    "trainer": HelpGroup(
         "transformers: steps, optimizer, logs, checkpoints",
         ("trl.trainer.base_config._BaseConfig", "transformers.training_args.TrainingArguments"),
     ),
-    "model": Group("the policy: its name, weights, LoRA", ("trl.trainer.model_config.ModelConfig",)),
+    "model": HelpGroup("the policy: its name, weights, LoRA", ("trl.trainer.model_config.ModelConfig",)),
 }
 """By the name that `--help GROUP` takes. Of a setting that stands in two, the first has it."""
 
@@ -214,8 +214,8 @@ def answer_help(argv: Sequence[str], recipe: Path | None = None, own: str = "") 
         return
     place = next(place for place, word in enumerate(argv) if word in FLAGS)
     words = [word for word in argv[place + 1 :] if not word.startswith("-")]
-    named = [argv[place + 1].lstrip("-")] if argv[place + 1 : place + 2] and not words else words
-    words = words or [name for name in named if name in settings()]
+    options = [word.lstrip("-").replace("-", "_") for word in argv[place + 1 : place + 2]]
+    words = words or [name for name in options if name in settings()]
     recipe = _recipe(argv[:place], recipe)
     found = _asked(words, recipe) if words else own or _first_page(recipe)
     if os.environ.get("RANK", "0") == "0":
@@ -257,7 +257,7 @@ def _first_page(recipe: Path) -> str:
 
 def _asked(words: Sequence[str], recipe: Path) -> str:
     """The page of a group or a setting, or what a search finds; empty for nothing."""
-    known, word = settings(), words[0].replace("-", "_").lstrip("_")
+    known, word = settings(), words[0].replace("-", "_")
     if len(words) == 1 and word in GROUPS:
         return _group_page(word, _values(recipe))
     if len(words) == 1 and word in known:
