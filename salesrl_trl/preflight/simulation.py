@@ -84,7 +84,7 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
         rows, drafts, mix=simulation.mix, prompts=simulation.prompts_per_step, generations=training.num_generations,
         seed=training.seed,
     )  # fmt: skip
-    rag = "as configured" if reward.rag_base_url else "embedded"  # no address: some hold a password
+    rag = "as configured" if not reward.embeds_rag else "embedded"  # no address: some hold a password
     judge = "as configured" if reward.judge_base_url or reward.judge_providers else "embedded"
     title = (
         f"{simulation.steps} steps of {simulation.prompts_per_step} x {training.num_generations} completions for "
