@@ -20,9 +20,8 @@ class QuestionService(RagBackend):
     def __init__(self) -> None:
         self.identity = os.environ.get("QUESTION_SERVICE", "http://127.0.0.1:9000")
         limits = {"max_concurrency": 64, "attempt_timeout_s": 30.0, "max_attempts": 3, "outage_patience_s": 60.0}
-        self.transports = {
-            name: Transport(name, **limits) for name in ("rag_8b", "rag_32b")
-        }  # retries, limits, hedges
+        # A transport owns retries, limits and hedges.
+        self.transports = {name: Transport(name, **limits) for name in ("rag_8b", "rag_32b")}
         self._http = HttpClient("rag", self.identity, api_key=os.environ.get("QUESTION_SERVICE_KEY"))
 
     async def chat_8b(

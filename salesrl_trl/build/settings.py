@@ -17,7 +17,7 @@ from trl import TrlParser
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text
-from salesrl_trl.data.files import read_yaml, unreadable
+from salesrl_trl.data.files import nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_BRANCHES
@@ -279,7 +279,7 @@ def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_com
 def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     check_path("--config", str(path))
     if not path.is_file():
-        raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
+        raise ConfigError(f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file. Correct --config.")
     try:
         recipe = read_yaml(path)
         check_text(str(path), recipe)
