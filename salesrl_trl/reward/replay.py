@@ -84,9 +84,10 @@ class ReplayReward(Scorer):
     async def drain(self) -> BatchReport:
         if not self._has_told and (nearest := self._sources["of the nearest text"]):
             self._has_told = True
+            total = self._sources.total()
             logger.info(
-                f"[Replay] {nearest / self._sources.total():.0%} of the first {self._sources.total()} completions have "
-                "the reward of the nearest recorded text to the same row, and not their own"
+                f"[Replay] {nearest / total:.0%} of the first {total} completions have the reward of the most similar "
+                "recorded text for the same row, and not their own"
             )
         return await self._reward.drain()
 

@@ -320,7 +320,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             Sign(kind="JudgeInvalid"),
             Sign(
-                r"the judge('s message| answered| broke off|, or its)|the verdict does not|was used up (in|before) the",
+                r"the judge('s message| answered| broke off|, or its)|the verdict does not|_tokens` was used up",
                 kind="ServiceUnavailable",
             ),
             Sign(r"judge\w*_(not_json|outside_schema|no_reference|empty|cut_off|unsigned|refused)", kind=_TOO_FEW),

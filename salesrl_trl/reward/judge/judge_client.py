@@ -36,7 +36,7 @@ def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
         raise ConfigError(
-            f"`rubric_dir` is {directory!r}, which is no folder.{nearest_file(directory)} Correct the path."
+            f"`rubric_dir` is {directory!r}, which is no folder.{nearest_file(folder)} Correct the path."
         )
     paths = {
         name: folder / f"{name}.txt" if folder and (folder / f"{name}.txt").is_file() else packaged.get(name)

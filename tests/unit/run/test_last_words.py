@@ -206,6 +206,7 @@ def test_reasons_of_missing_rewards_tell_what_is_wrong_with_a_service():
         ("rag_8b_http_500", "The RAG service does not answer"),
         ("rag_8b_timeout", "The RAG service does not answer"),
         ("judge_a_unavailable", "The judge does not answer"),
+        ("judge_not_json", "The judge gives no verdict"),
     ):
         assert recognised(_too_few(**{reason: 3})).title == title
     assert recognised(_too_few(not_json=3)) is None
