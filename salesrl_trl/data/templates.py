@@ -107,8 +107,9 @@ def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTempl
         return PromptTemplate(read_small(file), str(path), action_fields)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the prompt template {path} can't be read ({unreadable(error)}).{nearest_file(path)} Expected a "
-            "Jinja file in UTF-8. Correct `prompt_template`, or begin with a copy of salesrl_trl/data/templates/instruct.jinja."
+            f"the prompt template {path} can't be read ({unreadable(error)}).{nearest_file(path)} Expected a Jinja "
+            "file in UTF-8. Correct `prompt_template`, or begin with a copy of "
+            "salesrl_trl/data/templates/instruct.jinja."
         ) from None
 
 
