@@ -320,6 +320,7 @@ def _with_guesses(names: Sequence[object], known: set[str]) -> str:
     texts = []
     for name in names:
         near = difflib.get_close_matches(str(name), known, n=1)
-        note = REPLACED.get(str(name).removeprefix("--").replace("-", "_"), f"did you mean {near[0]}?" if near else "")
+        setting = str(name).removeprefix("--").replace("-", "_").removeprefix("no_")
+        note = REPLACED.get(setting, f"did you mean {near[0]}?" if near else "")
         texts.append(f"{name} ({note})" if note else str(name))
     return ", ".join(texts)

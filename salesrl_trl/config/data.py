@@ -1,4 +1,4 @@
-"""Settings of the rows: their source, their number and their prompt. Part of `SalesRLConfig`."""
+"""Settings of the rows: their source, their number and their prompt. A part of `build.settings.RunConfig`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,10 @@ class DataConfig:
                 value is None or "." in str(value) or value in (ROWS, *FORMATS),
                 f"`{name}` is {value!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
             )
+        for name, source in (("dataset", self.dataset), ("eval_dataset", entry.get("path") or "")):
+            file, split = _source_and_split(source, "")
+            message = f"`{name}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
+            check(not split or Path(file).suffix not in ENDINGS, message)
         for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
             _columns(name, value)  # raises for another form
         self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(entry.get("path") or self.dataset)

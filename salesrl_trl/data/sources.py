@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Image, List, load_dataset
+from datasets.exceptions import DatasetsError
 
+from salesrl_trl.data.columns import nearest
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
 from salesrl_trl.data.files import ENDINGS, Placed, Record, demo_records, read_file
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
@@ -125,8 +127,10 @@ def check_source(source: str) -> None:
     """Raise `DataError` if a source is a local file that is not there."""
     path = Path(source).expanduser()
     if is_file(source) and not path.is_file():
+        files = [file.name for file in path.parent.glob("*") if is_file(file.name) and file.is_file()]
+        found = " There is a folder, or a device, of this name." if path.exists() else nearest(path.name, files)
         raise DataError(
-            f"there is no dataset file {path}. Expected an existing {', '.join(ENDINGS)} file. "
+            f"there is no dataset file {path}.{found} Expected an existing {', '.join(ENDINGS)} file. "
             f"Correct the path, which is taken relative to {Path.cwd()}."
         )
 
@@ -150,7 +154,7 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     else:
         try:
             placed = [Placed(record) for record in load_dataset(source, split=split)]
-        except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
+        except (FileNotFoundError, ConnectionError, ValueError, OSError, DatasetsError) as error:
             raise DataError(
                 f"the dataset {source!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected "
                 f"'demo', a {', '.join(ENDINGS)} file, or a hub dataset that this machine can reach. Correct the name "

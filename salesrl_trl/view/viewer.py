@@ -47,13 +47,13 @@ class Viewer(ThreadingHTTPServer):
     """Connections that wait to be accepted. A page asks for much at once, and Python's own number is 5."""
 
     def __init__(self, index: Index, port: int = 0) -> None:
-        super().__init__((HOST, port), _Handler)
         self.index = index
         self.key = secrets.token_urlsafe(12)
         self.page = page()
         self._ended = threading.Event()
         self._follower = threading.Thread(target=self._follow, name="follow", daemon=True)
         self._follower.start()
+        super().__init__((HOST, port), _Handler)  # calls `server_close` where the port is taken
 
     @property
     def url(self) -> str:

@@ -1,6 +1,6 @@
 """Checks of the rows and their prompts: sources, template, room for a completion, branches, repeats, pictures.
 
-Called by `build.plan` and `preflight.runner`. `data` loads the rows and checks each of them alone.
+The plans (`build`), `preflight.runner` and commands call it. `data` loads the rows and checks each of them alone.
 """
 
 from collections import Counter

@@ -104,6 +104,8 @@ def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
         parse(["--kl-raise-factor", "1.2"], None)
     with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
         parse(["--vector_store_path", "store"], None)
+    with pytest.raises(ConfigError, match=r"--no_kl_control \(gone: kl_law: fixed takes its place\)"):
+        parse(["--no_kl_control"], None)
     assert not names_of_settings() & REPLACED.keys()
 
 

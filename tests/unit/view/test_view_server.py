@@ -123,6 +123,33 @@ def test_the_command_writes_a_page_alone_and_says_what_was_left_out(two_runs, tm
     assert "<!DOCTYPE html>" in (tmp_path / "deep/page.html").read_text("utf-8")
 
 
+@pytest.mark.parametrize("case", ["a port that is taken", "no port", "a damaged record", "no record"])
+def test_what_can_not_be_served_or_read_is_exit_code_2_with_one_line(case, viewer, tmp_path, capsys):
+    rank = Rank(tmp_path, 0)
+    rank.add(text="a text")
+    if case == "a damaged record":
+        rank.file.execute("UPDATE texts SET body = x'00'")
+    rank.file.close()
+    options = {
+        "a port that is taken": ["--port", str(viewer.server_port)],
+        "no port": ["--port", "99999"],
+        "a damaged record": ["--html", str(tmp_path / "page.html")],
+        "no record": [str(tmp_path / "nowhere")],
+    }
+    assert command.main([str(tmp_path), *options[case]]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_browser_that_leaves_early_is_no_error_on_the_terminal(viewer, capfd):
+    for error in (ConnectionResetError("it left"), RuntimeError("a fault")):
+        try:
+            raise error
+        except Exception:
+            viewer.handle_error(None, ("127.0.0.1", 1))
+    told = capfd.readouterr().err
+    assert ("it left" in told, "a fault" in told) == (False, True)
+
+
 def test_the_command_serves_until_ctrl_c(two_runs):
     line = [sys.executable, "-m", "salesrl_trl.view", str(two_runs[0])]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
