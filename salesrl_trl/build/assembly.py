@@ -192,7 +192,7 @@ def build_reward(
     budget = budget_of(config, output_dir, processes)
     rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
     answers = references = None  # the embedded service has a new address in every run, so its answers are not kept
-    if config.rag_base_url is not None:
+    if config.rag_base_url is not None or config.rag is not None:
         answers = output_dir / f"answers.rank{process_index}.sqlite"
         references = cache_dir() / "references.sqlite" if keeps_references and config.cache_answers else None
     chain = SalesReward(
@@ -297,16 +297,17 @@ def build_services(
     retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
-    rag = RagClient(
+    rag = parts.rag or RagClient(
         rag_base_url,
         transport_8b=transport("rag_8b", *retrieval),
         transport_32b=transport("rag_32b", *retrieval, patience_32b_s),
         api_key=parts.rag_key,
     )
-    if parts.judge is not None:
-        if budget is not None:
-            for name, own_transport in parts.judge.transports.items():
+    if budget is not None:
+        for own in (parts.rag, parts.judge):
+            for name, own_transport in own.transports.items() if own is not None else ():
                 own_transport.count_by(budget.quota(name))
+    if parts.judge is not None:
         return rag, parts.judge
     configured = config.parsed_judge_providers()
     providers = [

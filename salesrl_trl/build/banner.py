@@ -134,6 +134,8 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
 
 
 def _rag(reward: RewardConfig) -> str:
+    if reward.rag is not None:
+        return reward.rag
     if reward.rag_base_url is not None:
         return reward.rag_base_url
     if reward.knowledge_file is not None:
@@ -160,8 +162,8 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
     before = read_account(budget.path).total()
     so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
-    own = [path for path in (*reward.reward_funcs, *([reward.judge] if reward.judge else [])) if path != SALES]
-    uncounted = f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge"
+    own = [path for path in (*reward.reward_funcs, reward.rag, reward.judge) if path not in (None, SALES)]
+    uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
     return [f"{limits}{so_far}", *([uncounted] if own else [])]
 
 

@@ -21,6 +21,7 @@ from salesrl_trl.build.checks.model import (
 from salesrl_trl.build.memory.estimate import Estimate
 from salesrl_trl.build.services_plan import ServicesPlan
 from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.config.checks import check
 from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
@@ -104,6 +105,12 @@ class Plan(ServicesPlan):
         """The longest prompt. Asks the vLLM server for its length, if there is one."""
         training, server_room = self.config.training, None
         if training.use_vllm and training.vllm_mode == "server":
+            check(
+                training.vllm_server_base_url is not None
+                or training.vllm_server_host != type(training).vllm_server_host,
+                "`vllm_mode` is server, and no address is given. Expected that of a running vLLM server, such as "
+                "`--vllm_server_base_url http://127.0.0.1:8000`, or `vllm_mode: colocate`.",
+            )
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
         return prompt_limit(self.config.data, training, positions_of(self.model_config), server_room)

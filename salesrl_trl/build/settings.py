@@ -3,14 +3,11 @@
 Owns the keys of a recipe and the order of precedence. The classes of `config` check values.
 """
 
-import ast
 import copy
 import difflib
-import inspect
-from argparse import SUPPRESS, Action, Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
@@ -18,11 +15,11 @@ import yaml
 from trl import TrlParser
 
 from salesrl_trl.build.presets import FOLDER, PRESETS
+from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text
-from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
-from salesrl_trl.data.files import DEMO, read_yaml, unreadable
+from salesrl_trl.data.files import DEMO, nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES
@@ -42,10 +39,11 @@ PATHS = (
 )  # fmt: skip
 """Settings that may be paths of this machine."""
 FIRST = (
-    "model_name_or_path", "use_peft", "lora_r", "dataset", "eval_dataset", "dataset_format", "columns",
-    "held_out_share", "prompt_template", "branches", "rubric_dir", "branch_kl", "beta", "branch_reward_weights",
-    "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env", "reward_funcs", "allow_stand_ins",
-    "knowledge_file", "vllm_max_model_length", "max_steps", "output_dir", "resume_from_checkpoint",
+    "model_name_or_path", "dataset", "eval_dataset", "held_out_share", "reward_funcs", "max_steps", "learning_rate",
+    "num_generations", "max_completion_length", "output_dir", "resume_from_checkpoint", "use_peft", "lora_r",
+    "vllm_max_model_length", "dataset_format", "columns", "prompt_template", "branches", "rubric_dir", "branch_kl",
+    "beta", "branch_reward_weights", "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env",
+    "allow_stand_ins", "knowledge_file",
 )  # fmt: skip
 """The settings of the README's table of one's own, which `--help` shows first."""
 REPLACED = {
@@ -97,8 +95,6 @@ REPLACED = {
     "image_folder": "gone: paths of pictures are relative to the data file, or absolute",
 }  # fmt: skip
 """Settings of earlier versions, and what to do instead."""
-_SOURCES = {"salesrl_trl": "config/*.py", "trl": "trainer/*_config.py", "transformers": "training_args.py"}
-"""The files that define the settings of a run, by package."""
 
 
 def all_kinds() -> tuple[type, ...]:
@@ -141,39 +137,27 @@ def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
     return config
 
 
-def parse_part(
-    argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None, **options: str
-) -> tuple[Any, ...]:
+def parse_part(argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None) -> tuple[Any, ...]:
     """Read the settings of a tool: an object of each of the `kinds`. It accepts every recipe and setting of a run, but
-    reads and checks its own alone: training settings, for example, may need a GPU.
-
-    `options`: further arguments of `argparse.ArgumentParser`, such as `description`. Raises as `parse`.
+    reads and checks its own alone: training settings, for example, may need a GPU. Raises as `parse`.
     """
-    return SettingsParser(kinds, names_of_settings(), **options).read(argv, default_recipe)
+    return SettingsParser(kinds, names_of_settings()).read(argv, default_recipe)
 
 
 def names_of_settings() -> set[str]:
-    """Names of all settings of a run, and some others. Read from source: an import of the classes takes seconds."""
-    folders = {package: getattr(find_spec(package), "submodule_search_locations", None) or () for package in _SOURCES}
-    names = set[str]()
-    for package, paths in folders.items():
-        for file in [file for path in paths for file in Path(path).glob(_SOURCES[package])]:
-            classes = (node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.ClassDef))
-            fields = (line for node in classes for line in node.body if isinstance(line, ast.AnnAssign))
-            names |= {line.target.id for line in fields if isinstance(line.target, ast.Name)}
-    return names
+    """Names of all settings of a run. Read from source: an import of the classes takes seconds."""
+    return {name for name in settings() if "." not in name}
 
 
 class SettingsParser(TrlParser):
     """TRL's parser. It raises `ConfigError` where `argparse` would exit, refuses unknown names with a guess, and has
     presets, and `small_policy` when no model is named, replace settings of the recipe.
 
-    `unread`: names of settings that are accepted and not read. `--help` leaves them out. `options`: further arguments
-    of `argparse.ArgumentParser`, such as `description`.
+    `unread`: names of settings that are accepted and not read.
     """
 
-    def __init__(self, kinds: Sequence[type], unread: Collection[str] = (), **options: str) -> None:
-        super().__init__(kinds, allow_abbrev=False, **options)
+    def __init__(self, kinds: Sequence[type], unread: Collection[str] = ()) -> None:
+        super().__init__(kinds, allow_abbrev=False)
         self._unread = unread
         hints = dict(pair for kind in kinds for pair in get_type_hints(kind).items())
         self._texts = {name for name, hint in hints.items() if hint in (str, str | None)}
@@ -181,8 +165,7 @@ class SettingsParser(TrlParser):
             off = f"--no_{name}"  # transformers makes it of a switch that is on by default
             if hint == bool | None and off not in self._option_string_actions:
                 self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
-        shown = f"Overlays of the recipe: {', '.join(PRESETS)}."
-        self.add_argument(f"--{PRESET}", nargs="+", default=SUPPRESS, metavar="NAME", help=shown)
+        self.add_argument(f"--{PRESET}", nargs="+", default=SUPPRESS)
         # After `read`: lines for the banner; the recipe's `env` and every setting, before a class changes it.
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
@@ -199,8 +182,10 @@ class SettingsParser(TrlParser):
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """An object of each of the `kinds`. Works once: the values of a recipe become defaults of this parser.
 
-        `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe.
+        `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe. `--help` is
+        answered, and ends the process.
         """
+        answer_help(argv, default_recipe)
         argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         if "--config" not in argv and default_recipe is not None:
             argv = ["--config", str(default_recipe), *argv]
@@ -276,32 +261,6 @@ class SettingsParser(TrlParser):
                 raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
         return super().set_defaults_with_config(**config)  # type: ignore[no-any-return]
 
-    def format_help(self) -> str:
-        """The settings of the `kinds` in groups: those that most runs give, then the others by class."""
-        owners, texts = dict[str, type](), dict[str, str]()
-        for owner in [owner for kind in self.dataclass_types for owner in kind.__mro__]:
-            for name in inspect.get_annotations(owner):
-                owners.setdefault(name, owner)
-            if owner.__module__.startswith("salesrl_trl."):
-                texts |= texts_of(owner)
-        first = "Most runs give some of these"
-        groups: dict[str, list[Action]] = {
-            title: [] for title in (first, *(owner.__name__ for owner in owners.values()))
-        }
-        for action in sorted(self._actions, key=lambda action: [*FIRST, action.dest].index(action.dest)):
-            if action.dest in ("help", PRESET, *owners) and action.help != SUPPRESS:
-                is_first = action.dest in ("help", PRESET, *FIRST)
-                action.help = texts[action.dest].replace("%", "%%") if action.dest in texts else action.help
-                groups[first if is_first else owners[action.dest].__name__].append(action)
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage or "%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]", [], [])
-        formatter.add_text(self.description)
-        for title, actions in groups.items():
-            formatter.start_section(title)
-            formatter.add_arguments(actions)
-            formatter.end_section()
-        return str(formatter.format_help())
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
 
@@ -346,7 +305,7 @@ def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_com
 def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     check_path("--config", str(path))
     if not path.is_file():
-        raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
+        raise ConfigError(f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file. Correct --config.")
     try:
         recipe = read_yaml(path)
         check_text(str(path), recipe)

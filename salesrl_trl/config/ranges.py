@@ -112,7 +112,7 @@ def check_range(name: str, value: object, allowed: Range) -> None:
     )
 
 
-_TYPES: dict[object, tuple[type, str]] = {
+TYPES: dict[object, tuple[type, str]] = {
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
     bool: (bool, "true or false"),
@@ -175,8 +175,8 @@ def check_value(name: str, value: object, hint: object) -> None:
     kind, *limits = get_args(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[:1]
     if kind is str and len(kinds) == 1 + (NoneType in kinds):
         check(isinstance(value, str | PurePath), f"`{name}` is of type {type(value).__name__}. Expected a text.")
-    if kind in _TYPES:
-        number, expected = _TYPES[kind]
+    if kind in TYPES:
+        number, expected = TYPES[kind]
         is_of_kind = isinstance(value, number) and isinstance(value, bool) == (kind is bool)
         is_text = kind is float and isinstance(value, str) and re.fullmatch(r"\d+e-?\d+", value)
         note = f" YAML reads {value} as a text: write {str(value).replace('e', '.0e')}." if is_text else ""
@@ -194,6 +194,11 @@ def texts_of(kind: type) -> dict[str, str]:
     """The texts of the fields that a class itself defines, on one line each."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
+    return texts_in(tree)
+
+
+def texts_in(tree: ast.ClassDef) -> dict[str, str]:
+    """`texts_of` for the source of a class."""
     texts = {}
     for node, below in zip(tree.body, tree.body[1:], strict=False):
         match node, below:

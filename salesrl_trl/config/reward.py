@@ -60,6 +60,9 @@ class RewardConfig:
     `title`."""
     rag_base_url: Annotated[str, check_url] | None = None
     """Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service."""
+    rag: str | None = None
+    """Dotted path of a client of your own for a RAG service of another form, a class that derives from
+    `salesrl_trl.RagBackend`. It replaces the address above, and has limits of its own."""
     rag_api_key_env: str | None = None
     """Name of the environment variable that holds the RAG service's key."""
     judge_base_url: Annotated[str, check_url] | None = None
@@ -209,7 +212,7 @@ class RewardConfig:
     @property
     def embeds_rag(self) -> bool:
         """Whether the embedded RAG service answers."""
-        return self.uses_services and self.rag_base_url is None
+        return self.uses_services and self.rag_base_url is None and self.rag is None
 
     @property
     def embeds_judge(self) -> bool:
@@ -226,8 +229,8 @@ class RewardConfig:
         providers = self.parsed_judge_providers()
         check(
             self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
-            "`knowledge_file` is given beside `rag_base_url`: only the embedded RAG service reads it. Expected one of "
-            "them.",
+            "`knowledge_file` is given beside `rag_base_url` or `rag`: only the embedded RAG service reads it. "
+            "Expected one of them.",
         )
         for kind in self.verbose:
             check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
@@ -241,6 +244,11 @@ class RewardConfig:
             or (self.judge_model, self.judge_api_key_env) == (RewardConfig.judge_model, None),
             "`judge_model` or `judge_api_key_env` is given beside `judge_providers`, which do not read it. Expected "
             "`model` and `api_key_env` of each provider.",
+        )
+        check(
+            self.rag is None or (self.rag_base_url, self.rag_api_key_env) == (None, None),
+            "`rag` is given beside `rag_base_url` or `rag_api_key_env`. Expected one of them: a class of your own "
+            "needs no address and no key.",
         )
         check(
             self.judge is None or (self.judge_base_url, self.judge_providers, self.judge_api_key_env) == (None,) * 3,

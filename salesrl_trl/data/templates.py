@@ -16,7 +16,7 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
-from salesrl_trl.data.files import read_small, unreadable
+from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Prompt, SalesRow
 
@@ -108,8 +108,9 @@ def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTempl
         return PromptTemplate(read_small(file), str(path), action_fields)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the prompt template {path} can't be read ({unreadable(error)}). Expected a Jinja file in UTF-8. Correct "
-            "`prompt_template`, or copy salesrl_trl/data/templates/instruct.jinja to start from."
+            f"the prompt template {path} can't be read ({unreadable(error)}).{nearest_file(path)} Expected a Jinja "
+            "file in UTF-8. Correct `prompt_template`, or begin with a copy of "
+            "salesrl_trl/data/templates/instruct.jinja."
         ) from None
 
 

@@ -24,7 +24,7 @@ from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.cache import AnswerStore, cache_key
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.rag_client import answer_from_json
+from salesrl_trl.reward.rag_client import RagBackend, answer_from_json
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
@@ -124,8 +124,8 @@ def _replace(
     add_verdicts(file, old.id, notes.verdicts)
 
 
-class RecordedRag:
-    """A `RagBackend` that asks nobody: it has the recorded answers. The figures of its transports stay 0."""
+class RecordedRag(RagBackend):
+    """Asks nobody: it has the recorded answers. The figures of its transports stay 0."""
 
     identity = "record"
 
@@ -149,9 +149,6 @@ class RecordedRag:
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
         return self._answer("rag_32b", _key(context, ids, None))
-
-    async def aclose(self) -> None:
-        """Nothing is open."""
 
     def _answer(self, service: str, key: str) -> Answer:
         if key not in self._answers:

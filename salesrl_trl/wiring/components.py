@@ -138,6 +138,9 @@ class Components:
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
         self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
+        self.calls_tools = False
+        """Whether tools of completions run now."""
+        self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_control_law(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
@@ -206,6 +209,16 @@ class Components:
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
         return self._callbacks(trl)
+
+    def _who_generates(self) -> str:
+        """What a generation that lasts is busy with, for the heartbeat."""
+        if self.calls_tools:
+            return "the tools that completions call are running"
+        if self._args.use_vllm:
+            return f"vLLM generates{' on its server' * (self._args.vllm_mode == 'server')}"
+        return (
+            f"{self._args.sampler or 'transformers'} generates on the {self._args.device.type.upper()}, without vLLM"
+        )
 
     def _connect_rollouts(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> None:
         args = self._args

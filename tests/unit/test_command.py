@@ -95,6 +95,13 @@ def test_help_lists_the_words_whose_modules_are_there() -> None:
     assert {"train", "preflight", "report", "services", "env"} <= set(THERE)
 
 
+def test_help_of_each_word_comes_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    for word, (module, _) in COMMANDS.items():
+        code, out, err = ended("-m", module, "--help", cwd=tmp_path)
+        assert (code, err, out[:6]) == (0, "", "usage:"), word
+
+
 def test_a_word_without_its_module_is_not_offered() -> None:
     code = f"import salesrl_trl.__main__ as it; it.COMMANDS['absent'] = ('salesrl_trl.absent', ''); {SCRIPT}"
     assert "absent" not in ended("-c", code, "--help")[1]
