@@ -267,7 +267,8 @@ class SettingsParser(TrlParser):
 
 def _is_own_task(settings: Namespace) -> bool:
     """Whether functions of a user's own alone score rows of a user's own."""
-    functions, rows = getattr(settings, "reward_funcs", None), getattr(settings, "dataset", DEMO)
+    functions: list[str] = getattr(settings, "reward_funcs", None) or []
+    rows: str = getattr(settings, "dataset", DEMO)
     return bool(functions) and SALES not in functions and rows.partition(":")[0] not in (DEMO, DEMO_PICTURES)
 
 

