@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.evaluation [--rows 128] [--seconds 3] [--arms stock ours] [--vllm] [--json FILE]
 
-On the CPU, with the packaged small policy. `trainer.evaluate()` answers each row twice, in batches of 16 completions. A
-call of the function takes `--seconds`, whatever it scores: an async function of a batch, as TRL calls it.
+On the CPU, with the packaged small policy. `trainer.evaluate()` answers each row twice, in batches of 16 completions.
+A call of the function takes `--seconds`, whatever it scores: an async function of a batch, as TRL calls it.
 
 - `stock` is TRL's own trainer. It generates with transformers;
 - `ours` is this package's, with transformers, or with `--vllm` with vLLM in this process;
@@ -43,9 +43,7 @@ def evaluated(arm: str, rows: int, seconds: float, use_vllm: bool, folder: Path)
 
     kind, config = (GRPOTrainer, GRPOConfig) if arm == "stock" else (SalesGRPOTrainer, SalesGRPOConfig)
     settings = {"use_vllm": True, "vllm_mode": "colocate"} if use_vllm and arm != "stock" else {}
-    prompts = [
-        [{"role": "user", "content": f"Question {place}: what does the contract say?"}] for place in range(rows)
-    ]
+    prompts = [[{"role": "user", "content": f"Question {place}: what is in it?"}] for place in range(rows)]
     dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     args = config(
         output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, seed=1,
@@ -76,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             figure = evaluated(arm, arguments.rows, arguments.seconds, arguments.vllm, Path(folder))
         print(f"{arm:6} {figure['seconds']:7.1f} s, mean reward {figure['reward']:.6f}", flush=True)
         figures.append(figure)
-    if arguments.json is not None:
-        write_json(arguments.json, figures)
+    write_json(arguments.json, {"arms": figures})
 
 
 if __name__ == "__main__":
