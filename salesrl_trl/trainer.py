@@ -42,7 +42,7 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
-from salesrl_trl.rollout.reading_ahead import OrderByEpoch
+from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.step_lines import take_over_the_console
@@ -358,9 +358,11 @@ class SalesGRPOTrainer(TRLAccess):
                 # A separate entry: a step's entry has the same keys at every step, but new reasons may come.
                 Trainer.log(self, {**failures})
 
-    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
-        """Leaves batches without a scored completion out of the mean loss."""
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
+        """Generates later batches while rewards are out. Leaves those without a scored completion out of the loss."""
+        ahead = functools.partial(self.components.pipeline.evaluations, update=self.state.global_step)
+        dataloader = LoaderAhead(dataloader, ahead)
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if name in output.metrics:
             output.metrics[name] = self.components.normaliser.loss_of_evaluation(output.metrics[name])

@@ -17,31 +17,39 @@ _OLDEST_WITH_BF16 = (8, 0)
 
 def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bool, list[str]]:
     """Settle the device and the precision on this machine: `use_cpu`, `bf16`, `fp16`, and lines about differences from
-    the wish, with their reasons. Without a GPU the CPU is used in any case. A `bf16` of `None` is TRL's default: bf16,
-    unless `fp16` is set.
+    TRL's, with their reasons. Without a GPU the CPU is used in any case. A `bf16` of `None` is TRL's default: bf16,
+    unless `fp16` is set. It becomes float32 where bf16 is slow; a `bf16` of `True` stays.
 
     accelerate and DeepSpeed follow the result too: it replaces the precision in the environment variables that
-    `accelerate launch` sets for this process. Raises `ConfigError` if this node has more processes than GPUs, or FSDP
-    can't work as it is set up.
+    `accelerate launch` sets for this process. Raises `ConfigError` if this node has more processes than GPUs, FSDP
+    can't work as it is set up, or `fp16` is set on a CPU.
     """
     wish = "bf16" if (not fp16 if bf16 is None else bf16) else "fp16" if fp16 else "float32"
     launched_on_cpu = str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false")) == 1
     on_cpu = use_cpu or launched_on_cpu or not torch.accelerator.is_available()
     if has_fsdp():
         _check_fsdp(on_cpu)
-    precision, notes = wish, list[str]()
-    if on_cpu and wish != "float32":
-        precision = "float32"
-        if bf16 or fp16:
-            notes.append(f"precision: float32. The settings ask for {wish}, and this run is on a CPU")
-    elif not on_cpu:
+    precision, notes, slow = wish, list[str](), ""
+    if on_cpu:
+        if fp16:
+            raise ConfigError(
+                "`fp16` is true, and this run is on a CPU, where accelerate has no fp16. Expected a GPU, or neither "
+                "`fp16` nor `bf16`, which is float32. Leave `fp16` out."
+            )
+        slow = "this run is on a CPU"
+    else:
         _check_processes()
         # transformers checks the chips of other makers
         is_nvidia = torch.cuda.is_available() and torch.version.hip is None
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if wish == "bf16" and is_nvidia and torch.cuda.get_device_capability(local) < _OLDEST_WITH_BF16:
+            slow = f"{torch.cuda.get_device_name()} lacks it"
+    if slow and wish == "bf16":
+        if bf16:
+            notes.append(f"precision: bf16, as `bf16: true` says. It is slow because {slow}. Leave it out for float32")
+        else:
             precision = "float32"
-            notes.append(f"precision: float32. The settings ask for bf16, which {torch.cuda.get_device_name()} lacks")
+            notes.append(f"precision: float32. TRL's default is bf16, slow here because {slow}. `bf16: true` keeps it")
     if on_cpu and str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
         import deepspeed.ops  # a run without DeepSpeed does without it
 
@@ -51,7 +59,7 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bo
             "DeepSpeed's collectives over shared memory, compiled in a minute or two, are left out: gloo's do"
         )
     configured = _hand_to_accelerate("no" if precision == "float32" else precision)
-    if configured is not None and configured not in ("no", precision) and not (configured == wish and (bf16 or fp16)):
+    if configured not in (None, "no", precision, wish):
         why = "this run is on a CPU" if on_cpu else "the settings decide"
         notes.append(f"accelerate's configuration has mixed_precision {configured}: not used, {why}")
     return on_cpu, precision == "bf16", precision == "fp16", notes

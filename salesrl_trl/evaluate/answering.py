@@ -7,7 +7,7 @@ Owns the order of the answers and their seeds. Refuses to generate and to score:
 import contextlib
 import gc
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import Example
 
 logger = logging.getLogger(__name__)
 
@@ -94,16 +95,21 @@ def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label:
     # a model that is not in training has no autocast of its own, and vLLM needs none
     computing = contextlib.nullcontext if args.use_vllm else trainer.accelerator.autocast
     scored: list[Scored] = []
-    for number, first in enumerate(range(0, len(rows), size)):
-        set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
-        with components.sampler.greedily() if mode.name == GREEDY else contextlib.nullcontext(), computing():
-            rollout, _ = components.scoring.evaluate(rows[first : first + size], 0, mode.samples)
-        assert rollout.sampled is not None and rollout.result is not None
-        scored += [
-            Scored(reward, len(ids), not ids or ids[-1] not in ends)
-            for ids, reward in zip(rollout.sampled.completion_ids, rollout.result.rewards, strict=True)
-        ]
-        logger.info(f"[Evaluate] {label} {mode.name}: {len(scored)} of {len(rows)} answers")
+
+    def batches() -> Iterator[list[Example]]:
+        for number, first in enumerate(range(0, len(rows), size)):
+            set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
+            yield rows[first : first + size]
+
+    with components.sampler.greedily() if mode.name == GREEDY else contextlib.nullcontext(), computing():
+        for batch in components.pipeline.evaluations(batches(), 0, mode.samples):
+            rollout, _ = components.scoring.evaluate(batch, 0, mode.samples)
+            assert rollout.sampled is not None and rollout.result is not None
+            scored += [
+                Scored(reward, len(ids), not ids or ids[-1] not in ends)
+                for ids, reward in zip(rollout.sampled.completion_ids, rollout.result.rewards, strict=True)
+            ]
+            logger.info(f"[Evaluate] {label} {mode.name}: {len(scored)} of {len(rows)} answers")
     return scored
 
 

@@ -22,7 +22,7 @@ from salesrl_trl.reward.parsing import is_empty_text, parse_action
 from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.reward.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
-from salesrl_trl.reward.scorer import RewardNames, Scorer
+from salesrl_trl.reward.scorer import AT_ONCE, RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.service.event_loop import clocked, deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
@@ -135,6 +135,10 @@ class SalesReward(Scorer):
         return RewardNames(
             functions={self.own_name: self.own_name},
             columns=frozenset({"row"}),
+            at_once=min(  # judges stand in for one another
+                max((transport.max_concurrency for transport in transports.values()), default=AT_ONCE)
+                for transports in (self._rag.transports, self._judge.transports)
+            ),
             providers=self._judge.provider_names,
             components=self._scoring.component_names,
             stages=tuple(stage.name for stage in self._stages),

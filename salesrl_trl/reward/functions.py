@@ -32,7 +32,7 @@ from typing import Any, overload
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.scorer import ARGUMENTS, DEADLINE_S, TRL_ARGUMENTS, Needs, Per, RewardNames, Scorer
+from salesrl_trl.reward.scorer import ARGUMENTS, AT_ONCE, DEADLINE_S, TRL_ARGUMENTS, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.event_loop import deadline
@@ -154,6 +154,7 @@ class RewardFunction(Scorer):
         )
         self.code = self._transport.service
         """Name in figures and reason codes."""
+        self._at_once = AT_ONCE if transport is None else transport.max_concurrency
         self._calls: dict[tuple[int, int], Together] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -174,6 +175,7 @@ class RewardFunction(Scorer):
             functions={self.own_name: self.own_name},
             together=self._per,
             columns=None if self._takes_all else self._named | {"prompt"},
+            at_once=self._at_once,
             needs=(Needs(function=self.__name__, per=self._per, columns=columns, of_trl=of_trl),),
             stages=() if self.code in tuple(Stage) else (self.code,),
             services=(self.code,),

@@ -13,7 +13,7 @@ from itertools import chain, count
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames, Scorer
+from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 
@@ -112,6 +112,7 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         functions=functions,
         together=max((names.together for names in every), key=list(Per).index, default=Per.COMPLETION),
         columns=None if any(names.columns is None for names in every) else columns,
+        at_once=min((names.at_once for names in every), default=AT_ONCE),
         places={name: place for names in every for name, place in names.places.items()},
         **{kind: tuple(dict.fromkeys(entry for names in every for entry in getattr(names, kind))) for kind in kinds},
     )

@@ -110,14 +110,14 @@ class RewardLoop:
         if self.stopped is None:
             self._loops.submit(self._loops.in_reward, self.reward.prepare, rows)
 
-    def give_up(self) -> None:
-        """Cancel every open batch, and forget it."""
+    def give_up(self, batches: Sequence[RewardBatch] | None = None) -> None:
+        """Cancel these open batches, or every one, and forget them."""
 
         def give_up(batch: RewardBatch) -> None:
             batch.cancel()
             self._open.pop(batch.number, None)
 
-        for batch in list(self._open.values()):
+        for batch in list(self._open.values()) if batches is None else batches:
             self._loops.post(give_up, batch)
 
     def cut_off(self, reason: str) -> None:

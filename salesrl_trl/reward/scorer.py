@@ -21,6 +21,9 @@ from salesrl_trl.reward.watched_loop import WatchedLoop
 from salesrl_trl.types import Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default
+AT_ONCE = 128
+"""Calls at once of a reward that states no limit. A function that computes shares the cores with generation: of more
+calls, some would come to their deadline before they had their turn."""
 TRL_ARGUMENTS = ("trainer_state",)
 """What a reward function may ask for beside the columns of a row. `wiring.trl_access` has the values."""
 
@@ -74,6 +77,7 @@ class RewardNames:
     """The numbers that TRL weighs and logs by themselves: a name of each, and the one that TRL logs it under."""
     together: Per = Per.COMPLETION
     columns: frozenset[str] | None = None  # the columns of a row that it reads; `None` for all
+    at_once: int = AT_ONCE  # calls that it is made for, at once
     needs: tuple[Needs, ...] = ()
     providers: tuple[str, ...] = ()  # judge providers, in fallback order
     components: tuple[str, ...] = ()

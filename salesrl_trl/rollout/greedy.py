@@ -1,7 +1,7 @@
 """The policy in training as the subject of quick evaluations: from TRL's output for a batch of rows to answers with
 rewards, lengths and KL."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ class GreedySubject:
 
     set_aside: Callable[[], AbstractContextManager[None]]
     """While active: evaluation mode, one greedy answer a prompt, and all other figures stay as they are."""
-    score: Callable[[Sequence[Example]], ScoredBatch]
+    score: Callable[[Sequence[list[Example]]], Iterator[ScoredBatch]]
+    """Answers and scores batches, in their order. It may answer later ones first."""
     logps_of: Callable[[Tensors], torch.Tensor]
     """Log-probs of a batch's answers under the policy, shape (B, C). Called where TRL has not computed them."""
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
@@ -45,12 +46,12 @@ class GreedySubject:
     log: Callable[[Mapping[str, float | None]], None]
 
     def answer(self, rows: Sequence[Example]) -> list[Answered]:
-        batches = [rows[first : first + self.batch_size] for first in range(0, len(rows), self.batch_size)]
+        batches = [list(rows[first : first + self.batch_size]) for first in range(0, len(rows), self.batch_size)]
         with self.set_aside():
-            return [answered for batch in batches for answered in self._answer(batch)]
+            every = zip(batches, self.score(batches), strict=True)
+            return [answered for batch, scored in every for answered in self._answered(batch, scored)]
 
-    def _answer(self, rows: Sequence[Example]) -> list[Answered]:
-        batch = self.score(rows)
+    def _answered(self, rows: Sequence[Example], batch: ScoredBatch) -> list[Answered]:
         texts = self.decode(batch.completion_ids)
         kls = self._kl(batch.output)
         return [

@@ -4,7 +4,7 @@ the completion is finished. `reading_ahead` decides when one may be launched; TR
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.groups import ScoredGroups
-from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Update, UpdatesAhead
+from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Update, UpdatesAhead, begun_ahead
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
+
+MOST_AHEAD = 1024
+"""Completions of an evaluation that wait for their turn, in a process. Their tokens and texts take some 100 MB."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -101,6 +104,7 @@ class Pipeline:
     dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _taken: dict[int, Rollout] = field(default_factory=dict)
+    _evaluated: list[Rollout] = field(default_factory=list)  # begun, and not taken yet
 
     def __post_init__(self) -> None:
         self.set_lookahead(self.lookahead)
@@ -120,7 +124,7 @@ class Pipeline:
     def forget(self) -> None:
         """Give up everything in flight, with the batch of an interrupted step."""
         self.updates.restart()
-        self.dataloader, self._kept, self._taken = (), {}, {}
+        self.dataloader, self._kept, self._taken, self._evaluated = (), {}, {}, []
         for rollout in self._schedule.restart(0, 0, False):
             if rollout.handle is not None:
                 rollout.handle.give_up()
@@ -205,11 +209,44 @@ class Pipeline:
         return rollout
 
     def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> Rollout:
-        """Generate for an evaluation. `group`: completions of a prompt, by default the trainer's number."""
+        """The rollout of these inputs for an evaluation. It is generated now, if it was not ahead (`evaluations`).
+        `group`: completions of a prompt, by default the trainer's number."""
+        for rollout in self._evaluated:
+            if rollout.inputs is inputs:
+                self._evaluated.remove(rollout)
+                return rollout
         self.reward_loop.prepare(self._rows(inputs))
         rollout = self._begun(inputs, update, is_trained_on=False, group=group)
         self._generate(rollout, ahead=False)
         return rollout
+
+    def evaluations(
+        self, batches: Iterable[list[Example]], update: int, group: int | None = None
+    ) -> Iterator[list[Example]]:
+        """The batches of an evaluation, in their order, each to be handed to `evaluate`. Those behind are generated
+        before the rewards of one are waited for: as many as the reward takes at once, and as many again, so that it
+        has something to do while the oldest is waited for. They are generated in their order, so that the random draws
+        are those of one batch after the other. Batches that TRL generates inside its own scoring wait for their turn.
+        """
+
+        def begin(inputs: list[Example]) -> None:
+            if self.inside_trl:
+                return
+            rollout = self.evaluate(inputs, update, group)
+            if rollout.sampled is not None:  # pictures are read anew when log-probs are computed
+                rollout.sampled = replace(rollout.sampled, vision={})
+            self._evaluated.append(rollout)
+
+        def most(inputs: list[Example]) -> int:
+            names, size = self.reward_loop.reward.names, len(inputs)
+            at_once = names.at_once * names.together.size(group or self.group(), size)
+            return 1 if self.inside_trl else max(min(2 * at_once, MOST_AHEAD) // size, 1)
+
+        try:
+            yield from begun_ahead(batches, begin, most)
+        finally:  # of an evaluation that was left: nobody will ask for them
+            self.reward_loop.give_up([rollout.rewards for rollout in self._evaluated])
+            self._evaluated = []
 
     def generated(
         self, rollout: Rollout, sampled: Sampled, prompts: Sequence[object], environments: Sequence[object] | None

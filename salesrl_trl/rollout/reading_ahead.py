@@ -1,10 +1,10 @@
-"""What is trained on next: the order of prompts, micro-batches that are read ahead, and the generation batches among
-them that may be generated now. Owns the staleness bound. The pipeline generates."""
+"""What is trained on or evaluated next: the order of prompts, micro-batches that are read ahead, and the generation
+batches among them that may be generated now. Owns the staleness bound. The pipeline generates."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
@@ -12,6 +12,7 @@ from trl.trainer.utils import RepeatSampler
 from salesrl_trl.types import Example
 
 R = TypeVar("R")
+T = TypeVar("T")
 MicroBatches = list[list[Example]]
 Update = tuple[MicroBatches, object]
 """Micro-batches of one optimizer step, and the number of items in them, as transformers counts it."""
@@ -135,6 +136,45 @@ class UpdatesAhead:
         if is_first:
             begins()
         return update
+
+
+def begun_ahead(batches: Iterable[T], begin: Callable[[T], object], most: Callable[[T], int]) -> Iterator[T]:
+    """The batches of an evaluation, in their order. `begin` gets each once, the later ones before the first is handed
+    out. `most` of the first batch is the number of those that are begun and not handed out. It is the same on all
+    ranks, which have equally many batches: so their collectives come in the same order.
+
+    A dataloader of accelerate says whether the last batch is out (`end_of_dataloader`), by which a loss is gathered.
+    It says so of the batch that is handed out, and not of the one that was read."""
+    waiting: deque[T] = deque()
+    loader: Any = batches
+    limit = 0
+    for batch in batches:
+        limit = limit or most(batch)
+        begin(batch)
+        waiting.append(batch)
+        is_end = getattr(loader, "end_of_dataloader", False)
+        while waiting and (is_end or len(waiting) >= limit):
+            if is_end:
+                loader.end_of_dataloader = len(waiting) == 1
+            yield waiting.popleft()
+    yield from waiting
+
+
+class LoaderAhead:
+    """A dataloader whose batches come by way of `ahead`. All else is the dataloader's."""
+
+    def __init__(self, loader: Iterable[T], ahead: Callable[[Iterable[T]], Iterator[T]]) -> None:
+        self._loader: Any = loader
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._ahead(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 class OrderByEpoch(Sampler[int]):

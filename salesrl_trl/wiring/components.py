@@ -369,11 +369,12 @@ class Components:
             with trl.set_aside(), self.sampler.greedily(), self.ledger.aside("eval"):
                 yield
 
-        def score(rows: Sequence[Example]) -> ScoredBatch:
-            rollout, output = self.scoring.evaluate(list(rows), trl.step())
-            assert rollout.sampled is not None and rollout.result is not None
-            ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
-            return ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
+        def score(batches: Sequence[list[Example]]) -> Iterator[ScoredBatch]:
+            for rows in self.pipeline.evaluations(batches, trl.step()):
+                rollout, output = self.scoring.evaluate(rows, trl.step())
+                assert rollout.sampled is not None and rollout.result is not None
+                ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
+                yield ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
 
         subject = GreedySubject(
             set_aside=set_aside,

@@ -1,8 +1,12 @@
 """A trainer with reward functions of a user's own: against stock TRL, and where they fail."""
 
+import asyncio
 import itertools
+import re
+import threading
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from seams.own_reward import shortness
 from support.loopback import row
@@ -138,6 +142,37 @@ def test_branches_come_from_the_column_branch(tiny, tmp_path):
 def partly_broken(completions, **kwargs):
     """Every group has one completion without a number."""
     return [None if place % 4 == 0 else length([each])[0] for place, each in enumerate(completions)]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_the_calls_of_an_evaluation_are_out_together_and_its_figures_are_trls(tiny, tmp_path, is_async):
+    rows, batches = Dataset.from_list(ROWS[:7]), 4  # 7 rows with 2 completions, in batches of 4: the last is half full
+    met, out, in_time = threading.Barrier(batches, timeout=60), [], asyncio.Event()
+
+    def meets(completions, **kwargs):
+        met.wait()  # raises, unless all calls are out at once
+        return length(completions)
+
+    async def meets_async(completions, **kwargs):
+        out.append(0)
+        if len(out) == batches:
+            in_time.set()
+        await asyncio.wait_for(in_time.wait(), 60)
+        return length(completions)
+
+    def evaluated(kind, config, function, folder):
+        given = {"per_device_eval_batch_size": 4, "num_generations": 4, "num_generations_eval": 2, "beta": 0.1}
+        args = config(**settings(folder, **{"max_completion_length": 16, "per_device_train_batch_size": 4, **given}))
+        trainer = kind(str(tiny), function, args, Dataset.from_list(ROWS), rows)
+        torch.manual_seed(1)
+        return trainer.evaluate()
+
+    stock = evaluated(GRPOTrainer, GRPOConfig, length, tmp_path / "stock")
+    ours = evaluated(SalesGRPOTrainer, SalesGRPOConfig, meets_async if is_async else meets, tmp_path / "ours")
+    assert ours["eval_outcome/ok"] == 1.0
+    names = [name for name in stock if not re.search("second|time|rewards/|kl", name)]
+    assert "eval_reward_std" in names and "eval_loss" in names
+    assert {name: ours[name] for name in names} == pytest.approx({name: stock[name] for name in names}, rel=1e-5)
 
 
 def test_one_missing_of_several_biases_no_advantage(tiny, tmp_path):

@@ -52,7 +52,7 @@ class AdaptiveLimit:
     """
 
     def __init__(self, start: int, cap: int) -> None:
-        self._cap = cap
+        self.cap = cap
         self._limit = float(min(start, cap))
         self._slow_start = True
         self._sent = 0
@@ -71,7 +71,7 @@ class AdaptiveLimit:
     def record_answer(self, *, waiting: int) -> None:
         """A call was answered while `waiting` calls waited for a slot. Without any, the limit need not grow."""
         if waiting > 0 and (self._slow_start or waiting >= ROUNDS_TO_GROW * self._limit):
-            self._limit = min(self._limit + (GROWTH_PER_SUCCESS if self._slow_start else 1 / self._limit), self._cap)
+            self._limit = min(self._limit + (GROWTH_PER_SUCCESS if self._slow_start else 1 / self._limit), self.cap)
 
     def record_overload(self, number: int) -> None:
         """The service turned the call `number` away. One that was sent before the last decrease says nothing new."""

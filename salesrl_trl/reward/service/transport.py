@@ -114,6 +114,10 @@ class Transport:
     def slots(self) -> int:
         return self._limit.slots
 
+    @property
+    def max_concurrency(self) -> int:
+        return self._limit.cap
+
     def drain_traffic(self) -> dict[str, int]:
         """The counts since the last time, by the names in `TRAFFIC`."""
         counts = {name: self._traffic[name] for name in TRAFFIC}

@@ -36,24 +36,38 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "capability", "wish", "expected", "note"),
     [
-        (0, None, (False, True, False), (True, False, False), "on a CPU"),
-        (0, None, (False, None, True), (True, False, False), "ask for fp16, and this run is on a CPU"),
-        (0, None, (False, None, False), (True, False, False), ""),
+        (
+            0,
+            None,
+            (False, True, False),
+            (True, True, False),
+            "bf16, as `bf16: true` says. It is slow because this run",
+        ),
+        (0, None, (False, None, False), (True, False, False), "float32. TRL's default is bf16, slow here"),
         (0, None, (False, False, False), (True, False, False), ""),
         (1, (9, 0), (False, True, False), (False, True, False), ""),
         (1, (9, 0), (False, None, False), (False, True, False), ""),
         (1, (9, 0), (False, None, True), (False, False, True), ""),
-        (1, (9, 0), (True, True, False), (True, False, False), "on a CPU"),
-        (1, (7, 5), (False, True, False), (False, False, False), "which Tesla T4 lacks"),
+        (1, (9, 0), (True, True, False), (True, True, False), "on a CPU"),
+        (1, (7, 5), (False, None, False), (False, False, False), "because Tesla T4 lacks it"),
+        (1, (7, 5), (False, True, False), (False, True, False), "because Tesla T4 lacks it"),
     ],
 )
-def test_a_precision_is_a_wish(gpus, count, capability, wish, expected, note):
+def test_a_precision_that_is_set_stays_and_the_default_is_float32_where_bf16_is_slow(
+    gpus, count, capability, wish, expected, note
+):
     """Both are `use_cpu`, `bf16` and `fp16`."""
     gpus(count, capability)
     settled = settle(*wish)
     assert settled[:3] == expected
     assert note in " ".join(settled[3])
     assert bool(settled[3]) == bool(note)
+
+
+def test_fp16_is_refused_on_a_cpu(gpus):
+    gpus(0)
+    with pytest.raises(ConfigError, match="`fp16` is true, and this run is on a CPU"):
+        settle(False, None, True)
 
 
 def test_accelerate_on_the_cpu_keeps_a_run_there_beside_an_idle_gpu(gpus, monkeypatch):
@@ -94,11 +108,12 @@ def test_accelerates_precision_becomes_the_recipes(gpus, monkeypatch, told, wish
 def test_accelerates_precision_is_not_dropped_on_a_cpu_without_a_word(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert settle(False, None, False)[3] == [
+    assert settle(False, False, False)[3] == [
         "accelerate's configuration has mixed_precision bf16: not used, this run is on a CPU"
     ]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert settle(False, True, False)[3] == ["precision: float32. The settings ask for bf16, and this run is on a CPU"]
+    settle(False, True, False)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
 def test_more_processes_than_gpus_are_refused_before_cuda_is(gpus, monkeypatch):
