@@ -60,14 +60,14 @@ const Marked = ({ found, kind }) =>
     found.filter(([of]) => of === "" || of === kind).map(([of, text]) => (of ? h(of, null, text) : text)),
   );
 
-const told = (item) =>
+const sideName = (item) =>
   `${page.state.runs.length > 1 ? `${runName(item.run)}, ` : ""}${t("step")} ${item.step}${item.mode === "eval" ? ` ${t("eval")}` : ""}: ${number(item.reward)} (${item.id})`;
 
 function Side({ name, items, whole, found, kind }) {
   return h(
     "section",
     { "aria-label": t(name) },
-    h(Select, { name, label: t(name), options: items.map((item) => [item.id, told(item)]), empty: false, value: whole.id }),
+    h(Select, { name, label: t(name), options: items.map((item) => [item.id, sideName(item)]), empty: false, value: whole.id }),
     h(
       "p",
       null,

@@ -18,13 +18,13 @@ export const outcomeName = (code) => {
 const orders = new Map(); // by a table's caption: the column that it is sorted by, and its way
 
 // What a cell says, as a number where it is one.
-function told(cell) {
+function wordsOf(cell) {
   if (cell === null || cell === undefined || typeof cell === "boolean") return "";
-  if (Array.isArray(cell)) return cell.map(told).join("");
-  const text = typeof cell === "object" ? told(cell.props.children ?? cell.props.outcome) : String(cell);
+  if (Array.isArray(cell)) return cell.map(wordsOf).join("");
+  const text = typeof cell === "object" ? wordsOf(cell.props.children ?? cell.props.outcome) : String(cell);
   return text;
 }
-function compared(a, b) {
+function ordering(a, b) {
   const [one, other] = [a, b].map((text) => parseFloat(text.replace("−", "-").replaceAll(",", "")));
   if (!Number.isNaN(one) && !Number.isNaN(other) && one !== other) return one - other;
   if (Number.isNaN(one) !== Number.isNaN(other)) return Number.isNaN(one) ? -1 : 1;
@@ -36,7 +36,7 @@ function compared(a, b) {
 export function Table({ caption, columns, rows, id }) {
   const [by, way] = orders.get(caption) ?? [-1, 1];
   const cellsOf = (row) => (Array.isArray(row) ? row : row.cells);
-  const shown = by < 0 ? rows : rows.toSorted((a, b) => way * compared(told(cellsOf(a)[by]), told(cellsOf(b)[by])));
+  const shown = by < 0 ? rows : rows.toSorted((a, b) => way * ordering(wordsOf(cellsOf(a)[by]), wordsOf(cellsOf(b)[by])));
   const sort = (at) => {
     const first = columns[at][1].split(" ").includes("n") ? -1 : 1; // of numbers the largest, of words the first
     orders.set(caption, by !== at ? [at, first] : way === first ? [at, -first] : [-1, 1]);
