@@ -108,7 +108,14 @@ def test_a_click_opens_the_whole_way_of_a_completion(opened, viewer):
     tab.wait(f"{SETTLED} && location.hash.startsWith('#completion')")
     tab.wait("document.querySelector('.messages')")
     shown = tab.text()
-    for words in ("Conversation", "From the action (8B)", "Reference (32B)", "What was said of it", "Its group", "Calls"):
+    for words in (
+        "Conversation",
+        "From the action (8B)",
+        "Reference (32B)",
+        "What was said of it",
+        "Its group",
+        "Calls",
+    ):
         assert words in shown
     assert f"{item['reward']:.3f}" in shown
     assert tab.value("document.querySelectorAll('tr[aria-current=true]').length") == 1
@@ -169,7 +176,9 @@ def test_a_screen_reader_gets_names_for_all_there_is_to_use(opened):
     assert tab.value("document.documentElement.lang") == "en"
 
 
-@pytest.mark.parametrize("address", ["", "#list", "#completion?id=0-0-1", "#row?row=train-0001", "#compare", "#diff?row=train-0001"])
+@pytest.mark.parametrize(
+    "address", ["", "#list", "#completion?id=0-0-1", "#row?row=train-0001", "#compare", "#diff?row=train-0001"]
+)
 def test_the_page_speaks_both_languages_and_320_pixels_need_no_sideways_scrolling(opened, address):
     """That is a window of 1,280 at 400 %."""
     tab = opened(address, lang="zh")
@@ -296,7 +305,10 @@ def test_calls_are_bars_that_tell_retries_from_hedges(tab, tmp_path):
         kinds = tab.value("[...document.querySelectorAll('.calls rect')].map(e => e.getAttribute('class'))")
         assert kinds == ["waited", "failed attempt", "cancelled retry", "answered hedge"]
         # 4.5 s in all, from half a second before the first call: the hedge begins at 3.5 of them.
-        assert abs(float(tab.value("document.querySelectorAll('.calls rect')[3].getAttribute('x')")) - 1000 * 3.5 / 4.5) < 1
+        assert (
+            abs(float(tab.value("document.querySelectorAll('.calls rect')[3].getAttribute('x')")) - 1000 * 3.5 / 4.5)
+            < 1
+        )
         tab.open("about:blank")
     rank.file.close()
 
