@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zlib
+from contextlib import closing
 from html import unescape
 
 import pytest
@@ -57,8 +58,8 @@ def posted(viewer, body, **headers):
     connection = http.client.HTTPConnection("127.0.0.1", viewer.server_port, timeout=20)
     own = {"Content-Type": "application/json", "Origin": f"http://127.0.0.1:{viewer.server_port}"}
     connection.request("POST", f"/{viewer.key}/api/note", body, {**own, **headers})
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
+    with closing(connection), closing(connection.getresponse()) as answer:
+        return answer.status, json.loads(answer.read())
 
 
 def test_a_note_is_taken_from_the_own_page_alone(tmp_path):
