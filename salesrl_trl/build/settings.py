@@ -16,7 +16,7 @@ from trl import TrlParser
 
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings_help import answer_help, settings
-from salesrl_trl.config.checks import check_path, check_text
+from salesrl_trl.config.checks import check_path, check_text, find_modules_in
 from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
 from salesrl_trl.data.files import DEMO, nearest_file, read_yaml, unreadable
@@ -202,7 +202,9 @@ class SettingsParser(TrlParser):
         if "--config" in argv:
             if argv[-1] == "--config":
                 raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
-            recipe = _checked_recipe(Path(argv[argv.index("--config") + 1]), self.keys)
+            file = Path(argv[argv.index("--config") + 1])
+            recipe = _checked_recipe(file, self.keys)
+            find_modules_in(file.absolute().parent)  # beside a recipe may be its reward functions
         self._given = {name.removeprefix("--").replace("-", "_") for name in _options(argv)}  # --max-steps is read too
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:

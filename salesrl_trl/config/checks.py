@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import sys
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -107,9 +108,16 @@ def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
         ) from error
 
 
+def find_modules_in(folder: Path) -> None:
+    """Have Python look for modules in this folder too, after all other places."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def load_object(path: str, setting: str) -> object:
-    """The class or function that a dotted path names: `"my_package.my_module.MyClass"`. `setting` holds the path.
-    Raises `ConfigError` if there is none."""
+    """The class or function that a dotted path names: `"my_package.my_module.MyClass"`. Its module may be in the
+    working folder. `setting` holds the path. Raises `ConfigError` if there is none."""
+    find_modules_in(Path.cwd())
     module, _, name = path.rpartition(".")
     where = f"`{setting}` is {path!r}"
     if not module:
@@ -118,8 +126,8 @@ def load_object(path: str, setting: str) -> object:
         return cast(object, getattr(importlib.import_module(module), name))
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{where}, and there is no module {error.name!r}. Expected one that Python finds. Install it, or add its "
-            "folder to PYTHONPATH."
+            f"{where}, and there is no module {error.name!r}. Expected one in the working folder, or one that Python "
+            "finds elsewhere. Install it, or add its folder to PYTHONPATH."
         ) from error
     except AttributeError as error:
         raise ConfigError(f"{where}, and {module!r} has no {name!r}. Expected a class of that module.") from error

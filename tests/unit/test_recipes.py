@@ -1,7 +1,9 @@
 """Every recipe parses, every knob is set or turned somewhere, and what cannot work stops before a model is loaded."""
 
 import importlib.metadata
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.data.sources import PACKAGED
+from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
 from salesrl_trl.preflight.runner import prepare
@@ -155,6 +158,39 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     shared = prepared(*asked)
     assert (len(shared.train.rows), len(shared.held_out.rows)) == (3, 1)
     assert any("10% of the rows" in note and "are held out" in note for note in shared.notes)
+
+
+FULL = ROOT / "recipes/full.yaml"
+
+
+def test_rows_and_functions_of_ones_own_need_no_branch_no_template_and_no_service(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_own_rewards.py").write_text("def right(completions, answer, **kwargs):\n    return answer\n")
+    rows = tmp_path / "rows.jsonl"
+    record = {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
+    rows.write_text("".join(json.dumps({**record, "id": str(n), "group": n}) + "\n" for n in range(9)))
+    asked = ["--dataset", str(rows), "--reward_funcs", "my_own_rewards.right", "--output_dir", str(tmp_path)]
+    with pytest.raises(ConfigError, match=r"no model is named, .*Expected the policy to train"):
+        prepare(parse(asked, FULL))
+    lengths = ["--vllm_max_model_length", "512", "--max_completion_length", "9"]
+    named = ["--model_name_or_path", str(SMALL_POLICY), *lengths]
+    plan = prepare(parse([*asked, *named], FULL))
+    assert plan.train.prompts[0] == record["prompt"]
+    training = plan.config.training
+    assert (training.branches, training.kl_targets(), plan.config.reward.branch_reward_weights) == (["all"], {}, None)
+    (note,) = [note for note in plan.config.notes if "`sales_chain` are left out" in note]
+    assert "prompt_template, branch_reward_weights, branch_kl" in note
+    kept = parse([*asked, *named, "--prompt_template", "compact"], FULL)
+    assert kept.data.prompt_template == "compact"
+
+
+def test_rows_without_a_conversation_are_refused_by_the_packaged_chain(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n} + 4 ="}) + "\n" for n in range(9)))
+    asked = ["--dataset", str(rows), "--branches", "fairness", "--branch_kl", "{}", "--allow_stand_ins", "true"]
+    with pytest.raises(ConfigError, match=r"have a `prompt` and no `conversation`.*--reward_funcs"):
+        prepared(*asked)
 
 
 def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_asked_for(tmp_path):

@@ -7,6 +7,7 @@ from datasets import Dataset
 
 from salesrl_trl.data import files
 from salesrl_trl.data.sources import build_dataset, load_drafts, load_rows
+from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.errors import DataError
 
 BRANCHES = ("fairness", "hallucination")
@@ -25,6 +26,39 @@ def dataset(tmp_path):
 
 def load(source, **kwargs):
     return load_rows(source, "train", BRANCHES, **kwargs)
+
+
+def test_a_row_may_give_its_prompt_which_is_used_as_it_is(dataset):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
+    for prompt, context in ((turns, "system: Be brief.\nuser: What is 3 + 4?"), ("3 + 4 =", "3 + 4 =")):
+        (row,) = load_rows(dataset({"prompt": prompt, "answer": "7"}), "train")
+        assert (row.branch, row.context, row.columns, build_prompt(row, None)) == (
+            "all",
+            context,
+            {"answer": "7"},
+            prompt,
+        )
+    (row,) = load(dataset(GOOD))
+    assert build_prompt(row, None) == [{"role": "user", "content": "How much is it?"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "`prompt` is str of length 0"),
+        ([{"content": "Hi"}], "turn 0 of `prompt` is dict of length 1"),
+        ([{"role": "user", "content": None}], "turn 0 of `prompt` has content missing"),
+        (7, "`prompt` is int"),
+    ],
+)
+def test_a_prompt_of_another_form_is_refused_with_its_place(dataset, prompt, message):
+    with pytest.raises(DataError, match=rf"row 1 \(counted from 0\): {message}"):
+        load_rows(dataset({"prompt": "a"}, {"prompt": prompt}), "train")
+
+
+def test_prompts_of_two_kinds_are_refused(dataset):
+    with pytest.raises(DataError, match="Expected one kind of prompt"):
+        load_rows(dataset({"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}), "train")
 
 
 def test_a_record_with_the_required_columns_alone_is_a_row(dataset):
