@@ -22,7 +22,7 @@ ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assist
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 
 
-def check_columns(columns: Iterable[str], source: str, branches: Sequence[str]) -> None:
+def check_columns(columns: Iterable[str], source: str, branches: Sequence[str] = ()) -> None:
     """Raise `DataError` unless the columns have a prompt or a conversation, and a branch where there are several."""
     columns = sorted(columns)
     has_prompt = any(name in columns for name in PROMPT_COLUMNS)

@@ -16,7 +16,9 @@ from salesrl_trl.types import DEFAULT_BRANCHES
 from salesrl_trl.update.ledger import kl_names
 
 COMMON = {"hybrid_reference_weight": 0.3, "max_steps": 20}
-ONE_RANK = {**COMMON, "per_device_train_batch_size": 12}
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 10, "num_generations_eval": 2}
+"""4 rows with 2 completions each, of which 4 are a batch: the second batch is begun before the first is scored."""
+ONE_RANK = {**COMMON, **EVALUATING, "per_device_train_batch_size": 12, "per_device_eval_batch_size": 4}
 TWO_RANKS = {**COMMON, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
 CHECKPOINT = 9
 """In the middle of a window of two steps."""
@@ -55,7 +57,7 @@ def gloo(launch, tmp_path_factory):
     wrote."""
     out, port = tmp_path_factory.mktemp("gloo"), str(get_free_port())
     machines = [(*ON_TWO_MACHINES, "--machine_rank", rank, "--main_process_port", port) for rank in "01"]
-    return out, launch(machines, out, ddp_backend="gloo")
+    return out, launch(machines, out, ddp_backend="gloo", **EVALUATING, per_device_eval_batch_size=2)
 
 
 def test_two_ranks_have_the_same_loss_kl_and_coefficients_as_one(one_rank, gloo):
@@ -69,6 +71,15 @@ def test_two_ranks_have_the_same_loss_kl_and_coefficients_as_one(one_rank, gloo)
 def test_both_ranks_log_the_same_keys_and_the_same_kl_at_every_step(gloo):
     _, ranks = gloo
     _check_ranks_agree(*(rank["whole"] for rank in ranks))
+
+
+def test_an_evaluation_whose_batches_overlap_has_the_figures_of_one_rank_under_the_same_keys_on_both(one_rank, gloo):
+    evaluations = [rank["whole"]["evaluations"] for rank in gloo[1]]
+    assert [entry["step"] for entry in one_rank["evaluations"]] == [10, 20]
+    for own, *ranks in zip(one_rank["evaluations"], *evaluations, strict=True):
+        assert ranks[0].keys() == ranks[1].keys()
+        for name in ("eval_reward", "eval_completions/mean_length", "eval_outcome/ok"):
+            assert [rank[name] for rank in ranks] == pytest.approx([own[name]] * 2, rel=1e-5), name
 
 
 def test_a_run_of_two_ranks_goes_on_on_one_with_its_coefficients_and_windows(train, one_rank, gloo):

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
                 "packaged, compact (your own: --prompt_template FILE); rubrics: packaged",
                 "embedded, made for the demo (your own: --judge_base_url",
                 "prompt_template compact (not instruct)",
-                "The settings ask for bf16, and this run is on a CPU",
+                "TRL's default is bf16, slow here because this run is on a CPU",
             ],
         ),
         (
