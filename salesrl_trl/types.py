@@ -145,6 +145,8 @@ class ActionFormat:
 DEFAULT_FORMAT = ActionFormat()
 SALES = "sales"
 """The packaged reward chain, in the setting `reward_funcs`."""
+ALL = "all"
+"""The branch of all rows, where neither the settings nor the dataset name any."""
 DEFAULT_BRANCHES = ("fairness", "hallucination")
 """Branches of a recipe that names none: those of the packaged demo."""
 

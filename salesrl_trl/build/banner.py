@@ -20,7 +20,6 @@ from salesrl_trl.config.engine import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import ReplaySettings
 from salesrl_trl.config.training import FIXED
-from salesrl_trl.data.branches import ALL
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.data.templates import PROMPT_STYLES
 from salesrl_trl.demo.packaged import CASSETTE
@@ -31,7 +30,7 @@ from salesrl_trl.names import LOG_FILE
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.reward.service.budget import read_account
 from salesrl_trl.telemetry.step_lines import calls_and_usd
-from salesrl_trl.types import SALES
+from salesrl_trl.types import ALL, SALES
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 

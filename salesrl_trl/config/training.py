@@ -31,13 +31,13 @@ from salesrl_trl.config.trl_settings import (
     load_sampler,
     settle_schedule,
 )
-from salesrl_trl.data.branches import ALL
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.types import ALL
 
 LEAVE_OUT = "leave_out"
 """`failed_completions` by default."""

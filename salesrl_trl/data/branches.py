@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from datasets import Dataset
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import Example
+from salesrl_trl.types import ALL, Example
 
-ALL = "all"
 COLUMN = "branch"  # the branch of all rows, where neither the settings nor the dataset name any
 
 

@@ -6,10 +6,9 @@ Owns the columns of a dataset. `sources` loads the records and calls it. Refuses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from salesrl_trl.data.branches import ALL
 from salesrl_trl.data.pictures import read_pictures
 from salesrl_trl.errors import DataError
-from salesrl_trl.types import Message, Prompt, SalesRow
+from salesrl_trl.types import ALL, Message, Prompt, SalesRow
 
 PROMPT_COLUMNS = ("prompt", "conversation")
 """Columns of which a dataset needs one. `prompt` is what the policy reads: a text or messages, as TRL has it.

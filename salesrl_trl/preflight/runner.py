@@ -18,7 +18,6 @@ from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.trl_settings import check_evaluation
-from salesrl_trl.data.branches import ALL
 from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PROMPT_STYLE
@@ -28,7 +27,7 @@ from salesrl_trl.preflight.memory import check_memory
 from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.preflight.stage import PreflightStage, StageReport, report_of
 from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
-from salesrl_trl.types import DEFAULT_FORMAT
+from salesrl_trl.types import ALL, DEFAULT_FORMAT
 
 
 def prepare(config: RunConfig) -> Plan:

@@ -136,7 +136,7 @@ def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of
         ({"kl_law": "laws_of_a_user.WithoutAState"}, "returned 0.1 at a KL of 0.1.*Expected a finite coefficient and"),
         ({"kl_law": "laws_of_a_user.OfNoNumber"}, "returned \\(nan, {}\\)"),
         ({"kl_law": "laws_of_a_user.OfAStateThatIsNotJson"}, "a dict of JSON values"),
-        ({"kl_law_settings": {"gain": 1}}, "unexpected keyword argument 'gain'"),
+        ({"kl_law_settings": {"gain": 1}}, "has an unknown 'gain'. Expected some of: max_step, cooldown_steps"),
         ({"kl_law": "fixed", "kl_law_settings": {"gain": 1}}, "`kl_law` is `fixed`, and by .* Expected one"),
     ],
 )

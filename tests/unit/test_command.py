@@ -22,7 +22,7 @@ THERE = [word for word, file in FILES.items() if file.with_suffix(".py").is_file
 def ended(*command: str, cwd: Path | None = None) -> tuple[int, str, str]:
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, *command],
+        [COLD_PYTHON, *command],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

@@ -15,6 +15,8 @@ from salesrl_trl.demo.services.demo_server import _parser
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
+    # Limits and defaults of settings, written in the package's own source, which it reads without importing it.
+    "salesrl_trl/build/settings_help.py": ["eval"],
     # Between the trainer and the child that it started, through a socket without a name.
     "salesrl_trl/reward/remote.py": ["pickle.loads"],
 }

@@ -66,12 +66,11 @@ def test_a_seed_draws_the_same_rows_and_branches_have_equal_shares():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"conversation": []}', "row 1 (counted from 0): branch None is not configured. Expected one of: a."),
         ('{"branch": null, "conversation": []}', "branch None is not configured. Expected one of: a."),
         ("[" * 100_000, "line 2 can't be read (RecursionError)"),
         ('{"branch": "a", "conversation": ' + "1" * 5_000 + "}", "line 2 can't be read (ValueError)"),
     ],
-    ids=["no branch", "empty branch", "deep", "long number"],
+    ids=["empty branch", "deep", "long number"],
 )
 def test_a_line_without_a_row_is_named(line, message, tmp_path, capsys):
     rows, out = tmp_path / "rows.jsonl", tmp_path / "tiny.jsonl"
