@@ -5,6 +5,8 @@ docs/EXPERIMENTS.md holds the figures and their commands.
 
 - `pipeline`: the cost of slow rewards in a step;
 - `functions`: step times with a slow reward function of a user's own, in each of its four forms;
+- `passes`: an update's passes with each prompt once, beside TRL's;
+- `push`: a push of an adapter's weights to vLLM, beside TRL's;
 - `chains`: the cost of reward chains for vLLM's generation;
 - `kl`: the cost of a KL coefficient for each branch;
 - `start`: seconds to the end of the first step;
@@ -14,8 +16,12 @@ docs/EXPERIMENTS.md holds the figures and their commands.
 - `timing`: the cost of measuring;
 - `kl_simulate`: KL laws (`kl_laws`) against a simulated run (`kl_plant`);
 - `kl_control`: KL laws beside fixed coefficients, in real training;
-- `policies`: the actions of two policies, field by field.
+- `policies`: the actions of two policies, field by field;
+- `vision`: whether a policy learns to read pictures;
+- `intervals`: how often an interval of an evaluation holds the mean;
+- `crashes`: what is lost by kills, signals and damaged files;
+- `view`: the viewer with a large record.
 
-The package and the recipes do not import from here. `common`, `service`, `vllm_server`, `kl_laws` and `kl_plant` are
-the shared parts; tests may import them.
+The package and the recipes do not import from here. `common`, `service`, `lengths`, `vllm_server`, `kl_laws`,
+`kl_plant`, `crash_runs` and `pipeline_figures` are the shared parts; tests may import them.
 """

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
     from salesrl_trl.reward.judge.judge_interface import Judge as Judge
+    from salesrl_trl.reward.rag_client import RagBackend as RagBackend
     from salesrl_trl.reward.service.transport import Transport as Transport
     from salesrl_trl.reward.stage import Added as Added
     from salesrl_trl.reward.stage import Case as Case
@@ -74,6 +75,7 @@ _MODULES = {
     "Figure": "evaluation.quick_figures",
     "Judge": "reward.judge.judge_interface",
     "KLLaw": "kl.law",
+    "RagBackend": "reward.rag_client",
     "RewardStage": "reward.stage",
     "Sampler": "generation.sampler",
     # the values that pass between them

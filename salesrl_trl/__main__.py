@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from salesrl_trl import __version__
+from salesrl_trl.ground.shutdown import end_tidily
 
 COMMANDS = {
     "train": ("salesrl_trl.train", "train; without a recipe with the packaged one, as it stands"),
@@ -28,6 +29,7 @@ BAD_INPUT = 2
 
 def main() -> NoReturn:
     """Become the command of this process's arguments."""
+    end_tidily()
     word, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("--help", [])
     offered = {name: entry for name, entry in COMMANDS.items() if find_spec(entry[0])}
     if word in ("-h", "--help"):

@@ -242,16 +242,20 @@ class SalesGRPOTrainer(TRLAccess):
         return ids, images, self._vision
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
-        """Lets another engine generate, if there is one."""
-        if self._tokens is not None:
-            return self._tokens(prompt_ids, num_generations)
-        return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
+        """Lets another engine generate, if there is one. Heartbeats say so in the midst of tools."""
+        with patched(self.components, "calls_tools", False):
+            if self._tokens is not None:
+                return self._tokens(prompt_ids, num_generations)
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
+            )
 
     def _tool_call_loop(self, *args, **kwargs):
         """Refuses tools that TRL does not know of."""
         if not self.tools:
             raise ConfigError(NO_TOOLS.format("a `rollout_func`"))
-        return super()._tool_call_loop(*args, **kwargs)
+        with patched(self.components, "calls_tools", True):
+            return super()._tool_call_loop(*args, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Waits for the rewards of the batch. While it is trained on part by part: takes those that are in."""

@@ -5,7 +5,7 @@ thread and the thread of the reward's event loop may share them.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -54,7 +54,7 @@ class RequestIds:
 
     def as_dict(self) -> dict[str, str]:
         """The values by field name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in RequestIds.__slots__}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,16 +67,23 @@ class Picture:
     """The content of a PNG, JPEG or other file that Pillow reads."""
 
 
+Prompt: TypeAlias = str | list[dict[str, Any]]
+"""What the policy reads, as TRL has it: a text, which is used as it is, or messages for the model's chat template."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SalesRow:
-    """One row of the dataset: a conversation waiting for the seller's next answer."""
+    """One row of the dataset: a prompt, or a sales conversation waiting for the seller's next answer. Raises
+    `ValueError` for a row with neither."""
 
     row_id: str
     """Identifies the row in logs and caches: `"train-0007"`."""
     branch: str
     """The KL branch and judge rubric the row belongs to: `"fairness"`."""
-    conversation: tuple[Message, ...]
-    """Oldest turn first; the last one is the customer's."""
+    conversation: tuple[Message, ...] = ()
+    """Oldest turn first; the last one is the customer's. Empty for a row that gives its prompt."""
+    prompt: Prompt | None = field(default=None, compare=False)
+    """The policy's prompt as the row gives it. `None` if a template makes it from the conversation."""
     tenant_id: str = ""
     """The seller's organisation, passed to the RAG service: `"t-01"`."""
     contact_id: str = ""
@@ -92,6 +99,10 @@ class SalesRow:
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Further columns of the dataset, for reward functions."""
 
+    def __post_init__(self) -> None:
+        if self.prompt is None and not self.conversation:
+            raise ValueError(f"row {self.row_id!r} has neither a prompt nor a conversation")
+
     @property
     def ids(self) -> RequestIds:
         """The four identifiers of every request."""
@@ -104,8 +115,12 @@ class SalesRow:
 
     @property
     def context(self) -> str:
-        """The conversation as text, a line per turn: `"customer: ...\\nseller: ..."`."""
-        return "\n".join(f"{message.role}: {message.content}" for message in self.conversation)
+        """The conversation as text, a line per turn: `"customer: ...\\nseller: ..."`. Without one, the prompt."""
+        if self.conversation or self.prompt is None:
+            return "\n".join(f"{message.role}: {message.content}" for message in self.conversation)
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{message['role']}: {message.get('content')}" for message in self.prompt)
 
 
 Example: TypeAlias = Mapping[str, Any]
@@ -128,6 +143,8 @@ class ActionFormat:
 
 
 DEFAULT_FORMAT = ActionFormat()
+SALES = "sales"
+"""The packaged reward chain, in the setting `reward_funcs`."""
 DEFAULT_BRANCHES = ("fairness", "hallucination")
 """Branches of a recipe that names none: those of the packaged demo."""
 

@@ -14,10 +14,19 @@ interrupted. docs/SERVICES.md says more.
 
 import sys
 
+from salesrl_trl.build.settings_help import answer_help, tool_text
 from salesrl_trl.ground.shutdown import end_tidily
 
 if __name__ == "__main__":
     end_tidily()
+    answer_help(
+        sys.argv[1:],
+        own=tool_text(
+            "scripts/simulate_training_rewards.py [--config RECIPE.yaml] [--SETTING VALUE ...]",
+            "The load of a training run on a RAG service and a judge, without a model or a GPU. Takes every setting.",
+            "salesrl_trl.preflight.simulation.SimulationConfig",
+        ),
+    )
     from salesrl_trl.preflight.simulation import main  # takes seconds
 
     sys.exit(main())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
-from salesrl_trl.config.reward import SALES
+from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.process import cache_dir
@@ -32,7 +32,7 @@ from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price, read_account
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import SALES, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
@@ -192,7 +192,7 @@ def build_reward(
     budget = budget_of(config, output_dir, processes)
     rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
     answers = references = None  # the embedded service has a new address in every run, so its answers are not kept
-    if config.rag_base_url is not None:
+    if config.rag_base_url is not None or config.rag is not None:
         answers = output_dir / f"answers.rank{process_index}.sqlite"
         references = cache_dir() / "references.sqlite" if keeps_references and config.cache_answers else None
     chain = SalesReward(
@@ -294,31 +294,31 @@ def build_services(
             quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
         )
 
-    retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts()["rag"])
+    retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
-    rag = RagClient(
+    rag = parts.rag or RagClient(
         rag_base_url,
         transport_8b=transport("rag_8b", *retrieval),
         transport_32b=transport("rag_32b", *retrieval, patience_32b_s),
         api_key=parts.rag_key,
     )
-    if parts.judge is not None:
-        if budget is not None:
-            for name, own_transport in parts.judge.transports.items():
+    if budget is not None:
+        for own in (parts.rag, parts.judge):
+            for name, own_transport in own.transports.items() if own is not None else ():
                 own_transport.count_by(budget.quota(name))
+    if parts.judge is not None:
         return rag, parts.judge
     configured = config.parsed_judge_providers()
     providers = [
-        JudgeProvider(
-            name=provider.name,
-            base_url=provider.base_url,
-            model=provider.model,
+        from_fields(
+            JudgeProvider,
+            provider,
             transport=transport(
                 f"{JUDGE}_{provider.name}" if configured else JUDGE,
                 provider.max_concurrency or config.judge_max_concurrency,
                 provider.timeout_s or config.judge_timeout_s,
-                config.parsed_attempts()["judge"],
+                config.parsed_attempts().judge,
                 price=Price(
                     prompt_token=provider.usd_per_million_prompt_tokens / 1e6,
                     completion_token=provider.usd_per_million_completion_tokens / 1e6,
@@ -327,13 +327,6 @@ def build_services(
                 tokens_per_minute=provider.tokens_per_minute,
             ),
             api_key=parts.judge_keys[provider.name],
-            weight=provider.weight,
-            response_format=provider.response_format,
-            temperature=provider.temperature,
-            max_completion_tokens=provider.max_completion_tokens,
-            extra_body=provider.extra_body,
-            usd_per_million_prompt_tokens=provider.usd_per_million_prompt_tokens,
-            usd_per_million_completion_tokens=provider.usd_per_million_completion_tokens,
         )
         for provider in configured
         or [JudgeProviderConfig(name=JUDGE, base_url=judge_base_url, model=config.judge_model)]

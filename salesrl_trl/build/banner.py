@@ -15,11 +15,12 @@ from salesrl_trl.build.checks.addresses import MEANINGLESS
 from salesrl_trl.build.checks.model import generation_config_of
 from salesrl_trl.build.memory.shape import parameter_count
 from salesrl_trl.build.settings import RunConfig
-from salesrl_trl.config import RewardConfig, SalesGRPOConfig
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.engine import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
-from salesrl_trl.config.reward import SALES, ReplaySettings
+from salesrl_trl.config.reward import ReplaySettings
 from salesrl_trl.config.training import FIXED
+from salesrl_trl.data.branches import ALL
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.data.templates import PROMPT_STYLES
 from salesrl_trl.demo.packaged import CASSETTE
@@ -30,6 +31,7 @@ from salesrl_trl.names import LOG_FILE
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.reward.service.budget import read_account
 from salesrl_trl.telemetry.step_lines import calls_and_usd
+from salesrl_trl.types import SALES
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -38,17 +40,13 @@ def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) 
     """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks, a line each."""
     data, reward, training = config.data, config.reward, config.training
     dataset = data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
-    prompt = data.prompt_template
-    if prompt in PROMPT_STYLES:
-        prompt = f"packaged, {prompt} (your own: --prompt_template FILE)"
-    rubrics = f"of {reward.rubric_dir} before packaged ones" if reward.rubric_dir else "packaged"
     services = [("RAG service", _rag(reward)), ("judge", _judge(reward))] if reward.uses_services else []
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [
         *_policy(config),
         ("rows", f"{rows[0]} of {dataset} to train on, {rows[1]} held out"),
-        ("prompt", f"{prompt}; rubrics: {rubrics}"),
+        ("prompt", _prompt(data, reward)),
         ("step", _step(training)),
         ("rollouts", _rollouts(training)),
         *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
@@ -90,6 +88,15 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
     return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
 
 
+def _prompt(data: DataConfig, reward: RewardConfig) -> str:
+    prompt = data.prompt_template or ("instruct" if reward.has_chain else None)
+    if prompt is None or prompt in PROMPT_STYLES:
+        prompt = f"{f'packaged, {prompt}' if prompt else 'of the rows, as it is'} (your own: --prompt_template FILE)"
+    if not reward.uses_services:
+        return prompt
+    return f"{prompt}; rubrics: {f'of {reward.rubric_dir} before packaged ones' if reward.rubric_dir else 'packaged'}"
+
+
 def _step(training: SalesGRPOConfig) -> str:
     batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
     size = batch * accumulated * training.world_size
@@ -118,7 +125,7 @@ def _rollouts(training: SalesGRPOConfig) -> str:
 
 def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> str:
     if target is None:
-        return f"{name}: no KL"
+        return "all rows: no KL" if name == ALL else f"{name}: no KL"
     if not target.has_band:
         return f"{name}: coefficient {target.beta:g}, fixed"
     law = f", moved by {training.kl_law}" if training.kl_law else ""
@@ -127,6 +134,8 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
 
 
 def _rag(reward: RewardConfig) -> str:
+    if reward.rag is not None:
+        return reward.rag
     if reward.rag_base_url is not None:
         return reward.rag_base_url
     if reward.knowledge_file is not None:
@@ -153,8 +162,8 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
     before = read_account(budget.path).total()
     so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
-    own = [path for path in (*reward.reward_funcs, *([reward.judge] if reward.judge else [])) if path != SALES]
-    uncounted = f"not counted: requests of {', '.join(own)}, but for those by the `transports` of a judge"
+    own = [path for path in (*reward.reward_funcs, reward.rag, reward.judge) if path not in (None, SALES)]
+    uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
     return [f"{limits}{so_far}", *([uncounted] if own else [])]
 
 

@@ -21,13 +21,13 @@ from salesrl_trl.build.checks.model import (
 from salesrl_trl.build.memory.estimate import Estimate
 from salesrl_trl.build.services_plan import ServicesPlan
 from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.config.checks import check
 from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.processor import load_processor
-from salesrl_trl.data.sources import check_rows, is_file
+from salesrl_trl.data.sources import check_rows
 from salesrl_trl.data.templates import PromptTemplate
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import SalesRow
 
 
@@ -49,24 +49,21 @@ class Plan(ServicesPlan):
         return [*self.train.rows, *self.held_out.rows]
 
     @cached_property
-    def prompt(self) -> str | PromptTemplate:
-        """The user's template, or the name of a packaged style."""
-        return prompt_of(self.config.data, self.config.reward.action_format().fields)
+    def prompt(self) -> str | PromptTemplate | None:
+        """The user's template, the name of a packaged style, or `None` for the rows' own prompts."""
+        return prompt_of(self.config.data, self.config.reward)
 
     @cached_property
     def held_out_records(self) -> Records | None:
         """The records to evaluate on. `None` if nothing is to be evaluated."""
-        data, training = self.config.data, self.config.training
-        evaluates = training.held_out_eval or training.eval_strategy != "no"
-        if not evaluates and not self.config.telemetry.quick_eval_steps:
-            return None
-        if data.eval_dataset is None and is_file(data.dataset) and not data.held_out_share:
-            raise ConfigError(
-                f"`dataset` is the file {data.dataset} and `eval_dataset` is not given: evaluated on its training "
-                "rows, a policy's figures say nothing. Expected a file of held-out rows in `eval_dataset`. Give one, "
-                "set `held_out_share`, or set `held_out_eval: false` and `quick_eval_steps: 0`."
-            )
-        return held_out_records(data, lambda: self.own_records)
+        return held_out_records(self.config.data, lambda: self.own_records) if self.evaluates else None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the policy is evaluated on held-out rows."""
+        training = self.config.training
+        is_asked = training.held_out_eval or training.eval_strategy != "no"
+        return bool(is_asked or self.config.telemetry.quick_eval_steps)
 
     @cached_property
     def held_out_rows(self) -> list[SalesRow]:
@@ -108,6 +105,12 @@ class Plan(ServicesPlan):
         """The longest prompt. Asks the vLLM server for its length, if there is one."""
         training, server_room = self.config.training, None
         if training.use_vllm and training.vllm_mode == "server":
+            check(
+                training.vllm_server_base_url is not None
+                or training.vllm_server_host != type(training).vllm_server_host,
+                "`vllm_mode` is server, and no address is given. Expected that of a running vLLM server, such as "
+                "`--vllm_server_base_url http://127.0.0.1:8000`, or `vllm_mode: colocate`.",
+            )
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
         return prompt_limit(self.config.data, training, positions_of(self.model_config), server_room)

@@ -24,7 +24,7 @@ class StepSettings:
     """The settings of `SalesGRPOConfig`, with its defaults, that tools read without its import of torch."""
 
     output_dir: str = "trainer_output"
-    branches: list[str] = field(default_factory=lambda: ["fairness", "hallucination"])
+    branches: list[str] = field(default_factory=list)
     hybrid_reference_weight: float = 0.0
     min_valid_reward_fraction: float = 0.5
     num_generations: int = 8

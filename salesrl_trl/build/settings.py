@@ -3,14 +3,11 @@
 Owns the keys of a recipe and the order of precedence. The classes of `config` check values.
 """
 
-import ast
 import copy
 import difflib
-import inspect
-from argparse import SUPPRESS, Action
+from argparse import SUPPRESS, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
@@ -18,12 +15,14 @@ import yaml
 from trl import TrlParser
 
 from salesrl_trl.build.presets import FOLDER, PRESETS
+from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text
-from salesrl_trl.config.ranges import texts_of
-from salesrl_trl.data.files import read_yaml, unreadable
-from salesrl_trl.demo.packaged import PACKAGED
+from salesrl_trl.data.arithmetic import ARITHMETIC
+from salesrl_trl.data.demo_pictures import DEMO_PICTURES
+from salesrl_trl.data.files import DEMO, nearest_file, read_yaml, unreadable
+from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import DEFAULT_BRANCHES
+from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 
 SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own when no model is named
+SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged reward chain and the demo's rows need
 ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
 PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
 PATHS = (
@@ -39,10 +39,11 @@ PATHS = (
 )  # fmt: skip
 """Settings that may be paths of this machine."""
 FIRST = (
-    "model_name_or_path", "use_peft", "lora_r", "dataset", "eval_dataset", "dataset_format", "columns",
-    "held_out_share", "prompt_template", "branches", "rubric_dir", "branch_kl", "beta", "branch_reward_weights",
-    "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env", "reward_funcs", "allow_stand_ins",
-    "knowledge_file", "vllm_max_model_length", "max_steps", "output_dir", "resume_from_checkpoint",
+    "model_name_or_path", "dataset", "eval_dataset", "held_out_share", "reward_funcs", "max_steps", "learning_rate",
+    "num_generations", "max_completion_length", "output_dir", "resume_from_checkpoint", "use_peft", "lora_r",
+    "vllm_max_model_length", "dataset_format", "columns", "prompt_template", "branches", "rubric_dir", "branch_kl",
+    "beta", "branch_reward_weights", "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env",
+    "allow_stand_ins", "knowledge_file",
 )  # fmt: skip
 """The settings of the README's table of one's own, which `--help` shows first."""
 REPLACED = {
@@ -79,7 +80,8 @@ REPLACED = {
     "kl_control": "gone: kl_law: fixed takes its place",
     "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
     "branch_column": "gone: rename the dataset's column to branch",
-    **dict.fromkeys(("min_changed_weights", "max_kl"), "gone: it is a constant"),
+    "min_changed_weights": "gone: it is a constant, a share of 0.5",
+    "max_kl": "gone: it is a constant, 1000 nats per token",
     **dict.fromkeys(
         ("judge_tokens_per_minute", "judge_response_format", "judge_max_completion_tokens"),
         "gone: an entry of judge_providers takes it without judge_",
@@ -93,8 +95,6 @@ REPLACED = {
     "image_folder": "gone: paths of pictures are relative to the data file, or absolute",
 }  # fmt: skip
 """Settings of earlier versions, and what to do instead."""
-_SOURCES = {"salesrl_trl": "config/*.py", "trl": "trainer/*_config.py", "transformers": "training_args.py"}
-"""The files that define the settings of a run, by package."""
 
 
 def all_kinds() -> tuple[type, ...]:
@@ -120,8 +120,9 @@ class RunConfig:
 
     @property
     def policy_path(self) -> str:
-        """Folder or hub name of the policy: the packaged small one if no model is named."""
-        return self.model.model_name_or_path or str(PACKAGED)
+        """Folder or hub name of the policy: a packaged small one if no model is named."""
+        small = ARITHMETIC_POLICY if self.data.train_source[0] == ARITHMETIC else PACKAGED
+        return self.model.model_name_or_path or str(small)
 
 
 def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
@@ -136,39 +137,27 @@ def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
     return config
 
 
-def parse_part(
-    argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None, **options: str
-) -> tuple[Any, ...]:
+def parse_part(argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None) -> tuple[Any, ...]:
     """Read the settings of a tool: an object of each of the `kinds`. It accepts every recipe and setting of a run, but
-    reads and checks its own alone: training settings, for example, may need a GPU.
-
-    `options`: further arguments of `argparse.ArgumentParser`, such as `description`. Raises as `parse`.
+    reads and checks its own alone: training settings, for example, may need a GPU. Raises as `parse`.
     """
-    return SettingsParser(kinds, names_of_settings(), **options).read(argv, default_recipe)
+    return SettingsParser(kinds, names_of_settings()).read(argv, default_recipe)
 
 
 def names_of_settings() -> set[str]:
-    """Names of all settings of a run, and some others. Read from source: an import of the classes takes seconds."""
-    folders = {package: getattr(find_spec(package), "submodule_search_locations", None) or () for package in _SOURCES}
-    names = set[str]()
-    for package, paths in folders.items():
-        for file in [file for path in paths for file in Path(path).glob(_SOURCES[package])]:
-            classes = (node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.ClassDef))
-            fields = (line for node in classes for line in node.body if isinstance(line, ast.AnnAssign))
-            names |= {line.target.id for line in fields if isinstance(line.target, ast.Name)}
-    return names
+    """Names of all settings of a run. Read from source: an import of the classes takes seconds."""
+    return {name for name in settings() if "." not in name}
 
 
 class SettingsParser(TrlParser):
     """TRL's parser. It raises `ConfigError` where `argparse` would exit, refuses unknown names with a guess, and has
     presets, and `small_policy` when no model is named, replace settings of the recipe.
 
-    `unread`: names of settings that are accepted and not read. `--help` leaves them out. `options`: further arguments
-    of `argparse.ArgumentParser`, such as `description`.
+    `unread`: names of settings that are accepted and not read.
     """
 
-    def __init__(self, kinds: Sequence[type], unread: Collection[str] = (), **options: str) -> None:
-        super().__init__(kinds, allow_abbrev=False, **options)
+    def __init__(self, kinds: Sequence[type], unread: Collection[str] = ()) -> None:
+        super().__init__(kinds, allow_abbrev=False)
         self._unread = unread
         hints = dict(pair for kind in kinds for pair in get_type_hints(kind).items())
         self._texts = {name for name, hint in hints.items() if hint in (str, str | None)}
@@ -176,24 +165,27 @@ class SettingsParser(TrlParser):
             off = f"--no_{name}"  # transformers makes it of a switch that is on by default
             if hint == bool | None and off not in self._option_string_actions:
                 self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
-        shown = f"Overlays of the recipe: {', '.join(PRESETS)}."
-        self.add_argument(f"--{PRESET}", nargs="+", default=SUPPRESS, metavar="NAME", help=shown)
+        self.add_argument(f"--{PRESET}", nargs="+", default=SUPPRESS)
         # After `read`: lines for the banner; the recipe's `env` and every setting, before a class changes it.
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
         self._given: set[str] = set()
         self._presets: dict[str, dict[str, object]] = {}
+        self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
 
     @property
     def keys(self) -> set[str]:
-        """Names of all settings, and the two keys of a recipe that are no settings."""
-        return {action.dest for action in self._actions} - {PRESET} | {ENVIRONMENT, SMALL_POLICY, *self._unread}
+        """Names of all settings, and the keys of a recipe that are no settings."""
+        keys = {action.dest for action in self._actions} - {PRESET}
+        return keys | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """An object of each of the `kinds`. Works once: the values of a recipe become defaults of this parser.
 
-        `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe.
+        `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe. `--help` is
+        answered, and ends the process.
         """
+        answer_help(argv, default_recipe)
         argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         if "--config" not in argv and default_recipe is not None:
             argv = ["--config", str(default_recipe), *argv]
@@ -230,7 +222,15 @@ class SettingsParser(TrlParser):
         for name in PATHS:
             if isinstance(path := getattr(namespace, name, None), str):
                 check_path(name, path)
-        if getattr(namespace, "branches", None) == []:
+        if _is_own_task(namespace):
+            left = {name: value for name, value in self._of_chain.items() if name not in self._given}
+            vars(namespace).update(left)
+            if left:
+                self.notes.append(
+                    "functions of your own score rows of your own, so the recipe's settings of "
+                    f"`{SALES_CHAIN}` are left out: {', '.join(left)}"
+                )
+        elif getattr(namespace, "branches", None) == []:
             namespace.branches = list(DEFAULT_BRANCHES)
         if getattr(namespace, "held_out_eval", False) is None:
             namespace.held_out_eval = True
@@ -238,8 +238,13 @@ class SettingsParser(TrlParser):
         return namespace, unknown
 
     def set_defaults_with_config(self, **config: object) -> list[str]:
-        """Make defaults of the recipe's values, of the presets', and, if no model is named, of `small_policy`'s."""
-        small_policy = config.pop(SMALL_POLICY, None)
+        """Make defaults of the recipe's values, `sales_chain`'s among them, of the presets', and, if no model is
+        named, of `small_policy`'s."""
+        small_policy, chain = config.pop(SMALL_POLICY, None), config.pop(SALES_CHAIN, None)
+        if isinstance(chain, dict):
+            chain = {name: value for name, value in chain.items() if name not in config}
+            self._of_chain = {name: self.get_default(name) for name in chain if name not in self._unread}
+            config |= chain
         for name, preset in self._presets.items():
             self.notes.append(f"preset {name}: {_changes(preset, config, self._given)}")
             config |= preset
@@ -248,7 +253,7 @@ class SettingsParser(TrlParser):
             changes = _changes(small_policy, config, self._given)
             self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {changes}")
             config |= small_policy
-        if isinstance(config.get("shared_prompts"), int):
+        if isinstance(config.get("shared_prompts"), int | float):
             config["shared_prompts"] = str(config["shared_prompts"])
         for name in self._texts & config.keys():  # argparse converts only what the command line gives
             kind = type(config[name]).__name__
@@ -256,34 +261,15 @@ class SettingsParser(TrlParser):
                 raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
         return super().set_defaults_with_config(**config)  # type: ignore[no-any-return]
 
-    def format_help(self) -> str:
-        """The settings of the `kinds` in groups: those that most runs give, then the others by class."""
-        owners, texts = dict[str, type](), dict[str, str]()
-        for owner in [owner for kind in self.dataclass_types for owner in kind.__mro__]:
-            for name in inspect.get_annotations(owner):
-                owners.setdefault(name, owner)
-            if owner.__module__.startswith("salesrl_trl."):
-                texts |= texts_of(owner)
-        first = "Most runs give some of these"
-        groups: dict[str, list[Action]] = {
-            title: [] for title in (first, *(owner.__name__ for owner in owners.values()))
-        }
-        for action in sorted(self._actions, key=lambda action: [*FIRST, action.dest].index(action.dest)):
-            if action.dest in ("help", PRESET, *owners) and action.help != SUPPRESS:
-                is_first = action.dest in ("help", PRESET, *FIRST)
-                action.help = texts[action.dest].replace("%", "%%") if action.dest in texts else action.help
-                groups[first if is_first else owners[action.dest].__name__].append(action)
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage or "%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]", [], [])
-        formatter.add_text(self.description)
-        for title, actions in groups.items():
-            formatter.start_section(title)
-            formatter.add_arguments(actions)
-            formatter.end_section()
-        return str(formatter.format_help())
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
+
+
+def _is_own_task(settings: Namespace) -> bool:
+    """Whether functions of a user's own alone score rows of a user's own."""
+    functions: list[str] = getattr(settings, "reward_funcs", None) or []
+    rows: str = getattr(settings, "dataset", DEMO)
+    return bool(functions) and SALES not in functions and rows.partition(":")[0] not in (DEMO, DEMO_PICTURES)
 
 
 def _options(argv: Sequence[str]) -> list[str]:
@@ -320,7 +306,7 @@ def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_com
 def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     check_path("--config", str(path))
     if not path.is_file():
-        raise ConfigError(f"there is no recipe {path}. Expected a YAML file. Correct --config.")
+        raise ConfigError(f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file. Correct --config.")
     try:
         recipe = read_yaml(path)
         check_text(str(path), recipe)
@@ -341,12 +327,13 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
         raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-    small_policy = recipe.get(SMALL_POLICY) or {}
-    if not isinstance(small_policy, dict):
-        raise ConfigError(
-            f"`{SMALL_POLICY}` of {path} is a {type(small_policy).__name__}. Expected a mapping of settings."
-        )
-    unknown = sorted((set(recipe) | set(small_policy)) - known, key=str)
+    names = set(recipe)
+    for key in (SMALL_POLICY, SALES_CHAIN):
+        part = recipe.get(key) or {}
+        if not isinstance(part, dict):
+            raise ConfigError(f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
+        names |= set(part)
+    unknown = sorted(names - known, key=str)
     if unknown:
         raise ConfigError(
             f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "
@@ -361,6 +348,7 @@ def _with_guesses(names: Sequence[object], known: set[str]) -> str:
     texts = []
     for name in names:
         near = difflib.get_close_matches(str(name), known, n=1)
-        note = REPLACED.get(str(name).removeprefix("--").replace("-", "_"), f"did you mean {near[0]}?" if near else "")
+        setting = str(name).removeprefix("--").replace("-", "_").removeprefix("no_")
+        note = REPLACED.get(setting, f"did you mean {near[0]}?" if near else "")
         texts.append(f"{name} ({note})" if note else str(name))
     return ", ".join(texts)

@@ -1,6 +1,6 @@
 """Checkpoints: whole or not there, and of which run. transformers decides when one is written.
 
-- `keeper`: saves them, with the package's own files, and chooses the one to go on from. The trainer calls it.
+- `keeper`: saves them, with the package's own files, and has all ranks choose the same one to go on from.
 - `whole`: the manifest, and which folder is a whole checkpoint.
 - `identity`: the inputs on which a checkpoint depends.
 """

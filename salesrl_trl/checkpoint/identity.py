@@ -1,4 +1,4 @@
-"""The identity of a run: the inputs that its checkpoints depend on. `keeper` calls it.
+"""The identity of a run: the inputs that its checkpoints depend on. `keeper` and `preflight` call it.
 
 Owns which differences between a checkpoint and a resumed run are refused, and which are logged. Refused are those that
 would repeat or lose a prompt, or change the reference: rows, branches, settings that order prompts, first weights.

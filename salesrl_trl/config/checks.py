@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.service.http import address_fault
 
 T = TypeVar("T")
 
@@ -59,6 +58,8 @@ def check_text(where: str, value: object, name: str = "") -> None:
 def check_url(setting: str, url: str | None) -> None:
     if url is None:
         return
+    from salesrl_trl.reward.service.http import address_fault  # brings aiohttp, for which `--help` need not wait
+
     fault = address_fault(url)
     check(fault is None, f"`{setting}` holds {fault}.")
     try:

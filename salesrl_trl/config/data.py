@@ -1,14 +1,15 @@
-"""Settings of the rows: their source, their number and their prompt. Part of `SalesRLConfig`."""
+"""Settings of the rows: their source, their number and their prompt. A part of `build.settings.RunConfig`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from salesrl_trl.config.checks import build_object, check, structure
-from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_settings
+from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_names, check_settings, check_value
+from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
-from salesrl_trl.data.files import ENDINGS
+from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
@@ -18,9 +19,9 @@ from salesrl_trl.data.lengths import LONG_PROMPT_RULES
 class DataConfig:
     """The rows to train and evaluate on."""
 
-    dataset: str = "demo"
-    """`demo`, `demo_pictures`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub. `NAME:SPLIT` is
-    another split than `train`."""
+    dataset: str = DEMO
+    """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
+    `NAME:SPLIT` is another split than `train`."""
     eval_dataset: dict[str, object] | str | None = None
     """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
     `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`."""
@@ -29,8 +30,9 @@ class DataConfig:
     own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own."""
     columns: dict[str, object] | str | None = None
     """For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields."""
-    held_out_share: Annotated[float, Range(0, LESS_THAN_1)] = 0.0
-    """Share of the conversations of `dataset` to evaluate on and not to train on, in place of `eval_dataset`."""
+    held_out_share: Annotated[float, Range(0, LESS_THAN_1)] | None = None
+    """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
+    `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
     data_copy_dir: str | None = None
     """Folder on a faster disk. `dataset` and `eval_dataset`, where they are local, are copied there once and read from
     there."""
@@ -38,9 +40,11 @@ class DataConfig:
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
     """Number of held-out rows to take, from the first one on. Defaults to all."""
-    prompt_template: str = "instruct"
-    """The policy's prompt. `instruct` explains the task to a general chat model. `compact` is the conversation
-    alone. Else a file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists."""
+    prompt_template: str | None = None
+    """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
+    the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
+    there are two templates: `instruct` explains its task to a general chat model. `compact` is the conversation
+    alone."""
     max_prompt_tokens: Count | None = None
     """Most tokens of a prompt, the chat template's included. Defaults to `vllm_max_model_length`, or without it the
     model's positions, less `max_completion_length`."""
@@ -58,6 +62,10 @@ class DataConfig:
                 value is None or "." in str(value) or value in (ROWS, *FORMATS),
                 f"`{name}` is {value!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
             )
+        for name, source in (("dataset", self.dataset), ("eval_dataset", entry.get("path") or "")):
+            file, split = _source_and_split(source, "")
+            message = f"`{name}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
+            check(not split or Path(file).suffix not in ENDINGS, message)
         for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
             _columns(name, value)  # raises for another form
         self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(entry.get("path") or self.dataset)
@@ -72,11 +80,10 @@ class DataConfig:
         value = self.eval_dataset
         if value is None or (isinstance(value, str) and not value.startswith("{")):
             return {} if value is None else {"path": value}
-        entry = structure("eval_dataset", value, dict)
-        check(
-            entry.keys() <= {"path", "format", "columns"} and isinstance(entry.get("path"), str | None),
-            f"`eval_dataset` has {', '.join(map(str, entry))}. Expected some of: path, a text; format; columns.",
-        )
+        entry: dict[str, Any] = structure("eval_dataset", value, dict)
+        check_names("eval_dataset", entry, ("path", "format", "columns"))
+        for name in ("path", "format"):
+            check_value(f"eval_dataset.{name}", entry.get(name), str | None)
         return entry
 
     @property
@@ -95,7 +102,7 @@ class DataConfig:
         return Form(
             format=_format("dataset_format", self.dataset_format),
             columns=_columns("columns", self.columns) or {},
-            held_out_share=self.held_out_share,
+            held_out_share=self.held_out_share or 0.0,
             image_folder=self._folder,
         )
 
@@ -110,9 +117,9 @@ class DataConfig:
 
     @property
     def own_sources(self) -> list[str]:
-        """The datasets of the run that are not the demo."""
+        """The datasets of the run that are not packaged."""
         sources = {self.train_source[0]: None, self.eval_source[0]: None}
-        return [source for source in sources if source not in (DataConfig.dataset, DEMO_PICTURES)]
+        return [source for source in sources if source not in (DEMO, DEMO_PICTURES, ARITHMETIC)]
 
 
 def _columns(setting: str, value: object) -> dict[str, Column] | None:

@@ -8,6 +8,8 @@ from salesrl_trl.config.checks import check, check_url
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, check_settings
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 
+NAME = "[A-Za-z0-9_-]+"
+
 
 @dataclass(kw_only=True)
 class JudgeProviderConfig:
@@ -54,7 +56,7 @@ class JudgeProviderConfig:
     def __post_init__(self) -> None:
         where = f"judge_providers[{self.name}]"
         check(
-            bool(re.fullmatch(r"[A-Za-z0-9_-]+", str(self.name))),
+            bool(re.fullmatch(NAME, str(self.name))),
             "a provider of `judge_providers` has a name with other characters. Expected letters, digits, - and _.",
         )
         check_settings(self, f"{where}.")

@@ -6,19 +6,26 @@ table. A range ends where nobody can mean a number any more: beyond it weights b
 """
 
 import ast
+import difflib
 import inspect
 import math
+import re
 import sys
 import textwrap
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
 from numbers import Integral, Real
+from pathlib import PurePath
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from salesrl_trl.config.checks import check
+from salesrl_trl.config.checks import check, structure
 from salesrl_trl.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 MORE_THAN_0, LESS_THAN_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
 _THREE_YEARS_S = 1e8
@@ -105,11 +112,43 @@ def check_range(name: str, value: object, allowed: Range) -> None:
     )
 
 
-_TYPES: dict[object, tuple[type, str]] = {
+TYPES: dict[object, tuple[type, str]] = {
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
     bool: (bool, "true or false"),
 }
+
+
+def from_fields(kind: type[Settings], source: object, **others: object) -> Settings:
+    """A dataclass whose fields have names of `source`, but for those in `others`."""
+    taken = {field.name: getattr(source, field.name) for field in fields(kind) if field.name not in others}
+    return kind(**taken, **others)
+
+
+def entry_of(path: str, kind: type[Settings], value: object) -> Settings:
+    """The dataclass of a nested setting, from a mapping or its JSON. `path`: the setting, with dots. The `ConfigError`
+    of a wrong entry names its whole path."""
+    entry: dict[str, Any] = structure(path, value, dict)
+    known = {field.name: field for field in fields(kind)}
+    check_names(path, entry, known)
+    needed = [name for name, at in known.items() if at.default is MISSING and at.default_factory is MISSING]
+    lacking = [name for name in needed if name not in entry]
+    check(not lacking, f"`{path}` lacks {', '.join(lacking)}. Expected a mapping with {', '.join(needed)}.")
+    for name, hint in inspect.get_annotations(kind).items():
+        if name in entry:
+            check_value(f"{path}.{name}", entry[name], hint)
+    try:
+        return kind(**entry)
+    except ConfigError as error:
+        raise error if str(error).startswith(f"`{path}") else ConfigError(f"`{path}`: {error}") from error
+
+
+def check_names(path: str, names: Iterable[object], known: Iterable[str]) -> None:
+    """Refuse a name that a nested setting does not know, with the nearest one."""
+    choices = [*known]
+    for name in names:
+        near = "".join(f" Did you mean {close}?" for close in difflib.get_close_matches(str(name), choices, 1))
+        check(name in choices, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(choices)}.")
 
 
 def check_settings(config: "DataclassInstance", where: str = "") -> None:
@@ -134,10 +173,14 @@ def check_value(name: str, value: object, hint: object) -> None:
     if value is None and NoneType in kinds:
         return
     kind, *limits = get_args(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[:1]
-    if kind in _TYPES:
-        number, expected = _TYPES[kind]
+    if kind is str and len(kinds) == 1 + (NoneType in kinds):
+        check(isinstance(value, str | PurePath), f"`{name}` is of type {type(value).__name__}. Expected a text.")
+    if kind in TYPES:
+        number, expected = TYPES[kind]
         is_of_kind = isinstance(value, number) and isinstance(value, bool) == (kind is bool)
-        check(is_of_kind, f"`{name}` is {value!r}. Expected {expected}.")
+        is_text = kind is float and isinstance(value, str) and re.fullmatch(r"\d+e-?\d+", value)
+        note = f" YAML reads {value} as a text: write {str(value).replace('e', '.0e')}." if is_text else ""
+        check(is_of_kind, f"`{name}` is {value!r}. Expected {expected}.{note}")
     for limit in limits:
         if isinstance(limit, Range):
             check_range(name, value, limit)
@@ -151,6 +194,11 @@ def texts_of(kind: type) -> dict[str, str]:
     """The texts of the fields that a class itself defines, on one line each."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
+    return texts_in(tree)
+
+
+def texts_in(tree: ast.ClassDef) -> dict[str, str]:
+    """`texts_of` for the source of a class."""
     texts = {}
     for node, below in zip(tree.body, tree.body[1:], strict=False):
         match node, below:

@@ -6,13 +6,13 @@ branches.
 
 import re
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from salesrl_trl.config.checks import check, check_url, structure
-from salesrl_trl.config.judge import JudgeProviderConfig
-from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings, check_value
+from salesrl_trl.config.judge import NAME, JudgeProviderConfig
+from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings, check_value, entry_of
 from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import record_files
@@ -20,22 +20,32 @@ from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
 from salesrl_trl.reward.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
-from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
+from salesrl_trl.types import DEFAULT_FORMAT, SALES, ActionFormat
 
-SALES = "sales"
-"""The packaged chain, in `reward_funcs`."""
 ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
 
 
-class ReplaySettings(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
     """`replay`, checked."""
 
     run: str
-    record: Path
-    """Where the record is."""
-    on_miss: str
-    delays: bool
+    on_miss: Annotated[str, ON_MISS] = ""
+    delays: bool = False
+
+    @property
+    def record(self) -> Path:
+        """Where the record is."""
+        return FILE if self.run == CASSETTE else Path(self.run).expanduser()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempts:
+    """`max_attempts`, checked: the attempts of a call, by service."""
+
+    rag: Count = 3
+    judge: Count = 3
 
 
 @dataclass
@@ -50,6 +60,9 @@ class RewardConfig:
     `title`."""
     rag_base_url: Annotated[str, check_url] | None = None
     """Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service."""
+    rag: str | None = None
+    """Dotted path of a client of your own for a RAG service of another form, a class that derives from
+    `salesrl_trl.RagBackend`. It replaces the address above, and has limits of its own."""
     rag_api_key_env: str | None = None
     """Name of the environment variable that holds the RAG service's key."""
     judge_base_url: Annotated[str, check_url] | None = None
@@ -165,18 +178,9 @@ class RewardConfig:
         if self.replay is None:
             return None
         is_name = isinstance(self.replay, str) and not self.replay.startswith("{")
-        entry: dict[str, Any] = {"run": self.replay} if is_name else structure("replay", self.replay, dict)
-        run: Any = entry.get("run")
-        delays = entry.get("delays", False)
+        replay = entry_of("replay", ReplaySettings, {"run": self.replay} if is_name else self.replay)
         # Another CPU's policy writes other texts, and the packaged record is for a first look on any machine.
-        on_miss = entry.get("on_miss", "nearest" if run == CASSETTE else "fail")
-        check(
-            entry.keys() <= {"run", "on_miss", "delays"} and isinstance(run, str) and isinstance(delays, bool),
-            f"`replay` is {entry}. Expected a run's folder, or a mapping with run, and perhaps on_miss and delays, "
-            "which is true or false.",
-        )
-        check(on_miss in ON_MISS, f"`replay.on_miss` is {on_miss!r}. Expected one of: {', '.join(ON_MISS)}.")
-        return ReplaySettings(run, FILE if run == CASSETTE else Path(run).expanduser(), on_miss, delays)
+        return replace(replay, on_miss=replay.on_miss or ("nearest" if replay.run == CASSETTE else "fail"))
 
     def _check_replay(self) -> None:
         replay = self.parsed_replay()
@@ -198,12 +202,17 @@ class RewardConfig:
     @property
     def uses_services(self) -> bool:
         """Whether the packaged chain scores, with its RAG service and its judge."""
-        return not self.asks_nobody and (not self.reward_funcs or SALES in self.reward_funcs)
+        return not self.asks_nobody and self.has_chain
+
+    @property
+    def has_chain(self) -> bool:
+        """Whether rewards are those of the packaged chain, asked now or recorded before."""
+        return not self.reward_funcs or SALES in self.reward_funcs
 
     @property
     def embeds_rag(self) -> bool:
         """Whether the embedded RAG service answers."""
-        return self.uses_services and self.rag_base_url is None
+        return self.uses_services and self.rag_base_url is None and self.rag is None
 
     @property
     def embeds_judge(self) -> bool:
@@ -220,8 +229,8 @@ class RewardConfig:
         providers = self.parsed_judge_providers()
         check(
             self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
-            "`knowledge_file` is given beside `rag_base_url`: only the embedded RAG service reads it. Expected one of "
-            "them.",
+            "`knowledge_file` is given beside `rag_base_url` or `rag`: only the embedded RAG service reads it. "
+            "Expected one of them.",
         )
         for kind in self.verbose:
             check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
@@ -229,6 +238,17 @@ class RewardConfig:
             self.judge_providers is None or self.judge_base_url is None,
             "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
             "providers.",
+        )
+        check(
+            self.judge_providers is None
+            or (self.judge_model, self.judge_api_key_env) == (RewardConfig.judge_model, None),
+            "`judge_model` or `judge_api_key_env` is given beside `judge_providers`, which do not read it. Expected "
+            "`model` and `api_key_env` of each provider.",
+        )
+        check(
+            self.rag is None or (self.rag_base_url, self.rag_api_key_env) == (None, None),
+            "`rag` is given beside `rag_base_url` or `rag_api_key_env`. Expected one of them: a class of your own "
+            "needs no address and no key.",
         )
         check(
             self.judge is None or (self.judge_base_url, self.judge_providers, self.judge_api_key_env) == (None,) * 3,
@@ -248,35 +268,25 @@ class RewardConfig:
         )
         self.parsed_branch_weights()
 
-    def parsed_attempts(self) -> dict[str, int]:
-        """The attempts of a call, by service: `rag` and `judge`."""
+    def parsed_attempts(self) -> Attempts:
+        """The attempts of a call, by service."""
         text = str(self.max_attempts)
         value: Any = int(text) if text.isdecimal() else self.max_attempts
-        entry = value if isinstance(value, int | float) else structure("max_attempts", value, dict)
-        attempts: dict[str, Any] = {"rag": 3, "judge": 3}
-        attempts |= entry if isinstance(entry, dict) else dict.fromkeys(attempts, entry)
-        check(len(attempts) == 2, f"`max_attempts` names {', '.join(attempts)}. Expected a number, or rag and judge.")
-        for service, number in attempts.items():
-            check_value(f"max_attempts.{service}" if isinstance(entry, dict) else "max_attempts", number, Count)
-        return attempts
+        if isinstance(value, int | float):
+            check_value("max_attempts", value, Count)
+            value = {"rag": value, "judge": value}
+        return entry_of("max_attempts", Attempts, value)
 
     def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
         """`judge_providers`, checked; empty without any. Raises `ConfigError` for an entry that lacks a field, has an
         unknown one, or does not fit the others."""
         if self.judge_providers is None:
             return []
-        needed = {"name", "base_url", "model"}
-        known = {field.name for field in fields(JudgeProviderConfig)}
         providers = []
-        for entry in structure("judge_providers", self.judge_providers, list):
-            check(isinstance(entry, dict), f"`judge_providers` holds a {type(entry).__name__}. Expected mappings.")
-            lacking, unknown = needed - entry.keys(), entry.keys() - known
-            check(
-                not lacking and not unknown,
-                f"a provider of `judge_providers` lacks {sorted(lacking)} and has unknown {sorted(unknown)}. Expected "
-                f"name, base_url and model, and perhaps {', '.join(sorted(known - needed))}.",
-            )
-            providers.append(JudgeProviderConfig(**entry))
+        for index, entry in enumerate(structure("judge_providers", self.judge_providers, list)):
+            name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
+            path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
+            providers.append(entry_of(path, JudgeProviderConfig, entry))
         names = [provider.name for provider in providers]
         check(
             bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
@@ -290,8 +300,7 @@ class RewardConfig:
             return {}
         weights = structure("branch_reward_weights", self.branch_reward_weights, dict)
         for branch, components in weights.items():
-            check(
-                isinstance(components, dict) and all(isinstance(w, int | float) for w in components.values()),
-                f"`branch_reward_weights` of {branch!r} is {components!r}. Expected a mapping of component to number.",
-            )
+            path = f"branch_reward_weights.{branch}"
+            for name, weight in structure(path, components, dict).items():
+                check_value(f"{path}.{name}", weight, float)
         return weights

@@ -6,8 +6,6 @@ Owns this mapping, the reasons why something can't be done, and warnings about s
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -27,19 +25,11 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import highest
 
 logger = get_logger(__name__)
-Settings = TypeVar("Settings", bound=Any)
 
 NO_TOOLS = (
     "{} calls tools that TRL was not given: completions are generated before TRL asks for them. Expected `tools` or "
     "an `environment_factory` of the trainer. Give them, or use a plain `GRPOConfig`."
 )
-
-
-def settings_of(kind: type[Settings], args: SalesGRPOConfig, **others: object) -> Settings:
-    """A part's settings: a dataclass whose fields have names of `args`, but for those in `others`."""
-    taken = {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in others}
-    settings: Settings = kind(**taken, **others)
-    return settings
 
 
 def _first(reasons: Mapping[str, object]) -> str | None:

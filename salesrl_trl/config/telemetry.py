@@ -5,14 +5,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from salesrl_trl.config.checks import check, load_object, structure
-from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings, check_value
+from salesrl_trl.config.checks import check, load_object
+from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings, entry_of
 from salesrl_trl.evaluation.quick_figures import WORST_BRANCH, checked_figures
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REWARD
 
 ALL_STEPS = 2**62
 """More steps than any run has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """`record_settings`, checked."""
+
+    gib: Positive = 4.0
+    filter: str | None = None
 
 
 @dataclass
@@ -70,13 +78,12 @@ class TelemetryConfig:
 
     def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
         """The largest size of a process's record in GiB, and the filter of recorded texts."""
-        entry = {} if self.record_settings is None else structure("record_settings", self.record_settings, dict)
-        check(entry.keys() <= {"gib", "filter"}, f"`record_settings` has {', '.join(entry)}. Expected gib and filter.")
-        gib, path = cast(float, entry.get("gib", 4.0)), entry.get("filter")
-        check_value("record_settings.gib", gib, Positive)
+        given = {} if self.record_settings is None else self.record_settings
+        settings = entry_of("record_settings", RecordSettings, given)
+        gib, path = settings.gib, settings.filter
         if path is None:
             return gib, None
-        clean = cast("Callable[[str], str]", load_object(str(path), "record_settings.filter"))
+        clean = cast("Callable[[str], str]", load_object(path, "record_settings.filter"))
         try:
             made = type(clean("a text")).__name__
         except Exception as error:  # whatever a function of a user's own raises

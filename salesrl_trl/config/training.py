@@ -1,6 +1,5 @@
 """Settings of training: branches, their KL, rollouts, vLLM. Owns the additions to TRL's `GRPOConfig`."""
 
-import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +17,10 @@ from salesrl_trl.config.ranges import (
     NumberOrNone,
     Range,
     Share,
+    check_names,
     check_range,
     check_settings,
+    entry_of,
 )
 from salesrl_trl.config.trl_settings import (
     RUN_MODES,
@@ -146,13 +147,14 @@ class SalesGRPOConfig(GRPOConfig):
         check(
             len(set(self.branches)) == len(self.branches), f"`branches` is {self.branches}. Expected each name once."
         )
+        self.shared_prompts = str(self.shared_prompts)
         check_settings(self)
         check_numbers(self)
         check_sizes(self)
-        self.shared_prompts = str(self.shared_prompts)
         check(
             bool(re.fullmatch("auto|off|[1-9][0-9]*", self.shared_prompts)),
-            f"`shared_prompts` is {self.shared_prompts!r}. Expected auto, off, or the most tokens of a pass.",
+            f"`shared_prompts` is {self.shared_prompts!r}. Expected auto, off, or the most tokens of a pass: a whole "
+            "number of 1 or more. In YAML put off in quotes.",
         )
         check_mode(self.mode)
         if self.mode != "train":  # nothing is evaluated or saved
@@ -252,19 +254,11 @@ class SalesGRPOConfig(GRPOConfig):
             f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of "
             "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
         )
-        known = {field.name for field in dataclasses.fields(KLTarget)}
         targets = dict[str, KLTarget]()
         for branch in branches:
-            entry: Any = by_branch.get(branch, {"beta": self.beta})
-            check(
-                isinstance(entry, dict) and "beta" in entry and set(entry) <= known,
-                f"`branch_kl` of {branch!r} is {entry!r}. Expected `beta`, and perhaps {', '.join(sorted(known))}.",
-            )
-            try:
-                targets[branch] = KLTarget(**entry)
-                check_range("beta", targets[branch].beta, KL_COEFFICIENT)
-            except ConfigError as error:
-                raise ConfigError(f"`branch_kl` of {branch!r}: {error}") from error
+            path = f"branch_kl.{branch}"
+            targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
+            check_range(f"{path}.beta", targets[branch].beta, KL_COEFFICIENT)
         return targets if any(target.beta for target in targets.values()) else {}
 
     def _law_settings(self) -> dict[str, Any]:
@@ -287,6 +281,8 @@ class SalesGRPOConfig(GRPOConfig):
             make: Callable[..., KLLaw] = AdaptiveLaw
             if path is not None:
                 make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
+            else:
+                check_names("kl_law_settings", arguments, ("max_step", COOLDOWN))
             try:
                 law = make(**arguments)
             except TypeError as error:

@@ -1,4 +1,4 @@
-"""From a file's record to a `SalesRow` and its chat prompt. `sources` uses all other modules here.
+"""From a file's record to a `SalesRow` and its chat prompt. `sources` loads the rows; `build` asks for them.
 
-Refuses to know services, rewards or a model. The checks before a run (`build`) call it.
+`lengths`, `pictures` and `processor` serve the plan of a run too. Refuses to know services, rewards or a model.
 """

@@ -8,10 +8,10 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from salesrl_trl.data.rows import OPTIONAL_COLUMNS, REQUIRED_COLUMNS
+from salesrl_trl.data.rows import OPTIONAL_COLUMNS, PROMPT_COLUMNS
 from salesrl_trl.errors import ConfigError, DataError
 
-FIELDS = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)  # fields of a row that a column can give
+FIELDS = (*PROMPT_COLUMNS, *OPTIONAL_COLUMNS)  # fields of a row that a column can give
 _TURN_KEYS = {"column", "role", "content", "roles"}
 
 
@@ -37,7 +37,7 @@ def read_columns(setting: str, setting_value: Mapping[str, object]) -> dict[str,
     for name in setting_value:
         if name not in FIELDS:
             raise ConfigError(
-                f"`{setting}` maps {name!r}, which is no field of a row.{_guess(name, FIELDS)} Expected: "
+                f"`{setting}` maps {name!r}, which is no field of a row.{nearest(name, FIELDS)} Expected: "
                 f"{', '.join(FIELDS)}."
             )
     return {name: _read_column(f"{setting}.{name}", name, entry) for name, entry in setting_value.items()}
@@ -67,7 +67,7 @@ def check_names(columns: Mapping[str, Column], records: Iterable[Mapping[str, ob
     for name, column in wanted.items():
         if column not in known:
             raise DataError(
-                f"{source} has no column {column!r}, from which `columns` takes {name!r}.{_guess(column, known)} "
+                f"{source} has no column {column!r}, from which `columns` takes {name!r}.{nearest(column, known)} "
                 f"There are: {', '.join(known) or 'no columns'}. Correct the name."
             )
 
@@ -124,6 +124,7 @@ def _names(record: Mapping[str, object], before: str = "") -> Iterator[str]:
             yield from _names(value, f"{before}{name}.")
 
 
-def _guess(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ " Did you mean 'branch'?", with the space before it; empty if no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -4,6 +4,7 @@ Owns reading, the limits of size, and the words about a file that can't be read.
 reads records by it, templates, rubrics and recipes are read by it, and the checks before a run ask for copies.
 """
 
+import difflib
 import errno
 import hashlib
 import itertools
@@ -21,6 +22,7 @@ from filelock import FileLock
 
 from salesrl_trl.errors import ConfigError, DataError
 
+DEMO = "demo"  # name of the packaged conversations, as a dataset
 Record = dict[str, Any]  # a row of a dataset as it is loaded
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""
@@ -138,6 +140,18 @@ def read_small(path: Path) -> str:
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
+def nearest_file(path: Path | str) -> str:
+    """`" Did you mean rows.jsonl?"`: the file or folder beside a path that is not there with the most similar name.
+    Empty for a path that is there, and where no name is similar."""
+    wanted = Path(path).expanduser()
+    try:
+        names = [] if wanted.exists() else [entry.name for entry in wanted.parent.iterdir()]
+    except OSError:  # its folder is not there either, or may not be read
+        names = []
+    near = difflib.get_close_matches(wanted.name, names, n=1)
+    return f" Did you mean {Path(path).with_name(near[0])}?" if near else ""
+
+
 def unreadable(error: OSError | UnicodeDecodeError) -> str:
     """The error in words, such as `"line 3, byte 17 (0xe9) is not UTF-8: ..."`."""
     if isinstance(error, OSError):
@@ -206,7 +220,9 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
             documents[document.id] = document
     except OSError as error:
         fault = unreadable(error)
-        raise DataError(f"cannot read the knowledge base {path}: {fault}; give a UTF-8 file of JSON lines") from error
+        raise DataError(
+            f"cannot read the knowledge base {path}: {fault};{nearest_file(path)} give a UTF-8 file of JSON lines"
+        ) from error
     if not documents:
         raise DataError(f"{path}: got no documents, expected at least one JSON line; add one")
     return tuple(documents.values())

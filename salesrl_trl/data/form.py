@@ -6,6 +6,7 @@ rows. Refuses to load. `sources` calls it with loaded records.
 
 import dataclasses
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,17 +106,17 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
 
 def part_of(records: Records, form: Form, part: Part) -> Records:
     """The records of one part. Those of a group are in the same part: of one value of `group`, or without it of one
-    first turn, as the rows of a conversation have. Raises `DataError` if no record is in the part."""
+    first turn, as the rows of a conversation have, or of one `prompt`. At least one group is held out. Raises
+    `DataError` if no record is in the part."""
     if part is Part.ALL:
         return records
     groups = [_group(record) for record in records.records]
-    wanted = []
-    for at, group in enumerate(groups):
-        # A number in [0, 1) that depends on the group alone
-        digest = hashlib.sha256(group.encode(errors="surrogatepass")).digest()
-        is_held_out = int.from_bytes(digest[:6]) / 2**48 < form.held_out_share
-        if is_held_out == (part is Part.HELD_OUT):
-            wanted.append(at)
+    # A number in [0, 1) that depends on the group alone
+    digests = [hashlib.sha256(group.encode(errors="surrogatepass")).digest() for group in groups]
+    numbers = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]
+    least = min(numbers, default=0.0)
+    held_out = [number < form.held_out_share or number == least for number in numbers]
+    wanted = [at for at, is_held_out in enumerate(held_out) if is_held_out == (part is Part.HELD_OUT)]
     if groups and not wanted:
         raise DataError(
             f"`held_out_share` is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
@@ -134,5 +135,7 @@ def _group(record: Record) -> str:
     if (group := record.get("group")) is not None:
         return str(group)
     turns = record.get("conversation")
+    if turns is None and (prompt := record.get("prompt")) is not None:
+        return json.dumps(prompt, sort_keys=True, default=str)
     first = turns[0] if isinstance(turns, Sequence) and turns else None
     return str(first.get("content")) if isinstance(first, Mapping) else str(first)

@@ -13,12 +13,11 @@ import jinja2
 
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import Prompt, SalesRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = list[dict[str, str]]
 Count = Callable[[Sequence[Prompt]], list[int]]  # prompts to their lengths in tokens
 
 LONG_PROMPT_RULES = ("error", "drop", "truncate_oldest_turns")
@@ -53,8 +52,9 @@ class FittingPrompts:
 def token_counter(
     tokenizer: "PreTrainedTokenizerBase", chat_template_kwargs: Mapping[str, object] | None = None
 ) -> Count:
-    """A function that counts tokens as TRL's `GRPOTrainer._tokenize_prompts` does, with the tokenizer's chat template.
-    Equal prompts are tokenized once. The function raises `ConfigError` for prompts that the chat template refuses."""
+    """A function that counts tokens as TRL's `GRPOTrainer._tokenize_prompts` does: messages with the tokenizer's chat
+    template, texts without. Equal prompts are tokenized once. The function raises `ConfigError` for prompts that the
+    chat template refuses."""
 
     def count(prompts: Sequence[Prompt]) -> list[int]:
         keys = [json.dumps(prompt) for prompt in prompts]
@@ -62,6 +62,9 @@ def token_counter(
         lengths = []
         distinct = list(different.values())
         for batch in (distinct[at : at + BATCH_PROMPTS] for at in range(0, len(distinct), BATCH_PROMPTS)):
+            if isinstance(batch[0], str):
+                lengths += [len(ids) for ids in tokenizer(batch, verbose=False)["input_ids"]]
+                continue
             try:
                 tokens = tokenizer.apply_chat_template(
                     conversation=batch,
@@ -86,7 +89,7 @@ def token_counter(
 
 def fit_prompts(
     rows: Sequence[SalesRow],
-    prompt: str | PromptTemplate,
+    prompt: str | PromptTemplate | None,
     count: Count,
     limit: LengthLimit | None,
     rule: str,
@@ -147,7 +150,7 @@ def fit_prompts(
 
 
 def _without_oldest_turns(
-    rows: Sequence[SalesRow], prompt: str | PromptTemplate, count: Count, tokens: Sequence[int]
+    rows: Sequence[SalesRow], prompt: str | PromptTemplate | None, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
     """Each row's prompt within its `tokens`, its oldest turns left out as need be; `None` if the last is too long."""
     fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # left out; `most` would leave no turn

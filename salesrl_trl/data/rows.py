@@ -6,27 +6,32 @@ Owns the columns of a dataset. `sources` loads the records and calls it. Refuses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from salesrl_trl.data.branches import ALL
 from salesrl_trl.data.pictures import read_pictures
 from salesrl_trl.errors import DataError
-from salesrl_trl.types import Message, SalesRow
+from salesrl_trl.types import Message, Prompt, SalesRow
 
-REQUIRED_COLUMNS = ("branch", "conversation")
-"""Columns that a dataset needs. `conversation` is a list of {role, content}, oldest first."""
-OPTIONAL_COLUMNS = ("id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group")
-_KNOWN = frozenset((*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS, "image"))
+PROMPT_COLUMNS = ("prompt", "conversation")
+"""Columns of which a dataset needs one. `prompt` is what the policy reads: a text or messages, as TRL has it.
+`conversation` is a list of {role, content}, oldest first."""
+OPTIONAL_COLUMNS = (
+    "branch", "id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group"
+)  # fmt: skip
+_KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 
 
-def check_columns(columns: Iterable[str], source: str) -> None:
-    """Raise `DataError` unless every required column is there."""
+def check_columns(columns: Iterable[str], source: str, branches: Sequence[str]) -> None:
+    """Raise `DataError` unless the columns have a prompt or a conversation, and a branch where there are several."""
     columns = sorted(columns)
-    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
-    if missing:
+    has_prompt = any(name in columns for name in PROMPT_COLUMNS)
+    if not has_prompt or (len(branches) > 1 and "branch" not in columns):
+        lacking = f"branch, which is to be one of {', '.join(branches)}" if has_prompt else " or ".join(PROMPT_COLUMNS)
         raise DataError(
-            f"{source} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}. "
-            f"Got: {', '.join(columns) or 'no columns'}. Expected: {', '.join(REQUIRED_COLUMNS)} "
-            f"(and, where known, {', '.join(OPTIONAL_COLUMNS)}). Rename or add the columns; docs/DATA.md shows a row."
+            f"{source} lacks the column {lacking}. Got: {', '.join(columns) or 'no columns'}. Expected "
+            f"{' or '.join(PROMPT_COLUMNS)} (and, where known, {', '.join(OPTIONAL_COLUMNS)}). Rename or add the "
+            "column, or name another one: `columns: {prompt: question}`. docs/DATA.md shows a row."
         )
 
 
@@ -43,7 +48,7 @@ def parse_row(
     Raises `DataError` if a value is not as expected. The message has the row's place, and never its text."""
     name = record.get("id")
     where = place(position, source, line, f"; id {name!r}" if name else "")
-    branch = record.get("branch")
+    branch = record.get("branch", (*branches, ALL)[0] if len(branches) <= 1 else None)
     if not isinstance(branch, str) or (branches and branch not in branches):
         expected = f"one of: {', '.join(branches)}" if branches else "a text"
         raise DataError(
@@ -58,16 +63,24 @@ def parse_row(
         or not all(isinstance(text, str) and is_unicode(text) for text in documents)
     ):
         raise DataError(f"{where}: `documents` is {shape(documents)}. Expected a list of texts, or nothing.")
+    turns = record.get("conversation")
+    prompt = None if record.get("prompt") is None else _prompt(record["prompt"], where)
+    images = read_pictures(record.get("images", record.get("image")), folder, where)
+    if images and isinstance(prompt, str):
+        raise DataError(
+            f"{where}: `prompt` is a text, and the row has pictures. Expected messages for a chat template."
+        )
     return SalesRow(
         row_id=str(record.get("id") or f"row-{position}"),
         branch=branch,
-        conversation=_conversation(record.get("conversation"), where),
+        conversation=() if prompt is not None and turns is None else _conversation(turns, where),
+        prompt=prompt,
         tenant_id=str(record.get("tenant_id") or ""),
         contact_id=str(record.get("contact_id") or ""),
         account_id=str(record.get("account_id") or ""),
         message_id=str(record.get("message_id") or ""),
         documents=tuple(documents),
-        images=read_pictures(record.get("images", record.get("image")), folder, where),
+        images=images,
         columns={name: value for name, value in record.items() if name not in _KNOWN},
     )
 
@@ -84,6 +97,22 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _prompt(value: object, where: str) -> Prompt:
+    if isinstance(value, str) and value.strip() and is_unicode(value):
+        return value
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(f"{where}: `prompt` is {shape(value)}. Expected a text, or a list of {{role, content}}.")
+    for turn, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where}: turn {turn} of `prompt` is {shape(message)}. Expected {{role, content}}.")
+        content = message.get("content")
+        if not (isinstance(content, list) or (isinstance(content, str) and is_unicode(content))) and (
+            content is not None or not message.get("tool_calls")
+        ):
+            raise DataError(f"{where}: turn {turn} of `prompt` has content {shape(content)}. Expected a text.")
+    return [dict(message) for message in value]
 
 
 def _conversation(value: object, where: str) -> tuple[Message, ...]:

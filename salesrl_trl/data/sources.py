@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Image, List, load_dataset
+from datasets.exceptions import DatasetsError
 
+from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
+from salesrl_trl.data.columns import nearest
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
-from salesrl_trl.data.files import ENDINGS, Placed, Record, demo_records, read_file
+from salesrl_trl.data.files import DEMO, ENDINGS, Placed, Record, demo_records, read_file
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import DataError
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import Prompt, SalesRow
 
-DEMO = "demo"
+PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC)
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 
@@ -36,8 +39,8 @@ def load_rows(
 
     Args:
         source (`str`):
-            `"demo"`, `"demo_pictures"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name of a dataset on
-            the hub.
+            `"demo"`, `"demo_pictures"`, `"arithmetic"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name
+            of a dataset on the hub.
         split (`str`):
             Split to take: `"train"` or `"heldout"` for the demo. Ignored for a local file, which is one split.
         branches (`Sequence[str]`, *optional*):
@@ -61,13 +64,19 @@ def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = Non
     if not records:
         raise DataError(
             f"{loaded.name} is empty{f' ({loaded.note})' if loaded.note else ''}. Expected at least one row with the "
-            "columns branch and conversation. Check the path, the split and `max_*_rows`."
+            "column prompt or conversation. Check the path, the split and `max_*_rows`."
         )
-    check_columns(records[0].keys(), loaded.name)
-    return [
+    check_columns(records[0].keys(), loaded.name, branches)
+    rows = [
         parse_row(record, position, branches, loaded.name, line, loaded.folder)
         for record, (position, line) in zip(records, loaded.places, strict=False)
     ]
+    if len({type(row.prompt) for row in rows}) > 1:
+        raise DataError(
+            f"{loaded.name} has rows whose `prompt` is a text, and others that have messages, or none. Expected one "
+            "kind of prompt. Make all of them messages, for example."
+        )
+    return rows
 
 
 def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
@@ -79,14 +88,14 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
         yield parse_row(record, position, branches, "the demo"), drafts[record["id"]]
 
 
-def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate, first_index: int = 0) -> Dataset:
+def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate | None, first_index: int = 0) -> Dataset:
     """The dataset for TRL: the prompt, the row's branch and id, and `row`, its number from `first_index` on, for the
-    reward. `prompt` is a style or a template, as in `build_prompt`."""
+    reward. `prompt` is a style, a template or `None`, as in `build_prompt`."""
     return prompt_dataset([build_prompt(row, prompt) for row in rows], rows, first_index)
 
 
 def prompt_dataset(
-    prompts: Sequence[list[dict[str, str]]],
+    prompts: Sequence[Prompt],
     rows_of: Sequence[SalesRow],
     first_index: int = 0,
     *,
@@ -103,10 +112,11 @@ def prompt_dataset(
         "id": [row.row_id for row in rows_of],
     }
     if for_functions:
-        columns |= {
-            "conversation": [[asdict(message) for message in row.conversation] for row in rows_of],
-            "documents": [list(row.documents) for row in rows_of],
-        }
+        if any(row.conversation or row.documents for row in rows_of):
+            columns |= {
+                "conversation": [[asdict(message) for message in row.conversation] for row in rows_of],
+                "documents": [list(row.documents) for row in rows_of],
+            }
         further = dict.fromkeys(name for row in rows_of for name in row.columns)
         columns = {name: [row.columns.get(name) for row in rows_of] for name in further} | columns
     rows = Dataset.from_dict({"prompt": prompts, **columns})
@@ -125,8 +135,10 @@ def check_source(source: str) -> None:
     """Raise `DataError` if a source is a local file that is not there."""
     path = Path(source).expanduser()
     if is_file(source) and not path.is_file():
+        files = [file.name for file in path.parent.glob("*") if is_file(file.name) and file.is_file()]
+        found = " There is a folder, or a device, of this name." if path.exists() else nearest(path.name, files)
         raise DataError(
-            f"there is no dataset file {path}. Expected an existing {', '.join(ENDINGS)} file. "
+            f"there is no dataset file {path}.{found} Expected an existing {', '.join(ENDINGS)} file. "
             f"Correct the path, which is taken relative to {Path.cwd()}."
         )
 
@@ -135,11 +147,13 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     """The records of a source in this package's columns. Raises `DataError` if it is none, or of another form."""
     folder: Path | None = None
     name = f"{source} [{split}]"
-    if source in (DEMO, DEMO_PICTURES) and split not in FILES:
-        raise DataError(f"the demo has no split {split!r}. Expected one of: {', '.join(FILES)}.")
+    if source in PACKAGED and split not in FILES:
+        raise DataError(f"{source!r} has no split {split!r}. Expected one of: {', '.join(FILES)}.")
     if source == DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
+    elif source == ARITHMETIC:
+        placed = [Placed(record) for record in arithmetic_records(split)]
     elif source == DEMO_PICTURES:
         folder = dataset_folder()
         placed, name = read_file(folder / FILES[split]), f"the {split} split of the demo with pictures"
@@ -150,7 +164,7 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     else:
         try:
             placed = [Placed(record) for record in load_dataset(source, split=split)]
-        except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
+        except (FileNotFoundError, ConnectionError, ValueError, OSError, DatasetsError) as error:
             raise DataError(
                 f"the dataset {source!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected "
                 f"'demo', a {', '.join(ENDINGS)} file, or a hub dataset that this machine can reach. Correct the name "

@@ -16,14 +16,15 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
-from salesrl_trl.data.files import read_small, unreadable
+from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import DEFAULT_FORMAT, Action, SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, Action, Prompt, SalesRow
 
 SYSTEM = "system"  # the only block that a template may have
-CONVERSATION_FIELDS = ("context", "conversation")
-"""The conversation as text, one line per turn, and as a list of turns. A template uses one of them."""
-FIELDS = (*CONVERSATION_FIELDS, "branch", "documents", "row_id", "tenant_id", "contact_id", "account_id", "message_id",
+CONTENT_FIELDS = ("context", "conversation", "prompt", "columns")
+"""The conversation as text, one line per turn, and as a list of turns; the row's prompt, as it gives it; its further
+columns. A template uses one of them."""
+FIELDS = (*CONTENT_FIELDS, "branch", "documents", "row_id", "tenant_id", "contact_id", "account_id", "message_id",
           "action_fields")  # fmt: skip
 """Variables of a template: the row's fields, and the names of the action's fields."""
 
@@ -93,10 +94,10 @@ class PromptTemplate:
                 f"{self._name}, line {line} uses {name!r}, which no row has.{guess} Expected some of: "
                 f"{', '.join(FIELDS)}."
             )
-        if not used & set(CONVERSATION_FIELDS):
+        if not used & set(CONTENT_FIELDS):
             raise ConfigError(
                 f"{self._name} never shows the conversation, so that every prompt would be the same. Expected "
-                "`{{ context }}`, or turns of `conversation`, in it."
+                "`{{ context }}`, or turns of `conversation`, `prompt` or `columns`, in it."
             )
 
 
@@ -107,8 +108,9 @@ def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTempl
         return PromptTemplate(read_small(file), str(path), action_fields)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the prompt template {path} can't be read ({unreadable(error)}). Expected a Jinja file in UTF-8. Correct "
-            "`prompt_template`, or copy salesrl_trl/data/templates/instruct.jinja to start from."
+            f"the prompt template {path} can't be read ({unreadable(error)}).{nearest_file(path)} Expected a Jinja "
+            "file in UTF-8. Correct `prompt_template`, or begin with a copy of "
+            "salesrl_trl/data/templates/instruct.jinja."
         ) from None
 
 
@@ -129,9 +131,16 @@ def packaged_template(style: str) -> PromptTemplate:
     return read_template(template_path(style), DEFAULT_FORMAT.fields)
 
 
-def build_prompt(row: SalesRow, prompt: str | PromptTemplate = "instruct") -> list[dict[str, str]]:
-    """The policy's prompt for one row, as chat messages. `prompt` is one of `PROMPT_STYLES`, or a template. Raises
-    `ValueError` for an unknown style, or a template that does not work for the row."""
+_ROLES = {"customer": "user", "seller": "assistant"}
+
+
+def build_prompt(row: SalesRow, prompt: str | PromptTemplate | None = "instruct") -> Prompt:
+    """The policy's prompt for one row. `prompt` is one of `PROMPT_STYLES`, or a template. `None` is the row's own
+    prompt as it is, or without one its conversation as chat messages. Raises `ValueError` for an unknown style, or a
+    template that does not work for the row."""
+    if prompt is None:
+        turns = [{"role": _ROLES[message.role], "content": message.content} for message in row.conversation]
+        return turns if row.prompt is None else row.prompt
     return (packaged_template(prompt) if isinstance(prompt, str) else prompt).messages(row)
 
 

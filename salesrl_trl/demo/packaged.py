@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 PACKAGED = Path(__file__).with_name("small_policy")  # the folder of the policy. `from_pretrained` loads it.
+ARITHMETIC_POLICY = Path(__file__).with_name("arithmetic_policy")
+"""The policy of `recipes/own.py`: it adds two numbers, and is wrong more often than right. It is taught by
+`scripts/make_arithmetic_policy.py`."""
 PROMPT_STYLE = "compact"
 """The style of the prompts that it was taught with. A run with this policy must use the same one."""
 

@@ -19,7 +19,7 @@ from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.data.templates import action_text, build_prompt
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, imitate, packaged_tokenizer
-from salesrl_trl.types import Action, SalesRow
+from salesrl_trl.types import Action, Prompt, SalesRow
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -177,7 +177,7 @@ def demonstrations() -> "Dataset":
     return _with_answers([build_prompt(row, PROMPT_STYLE) for row, _ in pairs], [row for row, _ in pairs], answers)
 
 
-def _with_answers(prompts: Sequence[Turns], rows: Sequence[SalesRow], answers: list[Turns]) -> "Dataset":
+def _with_answers(prompts: Sequence[Prompt], rows: Sequence[SalesRow], answers: list[Turns]) -> "Dataset":
     made = prompt_dataset(prompts, rows)
     return made.remove_columns(["row", "branch", "id"]).add_column("completion", answers)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from salesrl_trl.build.recipes import FULL
+from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.run.launch import begin_run
@@ -30,9 +31,7 @@ TOO_FEW = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print, and write the file. Returns the exit code."""
     argv, out = sys.argv[1:] if argv is None else argv, sys.stdout
-    if not {"-h", "--help"}.isdisjoint(argv):
-        _parser().parse_args(["--help"])  # it ends here, without the imports of seconds
-
+    answer_help(argv, own=_parser().format_help())
     from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
     from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
 
@@ -108,7 +107,7 @@ def _parser() -> ToolParser:
         "[--SETTING VALUE ...]",
         description="Rewards of a policy on the held-out rows, greedy and sampled, by branch, with intervals; of two "
         "policies also their difference, row by row. Takes every setting of a recipe, and should get those of the "
-        "run; `--help` of a recipe's script lists them. Trains and saves nothing. docs/EVALUATION.md has an example.",
+        "run; `--help NAME` tells of one. Trains and saves nothing. docs/EVALUATION.md has an example.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -123,5 +122,5 @@ def _parser() -> ToolParser:
 
 
 if __name__ == "__main__":
-    begin_run()  # a signal ends it as Ctrl-C does, with services and folder tidied up
+    begin_run(is_recipe=False)  # a signal ends it as Ctrl-C does, with services and folder tidied up
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Quick evaluations: a fixed held-out sample, answered greedily every few steps.
 
 Owns the steps at which one is due, its rows, its order (answer, measure, record, keep the best policy, log), and the
-way of the best policy into its folder. A `Subject` answers. The trainer calls `evaluate_if_due` after each step.
+way of the best policy into its folder. A `Subject` answers. `wiring.components` calls it after each step.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""Completions that are requested from a vLLM server one by one, in the background: the threads, and the order of
-completions."""
+"""Completions that are requested from a vLLM server one by one, in the background: threads, and their order."""
 
 import contextlib
 import math

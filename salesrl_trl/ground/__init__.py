@@ -1,7 +1,7 @@
 """What serves every other package, with the standard library alone.
 
 - `process`: memory, files, and the environment of a process.
-- `shutdown`: the end of a command, and exit codes.
+- `shutdown`: the end of a command, and exit codes. `tables`: tables for a terminal.
 - `patched`: attributes of other libraries' objects, replaced for a while.
 - `service_keys`: keys of services. `fencing`: the fences around hostile text.
 - `surroundings`: what a thread that calls a user's code has of the main thread.

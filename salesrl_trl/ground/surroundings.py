@@ -1,7 +1,7 @@
 """What a thread that calls a user's code has of the main thread: context variables, and torch's devices.
 
 A new thread begins with GPU 0 and the CPU. Owns how the main thread's devices travel: in a context, which tasks hand
-on. The reward calls it around a user's functions. Imports no torch: if nobody else did, there is nothing to carry.
+on. The reward and the record call it around a user's functions. Imports no torch: without torch nothing is carried.
 """
 
 import contextvars

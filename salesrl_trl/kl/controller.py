@@ -25,7 +25,7 @@ class WindowSettings:
             ("kl_update_steps", self.update_steps, 1),
             ("kl_law_settings.cooldown_steps", self.cooldown_steps, 0),
         ):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"`{name}` is {value!r}. Expected a whole number of {least} or more.")
 
 

@@ -1,6 +1,6 @@
 """The branches' KL inside TRL's loss: the per-token penalty, and the sums behind figures and control.
 
-Owns no normaliser: TRL has one for each `loss_type`. Called by `branched`.
+Owns no normaliser: TRL has one for each `loss_type`. `branched` calls it.
 """
 
 from collections.abc import Sequence

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 from salesrl_trl.build import software
 from salesrl_trl.build.checks.outcome import Finding, StageVerdict
 from salesrl_trl.build.recipes import FULL
+from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import is_interrupt
 from salesrl_trl.preflight.stage import StageReport, report_of, stage_text
@@ -35,6 +36,7 @@ FAILED = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages and print each one's report; in other processes than the first what fails, on stderr."""
     argv = sys.argv[1:] if argv is None else argv
+    answer_help(argv, own=_parser().format_help())
     out, as_json, is_first = sys.stdout, "--json" in argv, os.environ.get("RANK", "0") == "0"
     wanted, reports = list[str](), list[StageReport]()
     try:
@@ -135,7 +137,7 @@ def _parser() -> ToolParser:
         prog="python -m salesrl_trl.preflight",
         usage="%(prog)s [--config RECIPE.yaml] [--stage NAME[,NAME]] [--calls N] [--json] [--SETTING VALUE ...]",
         description="Says whether a run can work, in stages from cheap to costly. The first failure ends it. Takes "
-        "every setting of a recipe; `--help` of a recipe's script lists them. docs/PREFLIGHT.md describes the stages.",
+        "every setting of a recipe; `--help NAME` tells of one. docs/PREFLIGHT.md describes the stages.",
         allow_abbrev=False,
     )
     parser.add_argument("--stage", metavar="NAME[,NAME]", help="run these stages, and silently those that they need")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from salesrl_trl.build.memory.estimate import Card, Estimate, advice, card_here, named_card, used_gib, users
-from salesrl_trl.build.memory.shape import Setup, Sharding
+from salesrl_trl.build.memory.shape import Sharding
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
@@ -34,7 +34,8 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
             card = card_here(config.training.device) if options.card is None else named_card(options.card)
             if card is None:
                 raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
-            estimated, setup = _weigh(config, card, options)
+            estimated, scales = _weigh(config, card, options)
+            setup = scales.setup(scales.plan.dtype)
             options.prompt_tokens = setup.prompt_tokens
             preset = None if estimated.fits else _preset(settings, card, options)
     except Exception as error:
@@ -45,7 +46,7 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     title += f"{formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + {setup.completion_tokens} "
     title += "tokens" + (f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else "")
     if not as_json:
-        print(_as_text(estimated, setup, preset, card, title))
+        print(_as_text(scales, preset, card, title))
     else:
         report = {
             "run": title,
@@ -56,14 +57,14 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
             "vllm_sequences": estimated.sequences,
             "setup": asdict(setup),
             "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
-            "remedies": [] if estimated.fits else advice(estimated, setup),
+            "remedies": [] if estimated.fits else advice(scales.shape, setup, card.gib),
         }
         print(strict_json(report))
     return 0 if estimated.fits else EXIT_FAILED
 
 
-def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Setup]:
-    """The estimate of a run on a card, and the setup that was weighed."""
+def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Scales]:
+    """The estimate of a run on a card, and what weighed it."""
     if config.model.model_name_or_path is None:
         raise ConfigError(
             "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
@@ -83,7 +84,7 @@ def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
             settle_precision(plan, scales.weigh)
         except ConfigError:  # no number format fits: the table says so
             plan.dtype = "float32"
-    return scales.weigh(plan.dtype), scales.setup(plan.dtype)
+    return scales.weigh(plan.dtype), scales
 
 
 def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) -> tuple[str, float] | None:
@@ -102,7 +103,8 @@ def _is_no_larger(name: str, card: Card) -> bool:
     return named_card(name).gib <= card.gib + 1  # a card of 80 GB may have a little less
 
 
-def _as_text(estimated: Estimate, setup: Setup, preset: tuple[str, float] | None, card: Card, title: str) -> str:
+def _as_text(scales: Scales, preset: tuple[str, float] | None, card: Card, title: str) -> str:
+    setup, estimated = scales.setup(scales.plan.dtype), scales.weigh(scales.plan.dtype)
     peak = estimated.peak
     lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
     lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]
@@ -128,8 +130,8 @@ def _as_text(estimated: Estimate, setup: Setup, preset: tuple[str, float] | None
         name, gib = preset
         where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
         lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
-    lines.append("What takes less, the cheapest first:")
-    return "\n".join([*lines, *(f"  {setting}" for setting in advice(estimated, setup))])
+    lines.append("What takes less:")
+    return "\n".join([*lines, *(f"  {setting}" for setting in advice(scales.shape, setup, card.gib))])
 
 
 def _parser(description: str | None) -> ToolParser:

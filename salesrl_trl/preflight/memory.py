@@ -18,6 +18,7 @@ from salesrl_trl.build.checks.folders import free_gib
 from salesrl_trl.build.checks.model import empty_model
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.memory.estimate import (
+    STOCHASTIC_OPTIM,
     Estimate,
     Weigh,
     advice,
@@ -43,7 +44,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1  # an estimate that is above the card's memory by less than this share is a note, and no failure
-STOCHASTIC_OPTIM, STOCHASTIC_ARGS = "adamw_torch_8bit", "bf16_stochastic_round=True"  # torchao's
+STOCHASTIC_ARGS = "bf16_stochastic_round=True"  # of torchao's optimizer
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")  # defaults, which may be replaced
 
 
@@ -195,7 +196,7 @@ def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
     if estimated.fits:
         return
     setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
-    remedy = f"What takes less, the cheapest first: {'; '.join(advice(estimated, setup))}. "
+    remedy = f"What takes less: {'; '.join(advice(scales.shape, setup, card))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
     if setup.engine is not None and not estimated.starts_engine:
         findings.fail(

@@ -13,12 +13,12 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from salesrl_trl.build.building import build_instruments, build_trainer
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.lengths import FittingPrompts, Prompt
+from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import Reward
+from salesrl_trl.types import Prompt, Reward
 
 STEPS = 2  # the first step makes the optimizer's state. The second one holds it from its start, as all later steps do.
 GOLDEN = 0.6180339887  # its multiples, without whole parts, are spread evenly over 0 to 1

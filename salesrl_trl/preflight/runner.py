@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from salesrl_trl.build.checks.dataset import check_pictures, check_splits
+from salesrl_trl.build.checks.dataset import check_pictures, check_prompts, check_splits, settle_held_out
 from salesrl_trl.build.checks.environment import check_environment
 from salesrl_trl.build.checks.folders import earlier_start
 from salesrl_trl.build.checks.model import check_tokenizer, check_weights, choose_attention
@@ -18,9 +18,10 @@ from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.trl_settings import check_evaluation
+from salesrl_trl.data.branches import ALL
 from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
-from salesrl_trl.demo.packaged import PROMPT_STYLE
+from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.preflight.memory import check_memory
@@ -79,6 +80,14 @@ def _copy_data(plan: Plan, findings: Findings) -> None:
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
     config, training, model = plan.config, plan.config.training, plan.config.model
+    for source in config.data.own_sources:
+        check_source(source)
+    notes = []
+    if plan.evaluates and (note := settle_held_out(config.data)):
+        notes.append(note)
+    if not training.branches:  # of a task of one's own: those of the rows
+        training.branches = sorted({str(record.get("branch", ALL)) for record in plan.train_records.records}) or [ALL]
+        training.kl_targets()
     config.telemetry.check_branches(training.branches)
     resumed = find(
         training.resume_from_checkpoint,
@@ -92,21 +101,20 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     _check_small_policy(plan)
     if model.use_peft:
         check_ranges(model, LORA)
-    for source in config.data.own_sources:
-        check_source(source)
-    notes = check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
+    notes += check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
     _ = plan.reward, plan.model_config  # raise if they do not work
     check_weights(Path(config.policy_path).expanduser())
     micro_batch = training.per_device_train_batch_size * training.world_size
     findings.figures["processes"] = training.world_size
     findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
     notes += earlier_start(training.output_dir, resumes=resumed is not None)
-    if model.attn_implementation == "auto":
-        in_16_bits = training.bf16 or training.fp16
-        model.attn_implementation, attention = choose_attention(
-            training.device, in_16_bits=in_16_bits, model=plan.model_config
-        )
-        notes.append(attention)
+    model.attn_implementation, attention = choose_attention(
+        model.attn_implementation,
+        training.device,
+        in_16_bits=training.bf16 or training.fp16,
+        model=plan.model_config,
+    )
+    notes += [attention] if attention is not None else []
     for note in notes:
         findings.note(note)
     steps, warm_up = training.max_steps, training.warmup_steps
@@ -117,6 +125,13 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
 def _check_small_policy(plan: Plan) -> None:
     """Raise unless the prompt works, and prompts a small policy, if it is used, as it was taught."""
     prompt, is_usual = plan.prompt, plan.config.reward.action_format() == DEFAULT_FORMAT
+    if plan.config.policy_path == str(ARITHMETIC_POLICY):
+        return
+    if plan.config.model.model_name_or_path is None and prompt is None:
+        raise ConfigError(
+            "no model is named, and the packaged small policy knows the demo alone. Expected the policy to train: "
+            "`--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct`, or a folder."
+        )
     if plan.config.model.model_name_or_path is None and not (prompt == PROMPT_STYLE and is_usual):
         reason = f"`prompt_template` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
         raise ConfigError(
@@ -136,6 +151,8 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     config, training = plan.config, plan.config.training
     policy = config.model.model_name_or_path or "(the packaged small policy)"
     check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy, training)
+    for note in check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer):
+        findings.note(note)
     train, held_out = plan.train, plan.held_out
     for part in (plan.train_records, plan.held_out_records, train, held_out):
         if part is not None and part.note:

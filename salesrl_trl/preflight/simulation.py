@@ -20,7 +20,8 @@ from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.data.sources import DEMO, check_rows, load_drafts
+from salesrl_trl.data.files import DEMO
+from salesrl_trl.data.sources import check_rows, load_drafts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, batches
@@ -28,11 +29,6 @@ from salesrl_trl.preflight.simulated import SimulatedStep, report_text, step_sum
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.run.tools import exit_code_of, strict_json
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
-
-DESCRIPTION = (
-    "The load of a training run, without a model or a GPU. Takes a recipe and every setting of a training line. Of "
-    "the training settings, `seed`, `num_generations`, `branches` and `min_valid_reward_fraction` count."
-)
 
 
 @dataclass
@@ -69,12 +65,7 @@ def _check_count(name: str, value: object) -> None:
 
 def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
     """Read the settings and check all that can be checked before the load. Returns `run` with its arguments."""
-    simulation, data, reward, training = parse_part(
-        argv,
-        (SimulationConfig, DataConfig, RewardConfig, StepSettings),
-        usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...]",
-        description=DESCRIPTION,
-    )
+    simulation, data, reward, training = parse_part(argv, (SimulationConfig, DataConfig, RewardConfig, StepSettings))
     _check_count("num_generations", training.num_generations)
     if not 0 <= training.min_valid_reward_fraction <= 1:
         raise ConfigError(f"`min_valid_reward_fraction` is {training.min_valid_reward_fraction}. Expected 0 to 1.")
@@ -94,7 +85,7 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
         rows, drafts, mix=simulation.mix, prompts=simulation.prompts_per_step, generations=training.num_generations,
         seed=training.seed,
     )  # fmt: skip
-    rag = "as configured" if reward.rag_base_url else "embedded"  # no address: some hold a password
+    rag = "as configured" if not reward.embeds_rag else "embedded"  # no address: some hold a password
     judge = "as configured" if reward.judge_base_url or reward.judge_providers else "embedded"
     title = (
         f"{simulation.steps} steps of {simulation.prompts_per_step} x {training.num_generations} completions for "

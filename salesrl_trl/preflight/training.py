@@ -13,12 +13,11 @@ import torch
 from salesrl_trl.build.building import load_policy
 from salesrl_trl.build.checks.model import empty_model, linear_layers, put_adapter
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.memory.estimate import SCORING
+from salesrl_trl.build.memory.estimate import SCORING, STOCHASTIC_OPTIM
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, Phase, time_of
-from salesrl_trl.preflight.memory import STOCHASTIC_OPTIM
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.timing import TimingContext
@@ -79,7 +78,7 @@ def _load_policy(plan: Plan, findings: Findings) -> None:
     with TimingContext("forward") as forward:
         if not getattr(policy, "is_quantized", False):  # such a one is on its device
             policy.to(training.device)
-        text = plan.train.prompts[0][-1]["content"]
+        text = plan.train.rows[0].context
         ids = plan.tokenizer(text, return_tensors="pt", truncation=True, max_length=SHORT)["input_ids"]  # (1, T)
         computing, in_16_bits = torch.bfloat16 if training.bf16 else torch.float16, training.bf16 or training.fp16
         with torch.no_grad(), torch.autocast(training.device.type, computing, enabled=in_16_bits):

@@ -71,7 +71,8 @@ class CallNote:
         self.answer: bytes | None = None
 
     def __enter__(self) -> "CallNote":
-        self._began, self._time = time.perf_counter(), time.time()
+        if self._record is not None:
+            self._began, self._time = time.perf_counter(), time.time()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -25,6 +25,7 @@ from salesrl_trl.recording.schema import FOLDER, PACKED, SUFFIX, VERSION, rank_o
 
 logger = logging.getLogger(__name__)
 
+DAMAGED = (sqlite3.Error, zlib.error, ValueError)  # what reading a file raises that is damaged, or another's
 LOCK_WAIT_S = 10.0  # longest wait for a file that another process locks for a moment
 JSON_COLUMNS = ("action", "parts", "functions", "seconds")
 TEXT_COLUMNS = ("prompt", "answer", "reference")  # columns that hold the number of a text, which is JSON
@@ -133,7 +134,7 @@ def open_record(path: Path) -> sqlite3.Connection:
         else:
             file = sqlite3.connect(address(path), uri=True, timeout=LOCK_WAIT_S, check_same_thread=False)
         version = file.execute("PRAGMA user_version").fetchone()[0]
-    except (sqlite3.Error, OSError, EOFError) as error:
+    except (*DAMAGED, OSError, EOFError, MemoryError) as error:  # `MemoryError`: a packed file that is empty
         raise ConfigError(f"{path} can't be read as a record ({error}).") from None
     if version != VERSION:
         file.close()
@@ -147,21 +148,24 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     files = record_files(run)
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
-    names = [field.name for field in fields(Recorded) if field.name != "file"]
+    columns = ", ".join(field.name for field in fields(Recorded) if field.name not in ("file", "verdicts"))
+    query = f"SELECT {columns} FROM completions WHERE ? IN (mode, '') ORDER BY id"
     for number, path in enumerate(files):
         with closing(open_record(path)) as file:
-            for row in file.execute("SELECT * FROM completions WHERE ? IN (mode, '') ORDER BY id", (mode or "",)):
-                values = values_of(file, row)
-                yield Recorded(file=number, **{name: values[name] for name in names})
+            try:
+                for row in file.execute(query, (mode or "",)):
+                    yield Recorded(file=number, **values_of(file, row))
+            except DAMAGED as error:
+                raise ConfigError(f"{path} can't be read as a record ({error}).") from None
 
 
 def values_of(
     file: sqlite3.Connection, row: sqlite3.Row, parse_constant: Callable[[str], object] | None = None
 ) -> dict[str, Any]:
-    """The columns of a completion by name, JSON and texts as values, and its `verdicts` by rubric. `parse_constant`
-    makes a value of what JSON has no number for, such as NaN."""
+    """The columns of a row of completions by name, JSON and texts as values, and its `verdicts` by rubric.
+    `parse_constant` makes a value of what JSON has no number for, such as NaN."""
     values = dict(row)
-    for name in (*TEXT_COLUMNS, *JSON_COLUMNS):
+    for name in values.keys() & {*TEXT_COLUMNS, *JSON_COLUMNS}:
         text = text_of(file, row[name]) if name in TEXT_COLUMNS and row[name] is not None else row[name]
         values[name] = None if text is None else json.loads(text, parse_constant=parse_constant)
     names = [field.name for field in fields(Judged)]
@@ -178,4 +182,4 @@ def text_of(file: sqlite3.Connection, number: int) -> str | None:
 
 def unpacked(body: bytes) -> str:
     """A text as the table `texts` holds it."""
-    return zlib.decompress(body).decode()
+    return zlib.decompress(body).decode(errors="replace")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from salesrl_trl.build.settings_help import answer_help, tool_text
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.tables import aligned
 from salesrl_trl.recording.reader import record_files, recorded
@@ -20,6 +21,7 @@ from salesrl_trl.run.tools import exit_code_of, strict_json
 if TYPE_CHECKING:
     from salesrl_trl.rejudge.score_changes import ScoreChange
 
+USAGE = "python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]"
 DESCRIPTION = (
     "Judge a recorded run again, by other settings than its own: another judge, rubrics or weights. Says how much "
     "rewards and advantages would have changed. Answers come from the record. Takes every setting of a recipe; those "
@@ -45,6 +47,7 @@ class RejudgeConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Rejudge and print. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    answer_help(arguments, own=tool_text(USAGE, DESCRIPTION, "salesrl_trl.rejudge.__main__.RejudgeConfig"))
     return exit_code_of(arguments, lambda: _prepared(arguments))
 
 
@@ -58,17 +61,15 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.build.services_plan import StepSettings
     from salesrl_trl.build.settings import parse_part
     from salesrl_trl.config import DataConfig, RewardConfig
-    from salesrl_trl.config.reward import SALES
     from salesrl_trl.data.sources import check_rows
     from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
     from salesrl_trl.rejudge.score_changes import Baseline, changes
+    from salesrl_trl.types import SALES
 
     stamina.instrumentation.set_on_retry_hooks([])
     own, data, reward, others = parse_part(
         settings,
         (RejudgeConfig, DataConfig, RewardConfig, StepSettings),
-        usage="python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]",
-        description=DESCRIPTION,
     )
     reward = dataclasses.replace(reward, replay=None)
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
@@ -114,8 +115,6 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
     """The run, and the settings: those of its recipe first."""
     arguments = [*argv]
-    if arguments[:1] in (["-h"], ["--help"]):
-        return Path(), arguments
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("no run is named. Expected its output folder first: RUN [--SETTING VALUE ...].")
     run = Path(arguments.pop(0)).expanduser()
@@ -142,5 +141,5 @@ def text_of(compared: "Sequence[ScoreChange]") -> str:
 
 
 if __name__ == "__main__":
-    begin_run()  # a signal ends it as Ctrl-C does
+    begin_run(is_recipe=False)  # a signal ends it as Ctrl-C does
     sys.exit(main())

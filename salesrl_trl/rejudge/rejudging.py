@@ -15,7 +15,6 @@ from pathlib import Path
 from salesrl_trl.build.assembly import addresses, budget_of, build_services
 from salesrl_trl.build.checks.reward import check_judges, read_reward
 from salesrl_trl.config import RewardConfig
-from salesrl_trl.config.reward import SALES
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.names import Stage
@@ -25,10 +24,10 @@ from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.cache import AnswerStore, cache_key
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.rag_client import answer_from_json
+from salesrl_trl.reward.rag_client import RagBackend, answer_from_json
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import Action, Answer, Outcome, RequestIds, Reward, SalesRow
+from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
 AT_ONCE = 256  # completions that are begun together. The judge's own limits hold beside it.
 
@@ -125,8 +124,8 @@ def _replace(
     add_verdicts(file, old.id, notes.verdicts)
 
 
-class RecordedRag:
-    """A `RagBackend` that asks nobody: it has the recorded answers. The figures of its transports stay 0."""
+class RecordedRag(RagBackend):
+    """Asks nobody: it has the recorded answers. The figures of its transports stay 0."""
 
     identity = "record"
 
@@ -150,9 +149,6 @@ class RecordedRag:
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
         return self._answer("rag_32b", _key(context, ids, None))
-
-    async def aclose(self) -> None:
-        """Nothing is open."""
 
     def _answer(self, service: str, key: str) -> Answer:
         if key not in self._answers:

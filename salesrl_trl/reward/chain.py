@@ -20,7 +20,7 @@ from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json
 from salesrl_trl.reward.parsing import is_empty_text, parse_action
 from salesrl_trl.reward.rag_answers import RagAnswers
-from salesrl_trl.reward.rag_client import RagBackend
+from salesrl_trl.reward.rag_client import RagBackend, answer_to_json
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import AT_ONCE, RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
@@ -244,7 +244,7 @@ class SalesReward(Scorer):
                 answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
                 self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
                 if record is not None:
-                    record.answer = asdict(answer)
+                    record.answer = answer_to_json(answer)
                 # 3. Refuse an answer that says nothing, unless the index is at fault.
                 if not answer.passages and not await self._answers.index_has_some(row):
                     return missing(Outcome.INFRA, "no_passages", stages.seconds)
@@ -280,7 +280,7 @@ class SalesReward(Scorer):
                 return None
         self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
         if stages.completion_record is not None:
-            stages.completion_record.reference = asdict(answer)
+            stages.completion_record.reference = answer_to_json(answer)
         return answer
 
     async def _judged(self, case: Case, stages: StageTimes) -> Case:

@@ -7,13 +7,12 @@ still hold. The chain and its warm-up call it.
 import asyncio
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict
 from datetime import datetime
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, is_empty_text
-from salesrl_trl.reward.rag_client import RagBackend, answer_from_json
+from salesrl_trl.reward.rag_client import RagBackend, answer_from_json, answer_to_json
 from salesrl_trl.types import Action, ActionFormat, Answer, SalesRow
 
 COMPARED_REFERENCES = 8
@@ -37,8 +36,8 @@ class RagAnswers:
         references: AnswerStore,
     ) -> None:
         self.backend = backend
-        self.answer_cache = Cache(answers, asdict, answer_from_json)
-        self.reference_cache = Cache(references, asdict, answer_from_json)
+        self.answer_cache = Cache(answers, answer_to_json, answer_from_json)
+        self.reference_cache = Cache(references, answer_to_json, answer_from_json)
         self._references = references
         self._retrieval = (score_threshold, top_k)
         self._format = action_format

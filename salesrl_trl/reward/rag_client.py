@@ -4,9 +4,9 @@ Each request has an id of its own, in the header and in the body. An answer with
 The transport owns retries, time-outs and limits. `rag_answers` and the checks of services call it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,19 +19,22 @@ RESERVED_FIELDS = (*RequestIds().as_dict(), "context", "score_threshold", "top_k
 """The fields of a request beside the action's."""
 
 
-class RagBackend(Protocol):
-    """Answers the reward chain: the HTTP service below, or a run's record (`rejudge`)."""
+ENDPOINTS = ("rag_8b", "rag_32b")
 
-    @property
-    def transports(self) -> dict[str, Transport]:
-        """The transport of each endpoint, for the traffic figures: `{"rag_8b": ..., "rag_32b": ...}`."""
-        ...
 
-    @property
-    def identity(self) -> str:
-        """Names the service that answers, for cache keys. No credential."""
-        ...
+class RagBackend(ABC):
+    """Answers the reward chain: the HTTP service below, a run's record (`rejudge`), or a service of another form by a
+    class of your own, which the setting `rag` names (examples/rag_adapter.py).
 
+    One object serves all completions, many at a time, on one event loop. It must be picklable, as a `Judge`.
+    """
+
+    transports: dict[str, Transport]
+    """The transport of each endpoint, which has its limits and retries: `{"rag_8b": ..., "rag_32b": ...}`."""
+    identity: str
+    """Names the service that answers, for cache keys and messages. No credential."""
+
+    @abstractmethod
     async def chat_8b(
         self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
@@ -40,15 +43,13 @@ class RagBackend(Protocol):
         `context`: the conversation, a line per turn. `score_threshold`: passages below this normalised score in [0, 1]
         are left out.
         """
-        ...
 
+    @abstractmethod
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
         """The frozen 32B reference's answer, from the raw conversation. Arguments and errors as in `chat_8b`."""
-        ...
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027  for those that have something to close
         """Close the running loop's connections. The next call opens new ones."""
-        ...
 
 
 MAX_ANSWER_CHARS = 65_536
@@ -70,8 +71,8 @@ class _AnswerBody(BaseModel):
     request_id: object = None
 
 
-class RagClient:
-    """Asks the policy-driven "8B" endpoint and the frozen "32B" reference endpoint over HTTP. A `RagBackend`.
+class RagClient(RagBackend):
+    """Asks the policy-driven "8B" endpoint and the frozen "32B" reference endpoint over HTTP.
 
     The address is that before `/v1/rag/...`. The key is sent as a bearer token.
     """
@@ -139,6 +140,12 @@ def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
 def _answer(body: _AnswerBody) -> Answer:
     passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
+
+
+def answer_to_json(answer: Answer) -> dict[str, object]:
+    """The answer as a JSON value, for the cache and the record. `asdict` would call 150 functions for it."""
+    passages = [{"id": passage.id, "text": passage.text, "score": passage.score} for passage in answer.passages]
+    return {"text": answer.text, "passages": passages, "took_ms": answer.took_ms}
 
 
 def answer_from_json(value: object) -> Answer:

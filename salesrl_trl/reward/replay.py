@@ -58,6 +58,7 @@ class ReplayReward(Scorer):
         self._own = [file for path, file in files.items() if rank_of(path) == rank]
         self._taken: Counter[tuple[object, ...]] = Counter()
         self._sources: Counter[str] = Counter()
+        self._has_told = False
         # Numbers of other functions, or of none, would count as those of this run's.
         query, names = "SELECT functions FROM completions WHERE reward IS NOT NULL LIMIT 1", set(self.names.functions)
         for [functions] in self._select(self._files, query):
@@ -81,6 +82,13 @@ class ReplayReward(Scorer):
         return await self._reward.warm_up() if self._on_miss == "live" else {}
 
     async def drain(self) -> BatchReport:
+        if not self._has_told and (nearest := self._sources["of the nearest text"]):
+            self._has_told = True
+            total = self._sources.total()
+            logger.info(
+                f"[Replay] {nearest / total:.0%} of the first {total} completions have the reward of the most similar "
+                "recorded text for the same row, and not their own"
+            )
         return await self._reward.drain()
 
     async def aclose(self) -> None:

@@ -315,6 +315,22 @@ FAULTS: tuple[Fault, ...] = (
         "With the demo's rows and rubrics: leave `--rag_base_url` out to use the embedded service.",
     ),
     Fault(
+        "The judge gives no verdict",
+        "The judge is up and answers, but not with the JSON object of a verdict.",
+        (
+            Sign(kind="JudgeInvalid"),
+            Sign(
+                r"the judge('s message| answered| broke off|, or its)|the verdict does not|_tokens` was used up",
+                kind="ServiceUnavailable",
+            ),
+            Sign(r"judge\w*_(not_json|outside_schema|no_reference|empty|cut_off|unsigned|refused)", kind=_TOO_FEW),
+        ),
+        "Ask it for one by hand: does it keep to `response_format`? Some services take another model's name silently.",
+        "Take a model that keeps to JSON, or give an entry of `--judge_providers` `response_format: text`.",
+        "Leave a model that thinks more room: `max_completion_tokens` of that entry.",
+        "Judge otherwise: `--judge my_package.MyJudge` reads what your service answers.",
+    ),
+    Fault(
         "The judge does not answer",
         "Nothing listens at `judge_base_url`, it answers with errors, or too late.",
         (

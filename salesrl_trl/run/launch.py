@@ -38,9 +38,16 @@ def end_tidily() -> None:
     shutdown.end_tidily(_speak_line)
 
 
-def begin_run() -> None:
-    """`end_tidily` for a recipe. From now on a signal stops it, and so does the end of its launcher."""
+def begin_run(is_recipe: bool = True) -> None:
+    """`end_tidily` for a recipe. From now on a signal stops it, and so does the end of its launcher.
+
+    `is_recipe`: whether `--help` is that of a recipe's script, which ends here. Other commands have their own.
+    """
     end_tidily()
+    if is_recipe and not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+        from salesrl_trl.build.settings_help import answer_help
+
+        answer_help(sys.argv[1:], Path(sys.argv[0]).with_suffix(".yaml"))
     signals.catch(_speak_line)
     with contextlib.suppress(AttributeError, OSError, ValueError):  # a stderr without a descriptor
         faulthandler.enable()  # a crash names its signal in the log

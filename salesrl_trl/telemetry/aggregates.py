@@ -1,4 +1,4 @@
-"""Sums that are kept from one log line to the next. `reward`, `kl` and `update` add their own figures.
+"""Sums that are kept from one log line to the next. `reward.figures` and `update.ledger` add to them.
 
 An aggregate keeps its sum and its count until it is logged, so that batches of unequal size have the right weights.
 """

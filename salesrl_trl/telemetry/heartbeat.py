@@ -22,8 +22,8 @@ ADVICE: dict[str, str] = {
     StartUp.WARM_UP: "the services are asked once: are they up, and is the first call to them slow?",
     Phase.DATA_LOADING: "the data loader: dataloader_num_workers, and the disk that the dataset lies on",
     Phase.WEIGHT_PUSH: "weights are copied into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
-    Phase.GENERATION: "vLLM generates: max_completion_length, vllm_gpu_memory_utilization, vllm_engine_kwargs. The "
-    "first time it may compile. nvidia-smi shows whether the GPU works",
+    Phase.GENERATION: "max_completion_length; of vLLM vllm_gpu_memory_utilization and vllm_engine_kwargs, and the "
+    "first time it may compile; of tools their own code and services",
     Phase.OLD_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
     Phase.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
     Phase.REWARD_WAIT: "what is named here: a function of your own, or the services and their logs, "
@@ -95,7 +95,8 @@ class Heartbeat:
 
     def line(self, phase: str, seconds: float) -> str:
         """`[Heartbeat] step 1/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ...`"""
-        detail = f": {self._details[phase]()}" if phase in self._details else ""
+        more = self._details[phase]() if phase in self._details else ""
+        detail = f": {more}" if more else ""
         advice = f". Look at: {ADVICE[phase]}" if phase in ADVICE else ""
         machine = f" ({self._machine})" if self._machine else ""
         return f"[Heartbeat] {self._where()}: {phase} for {seconds:.0f} s{machine}{detail}{advice}"

@@ -5,7 +5,6 @@ message, for a folder without a record.
 """
 
 import argparse
-import sqlite3
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,6 +13,7 @@ from pathlib import Path
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
+from salesrl_trl.recording.reader import DAMAGED
 from salesrl_trl.view.page import MOST, data_alone, page
 from salesrl_trl.view.record_index import Index
 from salesrl_trl.view.viewer import Viewer
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with closing(Index(args.runs)) as index:
             return _write(index, args.html, args.most) if args.html else _serve(index, args.port)
-    except (ConfigError, OSError, sqlite3.Error) as error:
+    except (ConfigError, OSError, OverflowError, *DAMAGED) as error:  # `OverflowError`: no such port
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
@@ -35,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(index: Index, port: int) -> int:
     viewer = Viewer(index, port)
     try:
-        print(
-            f"{viewer.url}\nThis address is for you alone: the page shows what customers said. Ctrl-C ends.",
-            flush=True,
-        )
+        print(viewer.url)
+        print("This address is for you alone: the page shows what customers said. Ctrl-C ends.", flush=True)
         viewer.serve_forever()
     except KeyboardInterrupt:  # how it is meant to end
         print()

@@ -13,16 +13,18 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.view import queries
 from salesrl_trl.view.record_index import Index
 from salesrl_trl.view.wording import render
 
 ASSETS = Path(__file__).parent / "assets"
 PREACT = "vendor/preact.mjs"
-SCRIPTS = ("words.js", "core.js", "local.js", "parts.js", "chart.js", "overview.js", "list.js", "completion.js",
-           "runs.js", "app.js")  # fmt: skip
+SCRIPTS = ("words.js", "local.js", "core.js", "parts.js", "chart.js", "overview.js", "list.js", "completion.js",
+           "diff.js", "runs.js", "report.js", "app.js")  # fmt: skip
 """Each imports from those before it alone."""
 MOST = 200  # completions of a page that stands alone, unless another number is wanted: a file of up to 10 MB
+MOST_STEPS = 60  # whose histograms such a page has, the last ones
 LEADING = ("disagreement", "advantage", "slowest")
 MODES = ("train", "eval")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
@@ -79,6 +81,13 @@ def data_alone(index: Index, most: int = MOST) -> queries.Answer:
         "overview": {
             f"{run}/{mode}": queries.overview(index, {"run": run, "mode": mode}) for run in runs for mode in MODES
         },
+        "histogram": {
+            f"{run}/{mode}/{step}": queries.histogram(index, {"run": run, "mode": mode, "step": str(step)})
+            for run in runs
+            for mode in MODES
+            for step in _last_steps(index, run, mode)
+        },
+        "report": {run: _report(index, run) for run in runs},
         "row": {row: queries.row_over_time(index, {"row": row}) for row in {item["row"] for item in items}},
         "compare": {
             f"{left}/{right}/{mode}/{order}": queries.comparison(
@@ -89,6 +98,22 @@ def data_alone(index: Index, most: int = MOST) -> queries.Answer:
             for order in queries.CHANGES
         },
     }
+
+
+def _last_steps(index: Index, run: str, mode: str) -> list[int]:
+    rows = index.db.execute(
+        "SELECT DISTINCT step FROM completions WHERE run = ? AND mode = ? ORDER BY step DESC LIMIT ?",
+        (int(run), mode, MOST_STEPS),
+    )
+    return [step for (step,) in rows]
+
+
+def _report(index: Index, run: str) -> queries.Answer:
+    """The report, or why there is none."""
+    try:
+        return queries.report(index, {"run": run})
+    except ConfigError as error:
+        return {"sections": [], "error": str(error)}
 
 
 def _sample(index: Index, most: int) -> list[queries.Answer]:

@@ -3,17 +3,22 @@
 Values of a question only ever stand in parameters of SQL. A completion's whole way is read anew from its file.
 """
 
+import itertools
 import json
 import math
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any
 
 from salesrl_trl.recording.reader import open_record, text_of, values_of
+from salesrl_trl.view.charts import FRAME
+from salesrl_trl.view.notes import HAS_NOTE
 from salesrl_trl.view.record_index import Index, messages
+from salesrl_trl.view.report_page import sections
+from salesrl_trl.view.run_folder import read_run
 
 Params = Mapping[str, str]
 Answer = dict[str, Any]
@@ -26,16 +31,23 @@ MOST_WHOLE = 2**53
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
 SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward",
-         "advantage", "judge_s", "disagreement")  # fmt: skip
+         "advantage", "judge_s", "disagreement", "tokens")  # fmt: skip
+MEASURED = ("reference_reward", "advantage", "judge_s", "disagreement", "tokens")
+"""Numbers that a task may have or not: the page shows those that the record has."""
+BINS = 20
+EXPORTED = ("row", "branch", "step", "mode", "outcome", "reason", "reward", "advantage")
 _LOW, _HIGH = "-1e308", "1e308"
 ORDERS = {
     "newest": ("step", "DESC"),
     "oldest": ("step", "ASC"),
-    "reward_high": (f"ifnull(reward, {_LOW})", "DESC"),
-    "reward_low": (f"ifnull(reward, {_HIGH})", "ASC"),
     "disagreement": (f"ifnull(disagreement, {_LOW})", "DESC"),
     "advantage": (f"ifnull(abs(advantage), {_LOW})", "DESC"),
     "slowest": (f"ifnull(judge_s, {_LOW})", "DESC"),
+    **{
+        f"{name}_{end}": (f"ifnull({name}, {last})", direction)
+        for name in ("step", "reward", "reference_reward", "advantage", "disagreement", "judge_s", "tokens")
+        for end, last, direction in (("high", _LOW, "DESC"), ("low", _HIGH, "ASC"))
+    },
 }
 """Key and direction. What has no such number comes last."""
 
@@ -77,6 +89,9 @@ def _condition(index: Index, params: Params) -> tuple[str, list[Any]]:
             if (value := number(params, f"{name}_{end}")) is not None:
                 terms.append(f"{name} {sign} ?")
                 values.append(value)
+    if flag := params.get("flag"):
+        terms.append(HAS_NOTE.format("" if flag == "any" else " AND o.flag = ?"))
+        values += [] if flag == "any" else [flag]
     if word := params.get("text", "").strip():
         index.find(word)
         terms.append("n IN (SELECT n FROM matches)")
@@ -97,6 +112,10 @@ def state(index: Index) -> Answer:
             counts = "SELECT {0}, count(*) FROM completions WHERE {0} != '' GROUP BY 1 ORDER BY 2 DESC"
             columns = ("branch", "outcome", "reason", "provider", "mode")
             facets = {name: dict(index.db.execute(counts.format(name)).fetchall()) for name in columns}
+            numbers = ", ".join(f"count({name}) AS {name}" for name in MEASURED)
+            facets["has"] = dict(index.db.execute(f"SELECT {numbers} FROM completions").fetchone())
+            noted = "SELECT flag, count(*) FROM notes o JOIN completions c USING (run, rank, id, time) GROUP BY 1"
+            facets["flag"] = dict(index.db.execute(noted).fetchall())
             index.facets = (index.version, facets)
         progress = {"version": index.version, "reading": index.reading, "trouble": index.trouble}
         return {**progress, "runs": runs, "facets": index.facets[1]}
@@ -143,9 +162,10 @@ def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, c
             query = f"SELECT id, substr(text, 1, ?) FROM completions WHERE id IN ({marks})"
             texts |= {(run, rank, number): text for number, text in file.execute(query, (chars, *numbers))}
     return [
-        {"id": "-".join(map(str, place)), "text": texts[place], **{name: row[name] for name in shown}}
+        {"id": "-".join(map(str, place)), "text": texts[place], **{name: row[name] for name in shown},
+         **index.notes.of(*place[:2], row)}
         for place, row in zip(places, rows, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 _OVERVIEW = """
@@ -164,6 +184,31 @@ def overview(index: Index, params: Params) -> Answer:
     with index.lock:
         rows = index.db.execute(_OVERVIEW, (whole(params, "run"), params.get("mode") or "train")).fetchall()
     return {"steps": [{**dict(row), "outcomes": json.loads(row["outcomes"])} for row in rows]}
+
+
+def histogram(index: Index, params: Params) -> Answer:
+    """How often each reward was given at a `step`, the last one without it: `edges` of the bins, and `counts` of each
+    branch. Empty where nothing was scored."""
+    run, mode = whole(params, "run"), params.get("mode") or "train"
+    with index.lock:
+        (last,) = index.db.execute(
+            "SELECT max(step) FROM completions WHERE run = ? AND mode = ?", (run, mode)
+        ).fetchone()
+        step = whole(params, "step", last or 0)
+        rewards = index.db.execute(
+            "SELECT branch, reward FROM completions WHERE run = ? AND mode = ? AND step = ? AND reward IS NOT NULL",
+            (run, mode, step),
+        ).fetchall()
+    if not rewards:
+        return {"step": step, "edges": [], "counts": {}}
+    low, high = min(row["reward"] for row in rewards), max(row["reward"] for row in rewards)
+    if low >= 0 and high <= 1:  # the range that most rewards have: steps can be compared
+        low, high = 0.0, 1.0
+    width = (high - low) / BINS or 1.0
+    counts: dict[str, list[int]] = {branch: [0] * BINS for branch in sorted({row["branch"] for row in rewards})}
+    for branch, reward in rewards:
+        counts[branch][min(int((reward - low) / width), BINS - 1)] += 1
+    return {"step": step, "edges": [low + width * at for at in range(BINS + 1)], "counts": counts}
 
 
 def row_over_time(index: Index, params: Params) -> Answer:
@@ -222,13 +267,19 @@ def comparison(index: Index, params: Params) -> Answer:
     return {**dict(sums), "rows": [dict(row) for row in rows[:PAGE]], "next": offset + PAGE if more else None}
 
 
-def completion(index: Index, name: str) -> Answer:
-    """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
-    numbers, and `messages`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
+def place_of(name: str) -> tuple[int, int, int]:
+    """Run, rank and id in its file of a completion, by its id on the page. Raises `KeyError` for what is no id."""
     parts = name.split("-")
     if len(parts) != 3 or not all(part.isdecimal() and len(part) < 16 for part in parts):
         raise KeyError(name)
     run, rank, number = map(int, parts)
+    return run, rank, number
+
+
+def completion(index: Index, name: str) -> Answer:
+    """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
+    numbers, and `messages`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
+    run, rank, number = place_of(name)
     with closing(open_record(index.source(run, rank).path)) as file:
         row = file.execute("SELECT * FROM completions WHERE id = ?", (number,)).fetchone()
         if row is None:
@@ -250,7 +301,8 @@ def completion(index: Index, name: str) -> Answer:
         "calls": calls,
         "verdicts": [{"rubric": rubric, **asdict(judged)} for rubric, judged in values["verdicts"].items()],
         "messages": messages("" if prompt is None else prompt),
-        "id": "-".join(parts),
+        "id": name,
+        **index.notes.of(run, rank, row),
         "run": run,
         "rank": rank,
         "group": _group(index, run, row),
@@ -266,3 +318,83 @@ def _group(index: Index, run: int, row: sqlite3.Row) -> list[Answer]:
             (row["row"], row["step"], run, row["mode"], row["batch"], row["prompt_group"]),
         ).fetchall()
     return items(index, rows, ("outcome", "reason", "reward", "advantage"), GROUP_EXCERPT)
+
+
+def keep_note(index: Index, asked: object) -> Answer:
+    """Keep `flag` and `note` of the completion `id`. Returns them as they are kept."""
+    if not isinstance(asked, dict):
+        raise BadQuestionError("a note is a JSON object with id, flag and note")
+    run, rank, number = place_of(str(asked.get("id", "")))
+    with index.lock:
+        row = index.db.execute(
+            "SELECT * FROM completions WHERE run = ? AND rank = ? AND id = ?", (run, rank, number)
+        ).fetchone()
+        if row is None:
+            raise KeyError(number)
+        index.notes.write(row, str(asked.get("flag") or ""), str(asked.get("note") or ""))
+        index.version += 1
+        return index.notes.of(run, rank, row)
+
+
+def report(index: Index, params: Params) -> Answer:
+    """The report of a run as its sections, for the viewer's page. Raises `ConfigError` where it has no figures."""
+    run = whole(params, "run")
+    if not 0 <= run < len(index.runs):
+        raise KeyError(run)
+    return {"sections": sections(read_run(index.runs[run])), "frame": FRAME}
+
+
+def export(index: Index, params: Params) -> Iterator[str]:
+    """Lines of JSON for the completions that a list's `params` choose. `kind` is `dataset`, a line for each with its
+    prompt, or `preference`: of each prompt the best and the worst completion by reward, if they differ. Completions
+    without a reward are in no preference."""
+    kind = params.get("kind") or "dataset"
+    if kind not in ("dataset", "preference"):
+        raise BadQuestionError(f"there is no export {kind!r}")
+    with index.lock:
+        sql, values = _condition(index, params)
+        found = index.db.execute(f"SELECT * FROM completions WHERE {sql} ORDER BY run, rank, id", values).fetchall()
+    return _preferences(_whole_of(index, found)) if kind == "preference" else map(_line, _whole_of(index, found))
+
+
+def _whole_of(index: Index, rows: list[sqlite3.Row]) -> Iterator[Answer]:
+    for (run, rank), group in itertools.groupby(rows, key=lambda row: (row["run"], row["rank"])):
+        with closing(open_record(index.source(run, rank).path)) as file:
+            for row in group:
+                told = file.execute("SELECT prompt, text FROM completions WHERE id = ?", (row["id"],)).fetchone()
+                prompt = told and text_of(file, told["prompt"])
+                if not prompt:
+                    continue  # its writer has just dropped it
+                of_row = {name: row[name] for name in EXPORTED}
+                yield {
+                    "prompt": json.loads(prompt), "completion": told["text"], "run": index.runs[run].resolve().name,
+                    **of_row, **index.notes.of(run, rank, row),
+                }  # fmt: skip
+
+
+def _line(value: Answer) -> str:
+    """A line of JSON. The completion of a conversation is a message too, as TRL's datasets have it."""
+    if isinstance(value["prompt"], list):
+        texts = {name: value[name] for name in ("completion", "chosen", "rejected") if name in value}
+        value = {**value, **{name: [{"role": "assistant", "content": text}] for name, text in texts.items()}}
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _preferences(completions: Iterable[Answer]) -> Iterator[str]:
+    ends: dict[tuple[str, str], tuple[Answer, Answer]] = {}
+    for each in completions:
+        if each["reward"] is None:
+            continue
+        key = each["row"], json.dumps(each["prompt"], sort_keys=True)
+        best, worst = ends.get(key, (each, each))
+        ends[key] = (
+            each if each["reward"] > best["reward"] else best,
+            each if each["reward"] < worst["reward"] else worst,
+        )
+    for best, worst in ends.values():
+        if best["reward"] > worst["reward"]:
+            yield _line({
+                "prompt": best["prompt"], "chosen": best["completion"], "rejected": worst["completion"],
+                "row": best["row"], "branch": best["branch"], "chosen_reward": best["reward"],
+                "rejected_reward": worst["reward"],
+            })  # fmt: skip

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import LOCK_WAIT_S, address, record_files, unpacked
 from salesrl_trl.recording.schema import VERSION, rank_of
+from salesrl_trl.view.notes import TABLE, Notes
 
 CHUNK = 4000  # rows that are read in one go. A question waits no longer than for that.
 CACHE_KIB = 65_536
@@ -66,8 +68,9 @@ class Source:
     dropped: str = ""  # the last step that its writer has taken out of it, to keep to its size
 
 
-def messages(prompt: object) -> list[dict[str, str]]:
-    """A prompt as messages. A text is the user's. Parts of a content that are no texts stand by their names."""
+def messages(prompt: object) -> list[dict[str, Any]]:
+    """A prompt as messages. A text is the user's. Parts of a content that are no texts stand by their names. Calls of
+    tools stay as they are, in `tool_calls`."""
     if not isinstance(prompt, list):
         return [{"role": "user", "content": str(prompt)}]
     shown = []
@@ -76,8 +79,10 @@ def messages(prompt: object) -> list[dict[str, str]]:
         if isinstance(content, list):
             parts = (part for part in content if isinstance(part, dict))
             content = "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
-        content = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        shown.append({"role": str(message.get("role", "")), "content": content})
+        if not isinstance(content, str):
+            content = "" if content is None else json.dumps(content, ensure_ascii=False)
+        told = {"role": str(message.get("role", "")), "content": content}
+        shown.append(told | {name: message[name] for name in ("name", "tool_calls") if message.get(name)})
     return shown
 
 
@@ -108,7 +113,8 @@ class Index:
         self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone
         self.db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         self.db.execute("PRAGMA journal_mode=MEMORY")
-        self.db.executescript(_TABLES)
+        self.db.executescript(_TABLES + TABLE)
+        self.notes = Notes(self.db, runs)
 
     def close(self) -> None:
         with self.lock:
@@ -135,6 +141,8 @@ class Index:
             if _has_tables(source.path):
                 while not is_over() and (more := self._read(source)):
                     read += more
+        with self.lock:
+            self.version += self.notes.refresh()
         self.reading = False
         return read
 

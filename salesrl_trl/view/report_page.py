@@ -6,8 +6,9 @@ figure that the run did not log has words in its place.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from salesrl_trl import names
 from salesrl_trl.evaluation.row_statistics import pareto_front
@@ -61,6 +62,24 @@ def html_page(run: Run) -> str:
         frame=FRAME,
         sections=[(title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run)],
     )
+
+
+def sections(run: Run) -> list[dict[str, Any]]:
+    """The page's sections as JSON values, for the viewer."""
+    return [
+        {"title": title, "parts": [_plain(part) for part in (*parts,)] or [_plain(Paragraph(otherwise))]}
+        for title, parts, otherwise in _sections(run)
+    ]
+
+
+def _plain(part: Part) -> dict[str, Any]:
+    values = asdict(part) if isinstance(part, Chart) else part._asdict()
+    if isinstance(part, Chart):
+        values |= {
+            "paths": [path._asdict() for path in part.paths],
+            "keys": [(key.name, key.colour, key.is_dashed) for key in part.keys],
+        }
+    return {"kind": type(part).__name__, **values}
 
 
 def text_page(run: Run) -> str:

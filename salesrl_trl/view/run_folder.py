@@ -5,7 +5,7 @@ Derives nothing: shares and means belong to `run_figures`. Called by the report.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,14 +73,12 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     # Quick evaluations do not count as steps of training: one may come before the first
     trained = (values for tag, values in series.items() if not tag.startswith(names.QUICK_EVAL))
     unread = []
-    quick_evals, bad_lines = _quick_evals(folder / names.QUICK_EVAL_FILE)
-    if bad_lines:
-        unread.append(
-            f"{bad_lines} line{'s' * (bad_lines > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out"
-        )
-    held_out = _held_out(folder / names.HELD_OUT_FILE)
-    if held_out is None:
-        unread.append(f"{names.HELD_OUT_FILE} could not be read")
+    quick_evals, bad = _quick_evals(folder / names.QUICK_EVAL_FILE)
+    if bad:
+        unread.append(f"{bad} line{'s' * (bad > 1)} of {names.QUICK_EVAL_FILE} could not be read, left out")
+    held_out, is_whole = _held_out(folder / names.HELD_OUT_FILE)
+    if not is_whole:
+        unread.append(f"{names.HELD_OUT_FILE} could not be read{' in part' if held_out else ''}")
     try:
         account = read_account(folder / names.SPENT_FILE)
     except ConfigError:
@@ -98,7 +96,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         starts=sum(_start(scalars) is not None for scalars in files),
         infinite=infinite,
         quick_evals=quick_evals,
-        held_out=held_out or {},
+        held_out=held_out,
         unread=tuple(unread),
         checkpoints=(*best, *checkpoints),
         has_trace=(folder / names.TRACE_FILE).is_file(),
@@ -197,40 +195,50 @@ def _merged(files: list[list[_Scalar]]) -> tuple[dict[str, dict[int, float]], in
 
 
 def _quick_evals(path: Path) -> tuple[tuple[QuickEval, ...], int]:
-    """The evaluations, and the number of lines that could not be read. Of one step and mode the later line counts."""
+    """The evaluations, and the number of lines that are none. Of one step and mode the later line counts."""
     latest: dict[tuple[int, str], QuickEval] = {}
-    unread = 0
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in filter(str.strip, text.splitlines()):
-        try:
-            record = json.loads(line)
-            branches, figures = record.get("branches", {}), record.get("figures", {})
-            latest[record["step"], record["mode"]] = QuickEval(
-                step=record["step"],
-                mode=record["mode"],
-                reward=_finite(record["reward"]),
-                best=record.get("best") is True,
-                scores={name: _finite(values["score"]) for name, values in branches.items()},
-                figures={name: _finite(value) for name, value in figures.items()},
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):  # a line that was cut off
-            unread += 1
-    return tuple(latest[key] for key in sorted(latest)), unread
+    records = [_parsed(line) for line in text.splitlines() if line.strip()]
+    for step, record in (evaluations := _with_steps(records)):
+        mode = str(record.get("mode") or "evaluation")
+        branches, own = _object(record.get("branches")), _object(record.get("figures"))
+        latest[step, mode] = QuickEval(
+            step=step,
+            mode=mode,
+            reward=_finite(record.get("reward")),
+            best=record.get("best") is True,
+            scores={name: _finite(_object(values).get("score")) for name, values in branches.items()},
+            figures={name: _finite(value) for name, value in own.items()},
+        )
+    return tuple(latest[key] for key in sorted(latest)), len(records) - len(evaluations)
 
 
-def _held_out(path: Path) -> dict[int, Figures] | None:
-    """The evaluations by step; `None` if the file can't be read."""
-    if not path.is_file():
-        return {}
+def _held_out(path: Path) -> tuple[dict[int, Figures], bool]:
+    """The evaluations by step, and whether all of the file could be read."""
+    records = _parsed(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
+    evaluations = _with_steps(records) if isinstance(records, list) else []
+    figures = {step: {name: _finite(value) for name, value in record.items()} for step, record in evaluations}
+    return dict(sorted(figures.items())), isinstance(records, list) and len(records) == len(evaluations)
+
+
+def _parsed(text: str) -> object:
     try:
-        records = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        by_step = {int(record.pop("step")): record for record in records}
-        return {
-            step: {name: _finite(value) for name, value in record.items()} for step, record in sorted(by_step.items())
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):  # it was cut off
+        return json.loads(text)
+    except (ValueError, RecursionError):  # it was cut off, or is no evaluation
         return None
 
 
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not abs(value) <= LARGEST_FIGURE else float(value)
+def _with_steps(records: Sequence[object]) -> list[tuple[int, dict[str, object]]]:
+    """The records that are evaluations, without their step: objects with one. They may lack anything else."""
+    steps = [(_finite(record.pop("step", None)), record) for record in map(_object, records)]
+    return [(int(step), record) for step, record in steps if step is not None]
+
+
+def _object(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FIGURE:
+        return None
+    return float(value)

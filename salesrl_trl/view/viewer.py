@@ -1,14 +1,16 @@
-"""The viewer's server: on loopback, for reading alone. Called by `view.__main__`.
+"""The viewer's server: on loopback, for reading and for notes. Called by `view.__main__`.
 
 A request must name a loopback host, so that no page from elsewhere reads completions by a name of its own that it
 points at this machine. It must also have the key of the address, which other users of the machine don't know.
 """
 
+import itertools
 import json
 import secrets
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -23,6 +25,8 @@ LOOPBACK = (HOST, "localhost", "::1")
 FOLLOW_S = 2.0  # between two looks at the files
 IDLE_S = 60
 MOST_FIELDS = 40
+MOST_BODY = 200_000
+LINES_AT_ONCE = 500
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -36,6 +40,8 @@ QUESTIONS: dict[str, Callable[[Index, queries.Params], Any]] = {
     "completion": lambda index, params: queries.completion(index, params.get("id", "")),
     "row": queries.row_over_time,
     "compare": queries.comparison,
+    "histogram": queries.histogram,
+    "report": queries.report,
 }
 
 
@@ -47,13 +53,13 @@ class Viewer(ThreadingHTTPServer):
     """Connections that wait to be accepted. A page asks for much at once, and Python's own number is 5."""
 
     def __init__(self, index: Index, port: int = 0) -> None:
-        super().__init__((HOST, port), _Handler)
         self.index = index
         self.key = secrets.token_urlsafe(12)
         self.page = page()
         self._ended = threading.Event()
         self._follower = threading.Thread(target=self._follow, name="follow", daemon=True)
         self._follower.start()
+        super().__init__((HOST, port), _Handler)  # calls `server_close` where the port is taken
 
     @property
     def url(self) -> str:
@@ -88,32 +94,76 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # with it, a body waits 40 ms until its head is acknowledged
 
     def do_GET(self) -> None:
+        path, query = self._asked()
+        if path == "":
+            return self._send(HTTPStatus.OK, self.server.page.html)
+        question = QUESTIONS.get(path.removeprefix("api/")) if path and path.startswith("api/") else None
+        params = partial(parse_qsl, query, max_num_fields=MOST_FIELDS)
+        if path == "api/export":
+            return self._answer(lambda: queries.export(self.server.index, dict(params())))
+        if question is not None:
+            return self._answer(lambda: question(self.server.index, dict(params())))
+        if path is not None:
+            self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
+
+    def do_POST(self) -> None:
+        """A note of a completion: the only thing that is written, and by the server's own page alone."""
+        path, _ = self._asked()
+        size = self.headers.get("Content-Length", "")
+        self.close_connection = True  # a body that is not read is no next request
+        if path is None:
+            return
+        if path != "api/note":
+            return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
+        kind, origin = self.headers.get("Content-Type", ""), self.headers.get("Origin")
+        if origin != f"http://{self.headers['Host']}" or not kind.startswith("application/json"):
+            return self._send(HTTPStatus.FORBIDDEN, {"error": "a note is written by the viewer's own page alone"})
+        if not size.isdecimal() or int(size) > MOST_BODY:
+            return self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": "a note is no longer than that"})
+        body = self.rfile.read(int(size))
+        self._answer(lambda: queries.keep_note(self.server.index, json.loads(body)))
+
+    def _asked(self) -> tuple[str | None, str]:
+        """Path below the key, and query. `None` for a path that has been refused."""
         hosts = self.headers.get_all("Host") or []
         try:
             is_loopback = len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in LOOPBACK
         except ValueError:
             is_loopback = False
         if not is_loopback:
-            return self._send(HTTPStatus.FORBIDDEN, {"error": "the Host of a request must be loopback"})
+            self._send(HTTPStatus.FORBIDDEN, {"error": "the Host of a request must be loopback"})
+            return None, ""
         address, _, query = self.path.partition("?")
         key, _, path = address.lstrip("/").partition("/")
         if not secrets.compare_digest(key.encode(), self.server.key.encode()):
-            return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here: the address has a key in it"})
-        if not path:
-            return self._send(HTTPStatus.OK, self.server.page.html)
-        question = QUESTIONS.get(path.removeprefix("api/")) if path.startswith("api/") else None
-        if question is None:
-            return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
+            self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here: the address has a key in it"})
+            return None, ""
+        return path, query
+
+    def _answer(self, question: Callable[[], Any]) -> None:
+        answer: Any
         try:
-            params = dict(parse_qsl(query, max_num_fields=MOST_FIELDS))
-            answer, status = question(self.server.index, params), HTTPStatus.OK
+            answer, status = question(), HTTPStatus.OK
         except KeyError:
             answer, status = {"error": "there is no such completion"}, HTTPStatus.NOT_FOUND
         except ValueError as error:
             answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
         except Exception as error:  # whatever it is, the page says so
             answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
-        return self._send(status, answer)
+        self._send_lines(answer) if isinstance(answer, Iterator) else self._send(status, answer)
+
+    def _send_lines(self, lines: Iterator[str]) -> None:
+        """A file of lines, which ends with the connection: nobody knows its length before."""
+        self.close_connection = True
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/jsonl; charset=utf-8")
+        self.send_header("Content-Disposition", 'attachment; filename="completions.jsonl"')
+        self.send_header("Connection", "close")
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        while part := "".join(itertools.islice(lines, LINES_AT_ONCE)):
+            self.wfile.write(part.encode(errors="replace"))
 
     def _send(self, status: HTTPStatus, content: object) -> None:
         is_page = isinstance(content, str)

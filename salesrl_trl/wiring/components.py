@@ -22,12 +22,12 @@ from transformers.trainer_callback import CallbackHandler
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
     check_rewards,
     normaliser_of,
     passes_of,
     sampling_warnings,
-    settings_of,
     why_in_trls_order,
     why_not_divisible,
 )
@@ -138,6 +138,9 @@ class Components:
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
         self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
+        self.calls_tools = False
+        """Whether tools of completions run now."""
+        self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_control_law(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
@@ -147,7 +150,7 @@ class Components:
         with_baseline = bool(args.hybrid_reference_weight)
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), with_baseline=with_baseline)
         self.spending = Spending(reward.budget)
-        settings = settings_of(RunControlSettings, args, max_outage_s=MAX_OUTAGE_S)
+        settings = from_fields(RunControlSettings, args, max_outage_s=MAX_OUTAGE_S)
         self.run_control = RunControl(settings, reward.names.places, self.spending.reported, self.spending.is_reached)
         self.keeper = Keeper(
             args,
@@ -207,6 +210,16 @@ class Components:
         self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
         return self._callbacks(trl)
 
+    def _who_generates(self) -> str:
+        """What a generation that lasts is busy with, for the heartbeat."""
+        if self.calls_tools:
+            return "the tools that completions call are running"
+        if self._args.use_vllm:
+            return f"vLLM generates{' on its server' * (self._args.vllm_mode == 'server')}"
+        return (
+            f"{self._args.sampler or 'transformers'} generates on the {self._args.device.type.upper()}, without vLLM"
+        )
+
     def _connect_rollouts(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> None:
         args = self._args
         is_served = bool(args.use_vllm) and args.vllm_mode == "server"
@@ -233,7 +246,7 @@ class Components:
             ledger=self.ledger,
             instruments=self.instruments,
             run_control=self.run_control,
-            settings=settings_of(
+            settings=from_fields(
                 ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
             ),
             device=trl.accelerator.device,

@@ -1,5 +1,4 @@
-"""The policy while TRL builds its trainer: loaded by TRL or given, looked at, and handed to vLLM. `components` calls
-it."""
+"""The policy while TRL builds its trainer: loaded or given, looked at, and handed to vLLM. `components` calls it."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
 """Tools and environments, with which TRL generates inside its own scoring: against stock TRL."""
 
+import functools
 import shutil
 from pathlib import Path
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.wiring.components import Components
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>'
 WRONG_CALL = CALL.replace("number", "other")
@@ -98,6 +100,29 @@ def lines_of(kind, config, policy, folder, functions, rows=ROWS, **given):
     if kind is SalesGRPOTrainer:
         trainer.finish()
     return steps_of(trainer)
+
+
+def test_a_heartbeat_says_whether_a_tool_runs_or_who_generates(caller, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    built, said = [], []
+    usual = Components.__init__
+
+    def kept(self, *arguments, **named):
+        built.append(self)
+        usual(self, *arguments, **named)
+
+    def slow(number):
+        said.append(built[0].instruments.details["generation"]())
+        return number + 3
+
+    monkeypatch.setattr(Components, "__init__", kept)
+    lines_of(
+        SalesGRPOTrainer, SalesGRPOConfig, caller, tmp_path, [turns], ROWS, tools=[functools.update_wrapper(slow, add)]
+    )
+    said.append(built[0].instruments.details["generation"]())
+    assert said == ["the tools that completions call are running"] * 2 + [
+        "transformers generates on the CPU, without vLLM"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from salesrl_trl.rollout.normaliser import UNITS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOLERANCE = 1e-6
+TOLERANCE = 2e-6  # with AVX-512, which adds in another order, 1.03e-6 was seen. A wrong factor is 0.26 or more
 BETA = 0.2
 SCORED = ("price a", "refund data", "course b", "evening online")
 NO_REWARD = tuple(f"{FAIL} {each}" for each in "abde")

@@ -130,7 +130,9 @@ def _ask(folder, words, descriptors, cwd=None, env=None):
     connection.connect(f"{folder}/socket")
     socket.send_fds(connection, [len(content).to_bytes(_NUMBER, sys.byteorder)], [*descriptors.values()])
     connection.sendall(content)
-    return connection, int.from_bytes(connection.recv(_NUMBER), sys.byteorder)
+    if not (pid := connection.recv(_NUMBER)):  # 0 would be the process group of whoever kills the fork
+        raise RuntimeError("the server of forks has ended")
+    return connection, int.from_bytes(pid, sys.byteorder)
 
 
 def _status(connection):

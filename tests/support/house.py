@@ -227,7 +227,9 @@ def set_by_recipes(root: Path) -> set[str]:
     files = [*(root / PACKAGE).rglob("recipes/*.yaml"), *(root / PACKAGE).rglob("presets/*.yaml")]
     files += (root / "recipes").rglob("*.yaml")
     return {
-        match for file in files for match in re.findall(r"^(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)
+        match
+        for file in files
+        for match in re.findall(r"^(?:  )?(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)
     }
 
 

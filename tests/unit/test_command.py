@@ -95,6 +95,13 @@ def test_help_lists_the_words_whose_modules_are_there() -> None:
     assert {"train", "preflight", "report", "services", "env"} <= set(THERE)
 
 
+def test_help_of_each_word_comes_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    for word, (module, _) in COMMANDS.items():
+        code, out, err = ended("-m", module, "--help", cwd=tmp_path)
+        assert (code, err, out[:6]) == (0, "", "usage:"), word
+
+
 def test_a_word_without_its_module_is_not_offered() -> None:
     code = f"import salesrl_trl.__main__ as it; it.COMMANDS['absent'] = ('salesrl_trl.absent', ''); {SCRIPT}"
     assert "absent" not in ended("-c", code, "--help")[1]
@@ -120,3 +127,15 @@ def test_the_command_brings_nothing_but_the_standard_library(monkeypatch: pytest
     here = "print(*{name.split('.')[0] for name in sys.modules})"
     bare, ours = (set(ended("-c", f"import sys{more}; {here}")[1].split()) for more in ("", ", salesrl_trl.__main__"))
     assert ours - bare - sys.stdlib_module_names == {"salesrl_trl"}
+
+
+def test_help_whose_reader_has_ended_ends_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [COLD_PYTHON, "-c", SCRIPT, "--help"]
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=writer, stderr=subprocess.PIPE, timeout=QUICK_S
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")  # 128 + SIGPIPE, as shells have it

@@ -1,24 +1,27 @@
 """Checks of the rows and their prompts: sources, template, room for a completion, branches, repeats, pictures.
 
-Called by `build.plan` and `preflight.runner`. `data` loads the rows and checks each of them alone.
+The plans (`build`), `preflight.runner` and commands call it. `data` loads the rows and checks each of them alone.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_torchvision_available
 
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.config import DataConfig, SalesGRPOConfig
+from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.form import Part, Records, part_of
 from salesrl_trl.data.lengths import LengthLimit
-from salesrl_trl.data.sources import load_records
+from salesrl_trl.data.sources import is_file, load_records
 from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, read_template
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 
 SHOWN_ROWS = 5
+HELD_OUT_SHARE = 0.1
+"""Of a file for which the settings name no held-out rows."""
 
 
 def own_records(data: DataConfig) -> Records:
@@ -38,16 +41,52 @@ def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
     return load_records(*data.eval_source, data.eval_form())
 
 
-def prompt_of(config: DataConfig, fields: tuple[str, ...] = DEFAULT_FORMAT.fields) -> str | PromptTemplate:
-    """The policy's prompt: the user's template, or the name of a packaged style. It has to ask for `fields`."""
-    if config.prompt_template not in PROMPT_STYLES:
-        return read_template(config.prompt_template, fields)
-    if config.prompt_template == "instruct" and fields != DEFAULT_FORMAT.fields:
+def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | None:
+    """The policy's prompt: the user's template, or the name of a packaged style. Without a template it is `instruct`
+    if the packaged chain scores, which needs its answers, else `None` for the rows' own prompts."""
+    template, fields = (
+        data.prompt_template or ("instruct" if reward.has_chain else None),
+        reward.action_format().fields,
+    )
+    if template is None:
+        return None
+    if template not in PROMPT_STYLES:
+        return read_template(template, fields)
+    if template == "instruct" and fields != DEFAULT_FORMAT.fields:
         raise ConfigError(
             f"`action_fields` is {', '.join(fields)}, but the packaged prompt asks for "
             f"{', '.join(DEFAULT_FORMAT.fields)}. Give a `prompt_template` that asks for yours (docs/DATA.md)."
         )
-    return config.prompt_template
+    return template
+
+
+def settle_held_out(data: DataConfig) -> str | None:
+    """Hold out a share of a local file, unless the settings say what is held out. Returns a line for the banner."""
+    if data.eval_dataset is not None or data.held_out_share is not None or not is_file(data.dataset):
+        return None
+    data.held_out_share = HELD_OUT_SHARE
+    return (
+        f"{HELD_OUT_SHARE:.0%} of the rows of {data.dataset} are held out, to evaluate on. `eval_dataset` names other "
+        "ones, `held_out_share` another share. `held_out_eval: false` and `quick_eval_steps: 0` evaluate on none"
+    )
+
+
+def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Raise `ConfigError` unless the packaged chain, if it scores, finds a conversation in every row. Returns lines
+    for the banner."""
+    without = [row for row in rows if not row.conversation]
+    if without and reward.has_chain:
+        raise ConfigError(
+            f"{len(without):,} rows have a `prompt` and no `conversation` ({_named(without)}). The packaged reward "
+            "chain answers conversations. Expected functions of your own, which score such rows: "
+            "`--reward_funcs my_rewards.right`."
+        )
+    if without and isinstance(without[0].prompt, str) and tokenizer.chat_template:
+        return [
+            "the rows' prompts are texts, which the policy reads as they are, without its chat template. Prompts that "
+            "are lists of {role, content} go through it"
+        ]
+    return []
 
 
 def prompt_limit(
@@ -113,7 +152,7 @@ def check_splits(
         findings.note(f"No training row belongs to {', '.join(without)}.", remedy)
     seen, repeats = set[object](), list[SalesRow]()
     for row in train:
-        key = (row.branch, row.conversation, row.documents, row.images)
+        key = (row.branch, row.context, row.documents, row.images)
         if key in seen:
             repeats.append(row)
         seen.add(key)
@@ -122,13 +161,13 @@ def check_splits(
             f"{len(repeats):,} of {len(train):,} training rows repeat an earlier one: {_named(repeats)}.",
             "Leave them out, unless they are to count more.",
         )
-    trained = {(row.conversation, row.images) for row in train}
-    known = [row for row in held_out if (row.conversation, row.images) in trained]
+    trained = {(row.context, row.images) for row in train}
+    known = [row for row in held_out if (row.context, row.images) in trained]
     if known:
         findings.note(
-            f"{len(known):,} of {len(held_out):,} held-out rows have a conversation of the training rows, so the "
+            f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row, so the "
             f"evaluation does not show what is learned: {_named(known)}.",
-            "Hold out other conversations.",
+            "Hold out others.",
         )
     findings.figures |= {
         "train_rows": len(train),

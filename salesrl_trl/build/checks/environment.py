@@ -1,6 +1,6 @@
 """Checks of the machine: versions, GPUs, disk, shared memory, and locks that were left behind.
 
-What other libraries refuse with a clear message is left to them: packages of single settings, ports, compilers.
+What other libraries refuse at once with a clear message is left to them: ports, compilers.
 """
 
 import ast
@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import tempfile
 import time
@@ -23,6 +24,7 @@ from salesrl_trl.build import software
 from salesrl_trl.build.checks.folders import check_output_dir, free_gib
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.process import installed
 from salesrl_trl.telemetry.device import GIB
@@ -32,6 +34,8 @@ PROBE_MIB = 64
 SLOW_MIB_S = 50.0  # speed of a disk on which a 7B checkpoint takes five minutes
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL takes tens of MiB for each process. Docker gives 64 MiB to all.
+OPTIMIZERS = {"bitsandbytes": r"bnb|paged|ademamix|lion|^adamw_8bit", "torchao": r"^adamw_torch_[48]bit"}
+"""Packages to the names of their optimizers in transformers."""
 STALE_S = 120.0  # age of a lock of a DeepSpeed build that was left behind; a younger one may be of another machine
 
 
@@ -39,6 +43,7 @@ def check_environment(plan: Plan, findings: Findings) -> None:
     """Look for what the run needs. In depth the driver is asked and the disk measured, which takes seconds."""
     training, in_depth = plan.config.training, plan.in_depth
     _versions(training, findings)
+    _single_settings(plan.config, findings)
     _devices(training, in_depth, findings)
     _disk(training.output_dir, in_depth, findings)
     _shared_memory(training, findings)
@@ -55,13 +60,6 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
                 f'Install it: pip install "{needed}", or all by scripts/install.sh.',
                 is_failure=package.name == "trl",  # the trainer overrides methods of TRL
             )
-    available = {*get_available_reporting_integrations(), "none", "all"}
-    if missing := [name for name in training.report_to if name not in available]:
-        findings.fail(
-            f"`report_to` names {', '.join(missing)}, which is not installed. Expected some of: "
-            f"{', '.join(sorted(available))}.",
-            f"Install it (pip install {' '.join(missing)}), or leave it out.",
-        )
     if not training.use_vllm or training.vllm_mode != "colocate":
         return
     findings.figures["vllm"] = version = installed("vllm")
@@ -87,6 +85,34 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
         if name == "VLLM_ATTENTION_BACKEND":
             remedy = 'Set `vllm_engine_kwargs: \'{"attention_backend": "NAME"}\'`; or remove it, and vLLM chooses one.'
         findings.note(f"The environment variable {name} is set, and the installed vLLM does not read it.", remedy)
+
+
+def _single_settings(config: RunConfig, findings: Findings) -> None:
+    """Check for packages that single settings want. Other libraries look for them after the model is loaded."""
+    training, model = config.training, config.model
+    available = {*get_available_reporting_integrations(), "none", "all"}
+    if missing := [name for name in training.report_to if name not in available]:
+        findings.fail(
+            f"`report_to` names {', '.join(missing)}, which is not installed. Expected some of: "
+            f"{', '.join(sorted(available))}.",
+            f"Install it (pip install {' '.join(missing)}), or leave it out.",
+        )
+    settings = {
+        "load_in_4bit": model.load_in_4bit and "bitsandbytes",
+        "load_in_8bit": model.load_in_8bit and "bitsandbytes",
+        "use_liger_kernel": training.use_liger_kernel and "liger_kernel",
+        "use_peft": model.use_peft and "peft",
+    }
+    wanted = {name: package for name, package in settings.items() if package}
+    for package, optimizers in OPTIMIZERS.items():
+        if re.search(optimizers, training.optim.value):
+            wanted[f"optim: {training.optim.value}"] = package
+    for setting, package in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            findings.fail(
+                f"`{setting}` wants {package}, which is not installed.",
+                f"Install it (pip install {package.replace('_', '-')}), or leave the setting out.",
+            )
 
 
 def _torch_of_vllm() -> list[Requirement]:

@@ -1,9 +1,7 @@
-"""Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights.
-
-transformers itself refuses an `attn_implementation` that does not work here.
-"""
+"""Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights."""
 
 import contextlib
+import difflib
 import json
 import re
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import set_zero3_state
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, set_zero3_state
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 from trl import ModelConfig, get_peft_config
@@ -208,26 +206,49 @@ def linear_layers(model: torch.nn.Module) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
-def choose_attention(device: torch.device, *, in_16_bits: bool, model: PretrainedConfig) -> tuple[str | None, str]:
-    """For `attn_implementation: auto`: the implementation, and a line for the banner. `in_16_bits` is said of the
-    forward pass. `None` leaves the choice to transformers, which then takes eager."""
-    kind = model_class(model)._model_mapping.get(type(model), None)
-    reason = "" if getattr(kind, "_supports_flash_attn", False) else "this model has no FlashAttention"
-    if device.type != "cuda":
-        reason = "FlashAttention needs a GPU, and this run is on the CPU"
-    elif not in_16_bits:
-        reason = "FlashAttention computes in 16 bits, and this run in float32"
-    if not reason:
-        capability = torch.cuda.get_device_capability(device)
-        for name, flash in FLASH.items():
-            if not flash.oldest <= capability <= flash.newest:
-                reason = f"{name} is not made for this card (compute capability {capability[0]}.{capability[1]})"
-            elif not flash.is_installed():
-                reason = f"{name} is not installed (scripts/install_flash_attn.sh installs it)"
-            else:
-                return name, f"attention: {name}"
-    chosen = "sdpa" if getattr(kind, "_supports_sdpa", False) else None
+def choose_attention(
+    asked: str | None, device: torch.device, *, in_16_bits: bool, model: PretrainedConfig
+) -> tuple[str | None, str | None]:
+    """The implementation for `from_pretrained`, and a line for the banner. `asked`: the setting `attn_implementation`.
+    A named one is kept, or refused by a `ConfigError`. `None` leaves the choice to transformers. `in_16_bits` is said
+    of the forward pass."""
+    if asked is None:
+        return None, None
+    if asked not in ("auto", *FLASH):
+        names = ["auto", "eager", *FLASH, *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
+        if asked not in names and "/" not in asked:
+            near = difflib.get_close_matches(asked, names, 1)
+            raise ConfigError(
+                f"`attn_implementation` is {asked!r}. Expected one of: {', '.join(sorted({*names}))}; or a kernel of "
+                f"the hub, as ORGANISATION/NAME.{f' Did you mean {near[0]}?' if near else ''}"
+            )
+        return asked, None
+    kind, reason = model_class(model)._model_mapping.get(type(model), None), ""
+    for name in FLASH if asked == "auto" else [asked]:
+        reason = _why_no_flash(name, device, in_16_bits, getattr(kind, "_supports_flash_attn", False))
+        if not reason:
+            return name, f"attention: {name}"
+    if asked != "auto":
+        raise ConfigError(
+            f"`attn_implementation` is {asked}, but {reason}. Expected an implementation that works here. Set "
+            "`attn_implementation: auto`, or sdpa."
+        )
+    chosen = "sdpa" if getattr(kind, "_supports_sdpa", False) else None  # transformers then takes eager
     return chosen, f"attention: {chosen or 'eager'}; {reason}"
+
+
+def _why_no_flash(name: str, device: torch.device, in_16_bits: bool, has_model: bool) -> str:
+    """The reason why this FlashAttention can't be used; empty if it can."""
+    if device.type != "cuda":
+        return "FlashAttention needs a GPU, and this run is on the CPU"
+    if not in_16_bits:
+        return "FlashAttention computes in 16 bits, and this run in float32"
+    flash, capability = FLASH[name], torch.cuda.get_device_capability(device)
+    if not flash.oldest <= capability <= flash.newest:
+        return f"{name} is not made for this card (compute capability {capability[0]}.{capability[1]})"
+    if not flash.is_installed():
+        return f"{name} is not installed (scripts/install_flash_attn.sh installs it)"
+    return "" if has_model else "this model has no FlashAttention"
 
 
 def check_tokenizer(

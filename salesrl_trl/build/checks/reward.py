@@ -12,7 +12,6 @@ from pathlib import Path
 from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_rag
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
-from salesrl_trl.config.reward import SALES
 from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, ServiceError
@@ -20,11 +19,12 @@ from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.judge.judge_interface import Judge
+from salesrl_trl.reward.rag_client import ENDPOINTS, RagBackend
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
-from salesrl_trl.types import DEFAULT_FORMAT
+from salesrl_trl.types import DEFAULT_FORMAT, SALES
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class RewardParts:
     rubrics: dict[str, str]
     rag_key: str | None = field(repr=False)
     judge_keys: dict[str, str | None] = field(repr=False)  # by provider name
+    rag: RagBackend | None  # that of `rag`, in place of the service
     judge: Judge | None  # that of `judge`, in place of the services
     stages: tuple[RewardStage, ...]
     functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
@@ -70,6 +71,12 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
             "`branches`."
         )
     stages = [build_object(path, "reward_stages", RewardStage) for path in config.reward_stages]
+    rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
+    if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
+        raise ConfigError(
+            f"`rag` is {config.rag!r}, whose `transports` are {list(named)}. Expected a `Transport` for each of "
+            f"{', '.join(ENDPOINTS)}, by name and in this order."
+        )
     judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
     needs_rubrics = judge is None and config.uses_services
     scoring = Scoring(
@@ -94,6 +101,7 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
         rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir) if needs_rubrics else {},
         rag_key=read_key(config.rag_api_key_env, "rag_api_key_env") if asks else None,
         judge_keys={name: read_key(*key) if asks else None for name, key in keys.items()},
+        rag=rag,
         judge=judge,
         stages=tuple(stages),
         functions=functions,
@@ -151,7 +159,7 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     if config.embeds_rag and config.knowledge_file is None and own_rows is not None:
         faults.append(
             f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
-            "`rag_base_url`, or `knowledge_file` for your documents in the embedded service."
+            "`rag_base_url` or `rag`, or `knowledge_file` for your documents in the embedded service."
         )
     if faults and not config.allow_stand_ins:
         raise ConfigError(

@@ -14,12 +14,13 @@ Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md).
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from salesrl_trl.build.memory.shape import ModelShape, Setup, Sharding
+from salesrl_trl.build.memory.shape import Adapters, ModelShape, Setup, Sharding
 from salesrl_trl.build.software import ask_driver
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
@@ -34,17 +35,9 @@ MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "li
 """Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
 TRAINING, STEP, GENERATION = "forward and backward", "optimizer step", "generation"
 SCORING = "passes without gradients"  # the moments. The last one is an evaluation, or the log-probs of the reference.
-ADVICE = {
-    TRAINING: (
-        "`gradient_checkpointing: true`: each block is computed twice",
-        "a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps`: the same update",
-        "`shared_prompts: 1`: micro-batches go through the model one by one",
-    ),
-    STEP: (),
-    GENERATION: ("a smaller `vllm_gpu_memory_utilization`: vLLM generates fewer completions at once",),
-    SCORING: ("a smaller `per_device_eval_batch_size`",),
-}
-"""What takes less at each moment, the cheapest first."""
+STOCHASTIC_OPTIM = "adamw_torch_8bit"  # torchao's optimizer, which can round stochastically
+LEAST_GIB = 0.05  # a change that saves no more is no advice
+SEQUENCES = 8  # completions of full length at once, below which generation on vLLM would wait much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,17 +145,62 @@ def estimate(shape: ModelShape, setup: Setup, card_gib: float) -> Estimate:
     return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
 
 
-def advice(estimated: Estimate, setup: Setup) -> list[str]:
-    """What takes less memory at the fullest moment, the cheapest first."""
-    steps = [*ADVICE[estimated.peak.name]]
-    if not estimated.starts_engine:
-        steps = ["a larger `vllm_gpu_memory_utilization`, or a smaller `vllm_max_model_length`"]
-    elif setup.engine is not None and not setup.engine.sleeps:
-        steps.append("`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step")
-    if not setup.lora:  # they save nothing beside adapters
-        steps.append("`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher")
-        steps.append("`optim: adamw_torch_8bit` with `optim_args: bf16_stochastic_round=True`: torchao rounds updates")
-    return [*steps, "more cards: DeepSpeed or FSDP (`accelerate_configs/`)", "a smaller model"]
+def advice(shape: ModelShape, setup: Setup, card_gib: float) -> list[str]:
+    """Settings that take less memory, up to the first with which training fits: at each fullest moment the cheapest
+    that saves some. More cards and a smaller model come last, if nothing else is enough."""
+    steps, now = dict[str, str](), estimate(shape, setup, card_gib)
+    while not now.fits:
+        for name, text, other_shape, other in _changes(shape, setup, now):
+            after = estimate(other_shape, other, card_gib)
+            if after.needed_gib < now.needed_gib - LEAST_GIB or after.starts_engine > now.starts_engine:
+                steps[name], shape, setup, now = text, other_shape, other, after
+                break
+        else:
+            return [*steps.values(), "more cards or a larger one, or a smaller model"]
+    return [*steps.values(), f"then about {now.needed_gib:.1f} GiB"]
+
+
+def _changes(shape: ModelShape, setup: Setup, now: Estimate) -> Iterator[tuple[str, str, ModelShape, Setup]]:
+    """The changes that are possible, the cheapest first: a name, the setting with its price, and what is then."""
+
+    def change(text: str, **changed: Any) -> tuple[str, str, ModelShape, Setup]:
+        return text.split(":")[0], text, shape, replace(setup, **changed)
+
+    engine = setup.engine
+    if setup.evaluated > 1:
+        less = setup.evaluated // 2
+        yield change(f"`per_device_eval_batch_size: {less}`", evaluated=less)
+    if setup.group is not None and setup.pass_tokens != 1:
+        yield change("`shared_prompts: 1`: micro-batches go through the model one by one", pass_tokens=1)
+    if not setup.checkpointing:
+        yield change("`gradient_checkpointing: true`: each block is computed twice", checkpointing=True)
+    if setup.micro_batch % 2 == 0:
+        batch, batches = setup.micro_batch // 2, setup.micro_batches * 2
+        text = f"`per_device_train_batch_size: {batch}` with `gradient_accumulation_steps: {batches}`: the same update"
+        yield change(text, micro_batch=batch, micro_batches=batches)
+    if engine is not None:
+        for share in (step / 20 for step in range(1, 20)):
+            other = replace(engine, share=share)
+            room = estimate(shape, replace(setup, engine=other), now.card_gib).sequences or 0.0
+            if room >= min(SEQUENCES, setup.rollouts) and (share > engine.share) is not now.starts_engine:
+                yield change(f"`vllm_gpu_memory_utilization: {share:.2f}`", engine=other)
+                break
+        if not engine.sleeps:
+            text = "`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step"
+            yield change(text, engine=replace(engine, sleeps=True))
+    if not setup.lora and setup.weight_bytes == 4 and setup.autocast and setup.sharding is Sharding.NONE:
+        text = f"`optim: {STOCHASTIC_OPTIM}` with `optim_args: bf16_stochastic_round=True`: torchao rounds updates"
+        yield change(text, weight_bytes=2, optim=STOCHASTIC_OPTIM)
+    if not setup.lora:
+        text = "`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher"
+        *_, lora = change(text, lora=True, weight_bytes=setup.compute_bytes, optim="adamw_torch_fused")
+        usual = Adapters(parameters=shape.parameters // 100, inputs=6.0 * shape.hidden + shape.intermediate)
+        yield "`use_peft", text, replace(shape, adapters=shape.adapters or usual), lora
+    for zero in (Sharding.ZERO2, Sharding.ZERO3):
+        if setup.sharding.level < zero.level:
+            cards, number = max(setup.processes, 2), 2 if setup.autocast else setup.weight_bytes
+            text = f"DeepSpeed {zero} on {cards} cards (`accelerate_configs/`)"
+            yield change(text, sharding=zero, processes=cards, weight_bytes=number, optim="adamw_torch_fused")
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:

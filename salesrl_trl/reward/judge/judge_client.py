@@ -12,7 +12,7 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from salesrl_trl.data.files import read_small, unreadable
+from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.judge.judge_interface import Judge, JudgeRecord, ProviderUsage
@@ -35,7 +35,9 @@ def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str
     packaged = packaged_rubrics()
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"`rubric_dir` is {directory!r}, which is no folder. Correct the path.")
+        raise ConfigError(
+            f"`rubric_dir` is {directory!r}, which is no folder.{nearest_file(folder)} Correct the path."
+        )
     paths = {
         name: folder / f"{name}.txt" if folder and (folder / f"{name}.txt").is_file() else packaged.get(name)
         for name in names

@@ -166,6 +166,7 @@ def _faults(error: ValidationError) -> str:
 def _invalid(got: str, code: str) -> JudgeInvalid:
     return JudgeInvalid(
         f"the judge answered with {got}. Expected one JSON object {{nonce, candidate: 0..1, reference: 0..1 or null, "
-        "reason: text}.",
+        "reason: text}. It is up and answers, but gives no verdict: take a model that keeps to JSON, or leave one "
+        "that thinks more `max_completion_tokens`.",
         code=code,
     )

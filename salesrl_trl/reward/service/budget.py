@@ -156,7 +156,7 @@ def read_account(path: Path) -> Account:
         return Account(**{**content, "services": {name: Spent(**sums) for name, sums in content["services"].items()}})
     except FileNotFoundError:
         return Account()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"the account of what was spent, {path}, can't be read ({error}). Expected the file of an earlier run. "
             "See to its folder; or delete the file, to begin with nothing spent."

@@ -1,7 +1,7 @@
 // The page around the views: its head, its keys, and how it follows a run.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { spoken, t, whole } from "./words.js";
-import { ask, choose, DATA, draw, load, page, readAddress, start, views } from "./core.js";
+import { ask, choose, choosePaint, DATA, draw, load, page, readAddress, start, theme, THEMES, views } from "./core.js";
 
 const FOLLOW_MS = 2000;
 const PAGE = 50; // items that come at once
@@ -22,7 +22,7 @@ function App() {
       h(
         "nav",
         { "aria-label": "salesrl" },
-        h("ul", null, tab("overview"), tab("list"), page.state.runs.length > 1 && tab("compare")),
+        h("ul", null, tab("overview"), tab("list"), tab("report"), page.state.runs.length > 1 && tab("compare")),
       ),
       h(
         "p",
@@ -48,7 +48,18 @@ function App() {
         ),
       h(
         "button",
-        { type: "button", lang: other === "zh" ? "zh-CN" : "en", onClick: () => choose(other) },
+        {
+          type: "button",
+          class: "theme",
+          title: t("theme", t(theme())),
+          "aria-label": t("theme", t(theme())),
+          onClick: () => choosePaint(THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]),
+        },
+        { auto: "◐", light: "☀", dark: "☾" }[theme()],
+      ),
+      h(
+        "button",
+        { type: "button", class: "language", lang: other === "zh" ? "zh-CN" : "en", onClick: () => choose(other) },
         t("language"),
       ),
     ),
@@ -87,7 +98,7 @@ function pressed(event) {
   const typing = event.target.closest?.("input, select, textarea");
   if (event.key === "Escape") {
     if (typing) typing.blur();
-    else if (page.route === "completion" || page.route === "row") location.hash = page.list.hash;
+    else if (["completion", "row", "diff"].includes(page.route)) location.hash = page.list.hash;
     return;
   }
   if (typing) return;
@@ -117,7 +128,7 @@ async function follow() {
     page.state = { ...page.state, trouble: error.message };
   }
   const { route, data } = page.shown ?? {};
-  const still = route === "completion" || { list: data?.items, compare: data?.rows }[route]?.length > PAGE;
+  const still = ["completion", "diff", "report"].includes(route) || { list: data?.items, compare: data?.rows }[route]?.length > PAGE;
   const isNew = page.follow && page.state.version !== page.seen && !still;
   if (!page.busy && (!page.shown || isNew)) await load({ quiet: true });
   else draw();

@@ -1,8 +1,8 @@
 // One completion with its whole way.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { mean, named, number, seconds, signed, t, tongue, when } from "./words.js";
-import { address, ask, page, views } from "./core.js";
-import { Note, Outcome, runName, Said, Section, Table, Title } from "./parts.js";
+import { address, ask, DATA, draw, page, post, views } from "./core.js";
+import { Flag, FLAGS, isJudged, manyBranches, Note, Outcome, runName, Said, Section, SIGNS, Table, Title } from "./parts.js";
 
 const Facts = ({ facts }) =>
   h(
@@ -12,12 +12,6 @@ const Facts = ({ facts }) =>
       .filter(([, value]) => value !== null && value !== undefined)
       .map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
   );
-
-const numbersOf = (object) =>
-  Object.entries(object ?? {}).map(([name, value]) => [
-    name,
-    typeof value === "number" ? number(value) : String(value),
-  ]);
 
 function Neighbours({ id }) {
   const at = page.list.ids.indexOf(id);
@@ -58,29 +52,124 @@ function Answered({ title, answer }) {
   );
 }
 
-export const Conversation = ({ messages }) =>
-  h(
-    "ol",
-    { class: "messages" },
-    messages.map((each) =>
-      h("li", { class: each.role }, h("strong", null, named(each.role)), h(Said, { text: each.content })),
-    ),
-  );
+// A message that holds turns, a line for each with its speaker, as the turns that it holds.
+const SPEAKERS = { customer: "customer", 客户: "customer", seller: "seller", 销售: "seller" };
+const TURN = /^(customer|seller|客户|销售)\s*[:：]\s*/;
+function turnsOf(message) {
+  const lines = message.content.split("\n");
+  if (lines.length < 2 || !TURN.test(lines[0])) return [message];
+  const turns = [];
+  for (const line of lines) {
+    const speaker = line.match(TURN);
+    if (speaker) turns.push({ role: SPEAKERS[speaker[1]], content: line.slice(speaker[0].length) });
+    else turns.at(-1).content += `\n${line}`;
+  }
+  return turns;
+}
 
-function Call({ call }) {
-  const head = `${call.service} ${call.path} · ${seconds(call.seconds)} · `;
-  const body = (name) =>
-    call[name] !== null && h(Fragment, null, h("h4", null, t(name)), h("pre", { tabIndex: 0 }, pretty(call[name])));
+const Folded = ({ title, text }) =>
+  h("details", { class: "folded" }, h("summary", null, title), h("pre", { tabIndex: 0, lang: tongue(text) }, pretty(text)));
+
+// What a tool was asked and what it said is folded, in a message and in a text with the marks of Qwen's template.
+const MARKS = /<(tool_call|tool_response|think)>([\s\S]*?)<\/\1>/;
+const toolName = (text) => text.match(/"name"\s*:\s*"([^"]*)"/)?.[1] ?? "";
+function Written({ text, shown }) {
+  const parts = text.split(MARKS); // text, mark, inside, text, ...
+  return parts.map((part, at) => {
+    if (at % 3 === 1) return null;
+    if (at % 3 === 0) return (part.trim() || parts.length === 1) && shown(part);
+    const title = { tool_call: t("tool_call", toolName(part)), tool_response: t("tool_answer"), think: t("thought") };
+    return h(Folded, { title: title[parts[at - 1]], text: part.trim() });
+  });
+}
+
+function Turn({ message }) {
+  const calls = Array.isArray(message.tool_calls) ? message.tool_calls.map((each) => each.function ?? each) : [];
   return h(
     "li",
-    null,
+    { class: message.role },
+    h("strong", null, named(message.role), message.name && ` ${message.name}`),
+    message.role === "tool"
+      ? h(Folded, { title: t("tool_answer"), text: message.content })
+      : h(Written, { text: message.content, shown: (text) => h(Said, { text }) }),
+    calls.map((each) => h(Folded, { title: t("tool_call", each.name ?? ""), text: JSON.stringify(each.arguments ?? each) })),
+  );
+}
+
+export const Conversation = ({ messages }) =>
+  h("ol", { class: "messages" }, messages.flatMap(turnsOf).map((message) => h(Turn, { message })));
+
+// Which attempt each request was. The same request again, while an earlier one was on its way, is a hedge.
+function attemptsOf(calls) {
+  const before = new Map();
+  return calls.map((call) => {
+    const key = [call.service, call.path, call.request].join("\n"),
+      earlier = before.get(key) ?? [];
+    before.set(key, [...earlier, call]);
+    const beside = earlier.some((each) => each.time + each.seconds > call.time);
+    return { call, number: earlier.length + 1, kind: beside ? "hedge" : earlier.length ? "retry" : "attempt" };
+  });
+}
+
+// Each request as a bar over the time of all; a line opens to what was sent and what came.
+function Timeline({ calls, queue }) {
+  const waited = queue > 0.0005 ? queue : 0;
+  const began = Math.min(...calls.map((call) => call.time)) - waited;
+  const end = Math.max(...calls.map((call) => call.time + call.seconds));
+  const scale = (time) => (1000 * (time - began)) / Math.max(end - began, 1e-6);
+  const many = new Map();
+  for (const { service } of calls) many.set(service, (many.get(service) ?? 0) + 1);
+  const Bar = ({ from, to, kind }) =>
     h(
-      "details",
-      null,
-      h("summary", null, head, h("span", { class: call.failure ? "bad" : "good" }, call.failure || t("answered"))),
-      h(Note, null, when(call.time)),
-      body("request"),
-      body("answer"),
+      "svg",
+      { class: "track", viewBox: "0 0 1000 10", preserveAspectRatio: "none", "aria-hidden": "true" },
+      [250, 500, 750].map((x) => h("path", { d: `M${x} 0V10`, class: "tick" })),
+      h("rect", { class: kind, x: scale(from), width: Math.max(scale(to) - scale(from), 3), y: 1, height: 8, rx: 2 }),
+    );
+  return h(
+    Fragment,
+    null,
+    h(Note, null, t("timeline_told", seconds(end - began))),
+    h(
+      "ol",
+      { class: "calls" },
+      waited > 0 &&
+        h(
+          "li",
+          { class: "bar_line" },
+          h("span", null, t("waited")),
+          h(Bar, { from: began, to: began + waited, kind: "waited" }),
+          h("span", { class: "n" }, seconds(waited)),
+        ),
+      attemptsOf(calls).map(({ call, number: at, kind }) => {
+        const failed = call.failure === "cancelled" ? "cancelled" : call.failure ? "failed" : "answered";
+        const body = (name) =>
+          call[name] !== null && h(Fragment, null, h("h4", null, t(name)), h("pre", { tabIndex: 0 }, pretty(call[name])));
+        return h(
+          "li",
+          { key: `${call.time}${call.service}${at}` },
+          h(
+            "details",
+            null,
+            h(
+              "summary",
+              { class: "bar_line" },
+              h("span", null, call.service, " ", h("small", null, kind === "attempt" && many.get(call.service) < 2 ? call.path : t(kind, at))),
+              h(Bar, { from: call.time, to: call.time + call.seconds, kind: `${failed} ${kind}` }),
+              h(
+                "span",
+                { class: "n" },
+                seconds(call.seconds),
+                " ",
+                h("small", { class: failed === "failed" ? "bad" : failed === "answered" ? "good" : "" }, failed === "cancelled" ? t("cancelled") : call.failure || t("answered")),
+              ),
+            ),
+            h(Note, null, `${call.service} ${call.path} · ${when(call.time)}`),
+            body("request"),
+            body("answer"),
+          ),
+        );
+      }),
     ),
   );
 }
@@ -122,128 +211,188 @@ function Stages({ stages }) {
   );
 }
 
+// Everything that was said of it, a line for each: what judges said, functions and parts of the reward.
+function Scores({ data }) {
+  const verdicts = data.verdicts.map((each) => [each.rubric, t("verdict"), each.candidate, each.reference, each.reason, each.provider]);
+  const numbers = (object, kind) =>
+    Object.entries(object ?? {}).map(([name, value]) => [name, t(kind), value, null, "", ""]);
+  const all = [...verdicts, ...numbers(data.functions, "function"), ...numbers(data.parts, "part")];
+  const referred = data.verdicts.some((each) => each.reference !== null),
+    worded = data.verdicts.some((each) => each.reason || each.provider);
+  if (!all.length) return isJudged() ? h(Note, null, t("no_verdict")) : null;
+  const columns = [
+    [t("score_of"), ""],
+    ["", "muted"],
+    [t(referred ? "candidate_score" : "number"), "n"],
+    referred && [t("reference_score"), "n"],
+    worded && [t("words"), "wide"],
+    worded && [t("provider"), ""],
+  ];
+  return h(Table, {
+    caption: t("scores"),
+    columns: columns.filter(Boolean),
+    rows: all.map(([name, kind, value, reference, words, by]) =>
+      [name, kind, typeof value === "string" ? value : number(value), number(reference), h("span", { lang: tongue(words) }, words), by].filter(
+        (_, at) => columns[at],
+      ),
+    ),
+  });
+}
+
+// A flag and a note, kept beside the record. A page that stands alone shows them.
+function Noted({ data }) {
+  if (DATA)
+    return (data.flag || data.note) && h(Section, { title: t("note"), kind: "noted" }, h("p", null, h(Flag, data), " ", data.flag && t(data.flag)), h(Said, { text: data.note }));
+  const keep = async (change) => {
+    const wanted = { flag: data.flag, note: document.querySelector("textarea[name=note]").value, ...change };
+    if (wanted.flag === data.flag && wanted.note.trim() === data.note) return;
+    try {
+      Object.assign(data, await post("note", { id: data.id, ...wanted }));
+      page.said = t("kept");
+    } catch (error) {
+      page.said = t("failed", error.message);
+    }
+    data.kept = page.said;
+    draw();
+  };
+  return h(
+    Section,
+    { title: t("note"), kind: "noted" },
+    h(
+      "div",
+      { class: "row", role: "group", "aria-label": t("flag") },
+      FLAGS.map((flag) =>
+        h(
+          "button",
+          { type: "button", class: `mark ${flag}`, "aria-pressed": String(data.flag === flag), onClick: () => keep({ flag: data.flag === flag ? "" : flag }) },
+          SIGNS[flag],
+          " ",
+          t(flag),
+        ),
+      ),
+      h("span", { class: "muted" }, data.kept),
+    ),
+    h("textarea", { name: "note", rows: 2, "aria-label": t("note"), placeholder: t("note_hint"), defaultValue: data.note, onChange: () => keep({}) }),
+    h("button", { type: "button", onClick: () => keep({}) }, t("keep")),
+  );
+}
+
+function Group({ data }) {
+  return h(
+    Section,
+    { title: t("group") },
+    h(Note, null, t("group_told", number(mean(data.group.map((each) => each.reward))))),
+    h(Table, {
+      caption: t("group"),
+      columns: [[t("completion"), "extra"], [t("text"), "wide"], [t("outcome"), ""], [t("reward"), "n"], [t("advantage"), "n"], ["", ""]],
+      rows: data.group.map((each) => ({
+        class: each.id === data.id ? "current" : "",
+        "aria-current": each.id === data.id ? "true" : undefined,
+        cells: [
+          each.id === data.id ? `${each.id} (${t("this_one")})` : each.id,
+          h("div", { class: "line_of" }, h(Flag, each), h("a", { href: address("completion", { id: each.id }), lang: tongue(each.text) }, each.text || "–")),
+          h(Outcome, each),
+          number(each.reward),
+          each.advantage === null ? "–" : signed(each.advantage),
+          each.id !== data.id &&
+            h("a", { href: address("diff", { row: data.row, a: data.id, b: each.id }), "aria-label": `${t("diff_with")} ${each.id}` }, t("diff_with")),
+        ],
+      })),
+    }),
+  );
+}
+
 function Completion(data) {
-  const { reward, reference_reward: reference } = data;
+  const hasAnswers = data.answer !== null || data.reference !== null || data.action !== null;
   return h(
     Fragment,
     null,
     h(Neighbours, { id: data.id }),
-    h(Title, null, t("completion"), ` ${data.id} · `, data.branch, ` · ${t("step")} ${data.step}`),
-    h("p", null, h("a", { href: address("row", { row: data.row }) }, t("over_time"), `: ${data.row}`)),
+    h(Title, null, t("completion"), ` ${data.id} · `, manyBranches() && `${data.branch} · `, `${t("step")} ${data.step}`),
     h(
-      Section,
-      { title: t("earned") },
-      h(Facts, {
-        facts: [
-          [t("outcome"), h(Outcome, data)],
-          [t("reward"), h("strong", null, number(reward))],
-          [t("reference_reward"), number(reference)],
-          [t("advantage"), data.advantage === null ? "–" : signed(data.advantage)],
-          [t("run"), runName(data.run)],
-          [t("mode"), named(data.mode)],
-          [t("provider"), data.provider],
-          [t("judge_s"), data.judge_s === null ? null : number(data.judge_s, 2)],
-          [t("tokens"), data.tokens],
-          [t("staleness"), data.staleness],
-          [t("rank"), data.rank],
-          [t("time"), when(data.time)],
-        ],
-      }),
-      numbersOf(data.parts).length > 0 &&
-        h(Fragment, null, h("h3", null, t("parts")), h(Facts, { facts: numbersOf(data.parts) })),
-      numbersOf(data.functions).length > 0 &&
-        h(Fragment, null, h("h3", null, t("functions")), h(Facts, { facts: numbersOf(data.functions) })),
-    ),
-    h(Section, { title: t("conversation") }, h(Conversation, { messages: data.messages })),
-    h(
-      Section,
-      { title: t("wrote") },
-      h("pre", { class: "text", lang: tongue(data.text), dir: "auto", tabIndex: 0 }, data.text),
-      data.action
-        ? h(Table, {
-            caption: t("action"),
-            columns: [
-              [t("action"), ""],
-              ["", "wide"],
-            ],
-            rows: Object.entries(data.action).map(([name, value]) => [
-              name,
-              h("span", { lang: tongue(String(value)) }, String(value)),
-            ]),
-          })
-        : data.outcome === "invalid_action" && h("p", { class: "bad" }, t("no_action", data.reason)),
+      "p",
+      { class: "row" },
+      h("a", { href: address("row", { row: data.row }) }, t("over_time"), `: ${data.row}`),
+      h("a", { href: address("diff", { row: data.row, a: data.id }) }, t("diff_row")),
     ),
     h(
-      Section,
-      { title: t("answers") },
+      "div",
+      { class: "way" },
       h(
         "div",
-        { class: "sides" },
-        h(Answered, { title: t("candidate"), answer: data.answer }),
-        h(Answered, { title: t("reference"), answer: data.reference }),
+        null,
+        h(Section, { title: t("conversation") }, h(Conversation, { messages: data.messages })),
+        h(
+          Section,
+          { title: t("wrote") },
+          h(Written, {
+            text: data.text,
+            shown: (text) => h("pre", { class: "text", lang: tongue(text), dir: "auto", tabIndex: 0 }, text),
+          }),
+          data.action
+            ? h(Table, {
+                caption: t("action"),
+                columns: [
+                  ["", ""],
+                  ["", "wide"],
+                ],
+                rows: Object.entries(data.action).map(([name, value]) => [
+                  name,
+                  h("span", { lang: tongue(String(value)) }, String(value)),
+                ]),
+              })
+            : data.outcome === "invalid_action" && isJudged() && h("p", { class: "bad" }, t("no_action", data.reason)),
+        ),
+      ),
+      h(
+        "div",
+        { class: "beside" },
+        h(
+          Section,
+          { title: t("earned") },
+          h(Facts, {
+            facts: [
+              [t("reward"), h("strong", { class: "large" }, number(data.reward))],
+              [t("advantage"), data.advantage === null ? null : h("span", { class: "large" }, signed(data.advantage))],
+              [t("reference_reward"), data.reference_reward === null ? null : h("span", { class: "large" }, number(data.reference_reward))],
+              [t("outcome"), h(Outcome, data)],
+            ],
+          }),
+          h(Facts, {
+            facts: [
+              [t("run"), runName(data.run)],
+              [t("mode"), named(data.mode)],
+              [t("provider"), data.provider],
+              [t("judge_s"), data.judge_s === null ? null : number(data.judge_s, 2)],
+              [t("tokens"), data.tokens],
+              [t("staleness"), data.staleness],
+              [t("rank"), data.rank],
+              [t("time"), when(data.time)],
+            ],
+          }),
+        ),
+        h(Noted, { data }),
+        h(Section, { title: t("scores") }, h(Scores, { data })),
+        h(Stages, { stages: data.seconds }),
       ),
     ),
-    h(
-      Section,
-      { title: t("verdicts") },
-      data.verdicts.length
-        ? h(Table, {
-            caption: t("verdicts"),
-            columns: [
-              [t("rubric"), ""],
-              [t("candidate_score"), "n"],
-              [t("reference_score"), "n"],
-              [t("judge_words"), "wide"],
-              [t("provider"), ""],
-            ],
-            rows: data.verdicts.map((each) => [
-              each.rubric,
-              number(each.candidate, 2),
-              number(each.reference, 2),
-              h("span", { lang: tongue(each.reason) }, each.reason),
-              each.provider,
-            ]),
-          })
-        : h(Note, null, t("no_verdict")),
-    ),
-    h(
-      Section,
-      { title: t("group") },
-      h(Note, null, t("group_told", number(mean(data.group.map((each) => each.reward))))),
-      h(Table, {
-        caption: t("group"),
-        columns: [
-          [t("completion"), "extra"],
-          [t("text"), "wide"],
-          [t("outcome"), ""],
-          [t("reward"), "n"],
-          [t("advantage"), "n"],
-        ],
-        rows: data.group.map((each) => ({
-          class: each.id === data.id ? "current" : "",
-          "aria-current": each.id === data.id ? "true" : undefined,
-          cells: [
-            each.id === data.id ? `${each.id} (${t("this_one")})` : each.id,
-            h("a", { href: address("completion", { id: each.id }), lang: tongue(each.text) }, each.text || "–"),
-            h(Outcome, each),
-            number(each.reward),
-            each.advantage === null ? "–" : signed(each.advantage),
-          ],
-        })),
-      }),
-    ),
-    h(Stages, { stages: data.seconds }),
+    hasAnswers &&
+      h(
+        Section,
+        { title: t("answers") },
+        h(
+          "div",
+          { class: "sides" },
+          h(Answered, { title: t("candidate"), answer: data.answer }),
+          h(Answered, { title: t("reference"), answer: data.reference }),
+        ),
+      ),
     h(
       Section,
       { title: t("calls") },
-      data.calls.length
-        ? h(
-            "ol",
-            { class: "calls" },
-            data.calls.map((call) => h(Call, { call, key: call.time + call.service })),
-          )
-        : h(Note, null, t("no_calls")),
+      data.calls.length ? h(Timeline, { calls: data.calls, queue: data.seconds?.queue ?? 0 }) : h(Note, null, t("no_calls")),
     ),
+    h(Group, { data }),
   );
 }
 

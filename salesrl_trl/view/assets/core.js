@@ -28,6 +28,18 @@ export async function ask(question, params = {}) {
   return content;
 }
 
+// Keep a flag and a note of a completion.
+export async function post(question, body) {
+  const answer = await fetch(`api/${question}`, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  });
+  const content = await answer.json();
+  if (!answer.ok) throw new Error(content.error);
+  return content;
+}
+
 export function address(route, params = {}) {
   const kept = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const query = new URLSearchParams(kept).toString();
@@ -38,26 +50,41 @@ export function readAddress() {
   const [route, query] = location.hash.slice(1).split(/\?(.*)/s);
   page.route = route || "overview";
   page.params = Object.fromEntries(new URLSearchParams(query || ""));
-  speak(page.params.lang ?? stored());
+  speak(page.params.lang ?? stored("lang"));
 }
 
-// The language that was chosen last. A page from a file may keep nothing: then it is the browser's.
-function stored() {
+// The language and the colours that were chosen last. A page from a file may keep nothing: then they are the browser's.
+function stored(name) {
   try {
-    return localStorage.getItem("salesrl.lang");
+    return localStorage.getItem(`salesrl.${name}`);
   } catch {
     return null;
   }
 }
-export function choose(lang) {
+function store(name, value) {
   try {
-    localStorage.setItem("salesrl.lang", lang);
+    localStorage.setItem(`salesrl.${name}`, value);
   } catch {
     // it holds until the page is left
   }
+}
+export function choose(lang) {
+  store("lang", lang);
   speak(lang);
   draw();
 }
+export const THEMES = ["auto", "light", "dark"];
+export const theme = () => document.documentElement.dataset.theme ?? "auto";
+export function paint(name) {
+  if (name === "light" || name === "dark") document.documentElement.dataset.theme = name;
+  else delete document.documentElement.dataset.theme;
+}
+export function choosePaint(name) {
+  store("theme", name);
+  paint(name);
+  draw();
+}
+paint(stored("theme"));
 
 // Another address of the same view. It takes the place of the last one: Back leaves the view.
 export function change(params) {

@@ -1,9 +1,22 @@
 // Steps by branch of one run.
 import { h, Fragment } from "./vendor/preact.mjs";
-import { named, number, percent, t, whole } from "./words.js";
-import { address, ask, change, page, views } from "./core.js";
-import { Chart } from "./chart.js";
-import { modeOptions, Note, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
+import { number, percent, t, whole } from "./words.js";
+import { address, ask, change, views } from "./core.js";
+import { Bars, Chart } from "./chart.js";
+import {
+  has,
+  manyBranches,
+  modeOf,
+  modeOptions,
+  Note,
+  outcomeName,
+  runName,
+  runOptions,
+  Section,
+  Select,
+  Table,
+  Title,
+} from "./parts.js";
 
 export const LATEST = 60;
 
@@ -11,9 +24,36 @@ export const branchesOf = (steps) => [...new Set(steps.map((each) => each.branch
 export const lineOf = (steps, branch, value) =>
   steps.filter((each) => each.branch === branch).map((each) => [each.step, value(each)]);
 
-function Overview({ steps }, params) {
+// The rewards of one step, and what chooses the step.
+function Histogram({ found, numbers }) {
+  const at = numbers.indexOf(found.step);
+  return h(
+    "div",
+    null,
+    found.edges.length > 0
+      ? h(Bars, { title: t("rewards_of", found.step), edges: found.edges, counts: found.counts, columns: 2 })
+      : h(Note, null, t("no_rewards", found.step)),
+    numbers.length > 1 &&
+      h(
+        "label",
+        { class: "slider" },
+        h("span", null, t("step"), ` ${found.step}`),
+        h("input", {
+          type: "range",
+          name: "at",
+          min: 0,
+          max: numbers.length - 1,
+          value: at,
+          "aria-valuetext": String(found.step),
+          onInput: (event) => change({ at: numbers[event.target.value] }),
+        }),
+      ),
+  );
+}
+
+function Overview({ steps, found }, params) {
   const run = Number(params.run ?? 0),
-    mode = params.mode || "train",
+    mode = modeOf(params),
     branches = branchesOf(steps);
   const series = (value) =>
     branches.map((name, at) => ({ name, color: at, dash: at, points: lineOf(steps, name, value) }));
@@ -21,16 +61,31 @@ function Overview({ steps }, params) {
   const numbers = [...new Set(steps.map((each) => each.step))];
   const first = params.all ? -Infinity : (numbers.at(-Math.min(LATEST, numbers.length)) ?? 0);
   const shown = steps.filter((each) => each.step >= first).sort((a, b) => b.step - a.step);
+  const isWhole = steps.every((each) => each.scored === each.many);
+  const columns = [
+    [t("step"), "n", (each) => stepLink(each, run, mode)],
+    manyBranches() && [t("branch"), "", (each) => each.branch],
+    [t("reward"), "n", (each) => number(each.reward)],
+    has("reference_reward") && [t("reference_reward"), "n extra", (each) => number(each.reference)],
+    [t("scored"), "n", (each) => `${percent(each.scored / each.many)} (${each.scored}/${each.many})`],
+    ...(outcomes.length > 1
+      ? outcomes.map((code) => [outcomeName(code), "n extra title", (each) => each.outcomes[code] ?? 0])
+      : []),
+  ].filter(Boolean);
   return h(
     Fragment,
     null,
-    h(Title, null, t("overview"), " · ", runName(run)),
     h(
-      "form",
-      { class: "filters row", onSubmit: (event) => event.preventDefault() },
-      runOptions().length > 1 &&
-        h(Select, { name: "run", label: t("run"), options: runOptions(), empty: false, value: String(run) }),
-      h(Select, { name: "mode", label: t("mode"), options: modeOptions(), empty: false, value: mode }),
+      "div",
+      { class: "head" },
+      h(Title, null, t("overview"), " · ", runName(run)),
+      h(
+        "form",
+        { class: "choices", onSubmit: (event) => event.preventDefault() },
+        runOptions().length > 1 &&
+          h(Select, { name: "run", label: t("run"), options: runOptions(), empty: false, value: String(run) }),
+        h(Select, { name: "mode", label: t("mode"), options: modeOptions(), empty: false, value: mode }),
+      ),
     ),
     steps.length
       ? h(
@@ -39,9 +94,23 @@ function Overview({ steps }, params) {
           h(
             "div",
             { class: "charts" },
-            h(Chart, { title: t("mean_reward"), series: series((each) => each.reward) }),
-            h(Chart, { title: t("scored_share"), series: series((each) => each.scored / each.many), domain: [0, 1] }),
+            h(Chart, {
+              title: t("mean_reward"),
+              series: series((each) => each.reward),
+              columns: 2,
+              picked: found.step,
+              onPick: (step) => change({ at: step }),
+            }),
+            h(Histogram, { found, numbers }),
+            !isWhole &&
+              h(Chart, {
+                title: t("scored_share"),
+                series: series((each) => each.scored / each.many),
+                domain: [0, 1],
+                columns: 2,
+              }),
           ),
+          isWhole && h(Note, null, t("all_scored")),
           h(
             Section,
             { title: t("steps_table") },
@@ -56,34 +125,8 @@ function Overview({ steps }, params) {
               ),
             h(Table, {
               caption: t("steps_table"),
-              columns: [
-                [t("step"), "n"],
-                [t("branch"), ""],
-                [t("reward"), "n"],
-                [t("reference_reward"), "n extra"],
-                [t("scored"), "n"],
-                ...outcomes.map((code) => [named(code), "n extra title"]),
-              ],
-              rows: shown.map((each) => [
-                h(
-                  "a",
-                  {
-                    href: address("list", {
-                      run,
-                      mode,
-                      step_min: each.step,
-                      step_max: each.step,
-                      branch: each.branch,
-                    }),
-                  },
-                  each.step,
-                ),
-                each.branch,
-                number(each.reward),
-                number(each.reference),
-                `${percent(each.scored / each.many)} (${each.scored}/${each.many})`,
-                ...outcomes.map((code) => each.outcomes[code] ?? 0),
-              ]),
+              columns,
+              rows: shown.map((each) => columns.map(([, , cell]) => cell(each))),
             }),
           ),
         )
@@ -91,8 +134,18 @@ function Overview({ steps }, params) {
   );
 }
 
+const stepLink = ({ step, branch }, run, mode) =>
+  h("a", { href: address("list", { run, mode, step_min: step, step_max: step, branch }) }, step);
+
 views.overview = {
-  ask: (params) => ask("overview", { run: params.run ?? 0, mode: params.mode || "train" }),
+  async ask(params) {
+    const which = { run: params.run ?? 0, mode: modeOf(params) };
+    const [{ steps }, found] = await Promise.all([
+      ask("overview", which),
+      ask("histogram", { ...which, step: params.at }),
+    ]);
+    return { steps, found };
+  },
   View: Overview,
   title: (_, params) => `${t("overview")} · ${runName(Number(params.run ?? 0))}`,
 };

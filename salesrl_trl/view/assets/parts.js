@@ -1,10 +1,47 @@
 // Small parts of several views.
 import { h } from "./vendor/preact.mjs";
 import { named, t, tongue, whole } from "./words.js";
-import { change, page } from "./core.js";
+import { change, draw, page } from "./core.js";
 
-// A table. `columns`: [name, class]; `rows`: lists of cells, or { cells, ...attributes of the row }.
+// A task has its own words: of judges, references and actions is only spoken where the record has them.
+export const has = (name) => (page.state.facets.has?.[name] ?? 0) > 0;
+const of = (name) => Object.keys(page.state.facets[name] ?? {});
+export const isJudged = () => of("provider").length > 0 || has("reference_reward");
+export const manyBranches = () => of("branch").length > 1;
+// Training comes first; a record of evaluations alone shows these.
+export const modeOf = (params) => params.mode || (of("mode").includes("train") || !of("mode").length ? "train" : "eval");
+export const outcomeName = (code) => {
+  const plain = `plain_${code}`;
+  return !isJudged() && t(plain) !== plain ? t(plain) : named(code);
+};
+
+const orders = new Map(); // by a table's caption: the column that it is sorted by, and its way
+
+// What a cell says, as a number where it is one.
+function wordsOf(cell) {
+  if (cell === null || cell === undefined || typeof cell === "boolean") return "";
+  if (Array.isArray(cell)) return cell.map(wordsOf).join("");
+  const text = typeof cell === "object" ? wordsOf(cell.props.children ?? cell.props.outcome) : String(cell);
+  return text;
+}
+function ordering(a, b) {
+  const [one, other] = [a, b].map((text) => parseFloat(text.replace("−", "-").replaceAll(",", "")));
+  if (!Number.isNaN(one) && !Number.isNaN(other) && one !== other) return one - other;
+  if (Number.isNaN(one) !== Number.isNaN(other)) return Number.isNaN(one) ? -1 : 1;
+  return a.localeCompare(b);
+}
+
+// A table, sorted by a click on a head. `columns`: [name, class]; `rows`: lists of cells, or { cells, ...attributes of
+// the row }.
 export function Table({ caption, columns, rows, id }) {
+  const [by, way] = orders.get(caption) ?? [-1, 1];
+  const cellsOf = (row) => (Array.isArray(row) ? row : row.cells);
+  const shown = by < 0 ? rows : rows.toSorted((a, b) => way * ordering(wordsOf(cellsOf(a)[by]), wordsOf(cellsOf(b)[by])));
+  const sort = (at) => {
+    const first = columns[at][1].split(" ").includes("n") ? -1 : 1; // of numbers the largest, of words the first
+    orders.set(caption, by !== at ? [at, first] : way === first ? [at, -first] : [-1, 1]);
+    draw();
+  };
   return h(
     "div",
     { class: "scroll", role: "region", tabIndex: 0, "aria-label": caption },
@@ -12,19 +49,26 @@ export function Table({ caption, columns, rows, id }) {
       "table",
       { id },
       h("caption", { class: "unseen" }, caption),
-      h(
-        "thead",
-        null,
+      columns.some(([name]) => name) &&
         h(
-          "tr",
+          "thead",
           null,
-          columns.map(([name, kind]) => h("th", { scope: "col", class: kind }, name)),
+          h(
+            "tr",
+            null,
+            columns.map(([name, kind], at) =>
+              h(
+                "th",
+                { scope: "col", class: kind, "aria-sort": at === by ? (way > 0 ? "ascending" : "descending") : undefined },
+                name && rows.length > 1 ? h("button", { type: "button", onClick: () => sort(at) }, name) : name,
+              ),
+            ),
+          ),
         ),
-      ),
       h(
         "tbody",
         null,
-        rows.map((row) => {
+        shown.map((row) => {
           const { cells, ...rest } = Array.isArray(row) ? { cells: row } : row;
           return h(
             "tr",
@@ -75,9 +119,15 @@ export function runName(at) {
 export const facetOptions = (name) =>
   Object.entries(page.state.facets[name] ?? {}).map(([code, many]) => [
     code,
-    `${name === "outcome" || name === "mode" ? named(code) : code} (${whole(many)})`,
+    `${name === "outcome" ? outcomeName(code) : name === "flag" ? t(code || "note") : code} (${whole(many)})`,
   ]);
 export const modeOptions = () => ["train", "eval"].map((code) => [code, t(code)]);
 
 export const Outcome = ({ outcome, reason }) =>
-  h("span", { class: `outcome ${outcome}` }, named(outcome), reason && h("span", { class: "reason" }, ` ${reason}`));
+  h("span", { class: `outcome ${outcome}` }, outcomeName(outcome), reason && h("span", { class: "reason" }, ` ${reason}`));
+
+export const FLAGS = ["good", "bad", "check"];
+export const SIGNS = { good: "▲", bad: "▼", check: "●" };
+export const Flag = ({ flag, note }) =>
+  (flag || note) &&
+  h("span", { class: `flag ${flag}`, title: note || t(flag) }, SIGNS[flag], note && "✎", h("span", { class: "unseen" }, flag ? t(flag) : t("note")));

@@ -5,7 +5,7 @@ import { address, ask, draw, page, views } from "./core.js";
 import { Chart } from "./chart.js";
 import { Conversation } from "./completion.js";
 import { branchesOf, LATEST, lineOf } from "./overview.js";
-import { modeOptions, Note, Outcome, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
+import { manyBranches, modeOf, modeOptions, Note, Outcome, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
 
 // Mean reward by step of one run's completions of the row.
 function meansOf(items) {
@@ -32,7 +32,8 @@ function Row(data) {
   return h(
     Fragment,
     null,
-    h("nav", { class: "row", "aria-label": t("list") }, h("a", { class: "button", href: page.list.hash }, t("back"))),
+    h("nav", { class: "row", "aria-label": t("list") }, h("a", { class: "button", href: page.list.hash }, t("back")),
+      data.items.length > 1 && h("a", { class: "button", href: address("diff", { row: data.row }) }, t("diff_row"))),
     h(Title, null, t("row_title", data.row)),
     h(
       Note,
@@ -82,7 +83,7 @@ function Row(data) {
 
 views.row = { ask: (params) => ask("row", { row: params.row }), View: Row, title: (data) => t("row_title", data.row) };
 
-const chosenRuns = (params) => ({ one: params.one ?? "0", other: params.other ?? "1", mode: params.mode || "train" });
+const chosenRuns = (params) => ({ one: params.one ?? "0", other: params.other ?? "1", mode: modeOf(params) });
 
 function Compared(data, params) {
   const { one, other, mode } = chosenRuns(params);
@@ -176,13 +177,14 @@ function Compared(data, params) {
       ),
       h(Table, {
         caption: t("rows_both"),
-        columns: [[t("row"), ""], [t("branch"), "extra"], ...names.map((name) => [name, "n"]), [t("change"), "n"]],
+        columns: [[t("row"), ""], [manyBranches() ? t("branch") : "", "extra"], ...names.map((name) => [name, "n"]), [t("change"), "n"], ["", "n"]],
         rows: data.rows.map((each) => [
           h("a", { href: address("row", { row: each.row }) }, each.row),
-          each.branch,
+          manyBranches() ? each.branch : "",
           h(Fragment, null, number(each.one), h("small", null, ` ${t("last_step", each.one_step)}`)),
           h(Fragment, null, number(each.other), h("small", null, ` ${t("last_step", each.other_step)}`)),
           signed(each.change),
+          h("a", { href: address("diff", { row: each.row }), "aria-label": `${t("diff")}: ${each.row}` }, t("diff_with")),
         ]),
       }),
       data.next !== null &&

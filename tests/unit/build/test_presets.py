@@ -9,6 +9,7 @@ import torch
 from salesrl_trl.build.memory.estimate import named_card
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings import parse
+from salesrl_trl.config.reward import Attempts
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.preflight.gpu_memory import main
 from salesrl_trl.preflight.runner import prepare
@@ -67,7 +68,7 @@ def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():
     assert first.startswith("preset 80gb: use_peft True, ")
     assert "per_device_train_batch_size 6 (not 8)" in second
     assert "temperature" not in second
-    assert (config.reward.judge_timeout_s, config.reward.parsed_attempts()) == (6, {"rag": 3, "judge": 1})
+    assert (config.reward.judge_timeout_s, config.reward.parsed_attempts()) == (6, Attempts(rag=3, judge=1))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,8 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
 ):
     code, found = weighed("7B", card, *given)
     assert (code, found["fits"], found["preset"]["name"]) == (3, False, preset)
-    assert any("more cards" in setting for setting in found["remedies"])
+    is_enough = card != "24gb"  # where vLLM's weights alone are 14.2 GiB
+    assert found["remedies"][-1].startswith("then about " if is_enough else "more cards or a larger one")
     if "true" in given:  # it saves nothing beside adapters
         assert not any("adamw_torch_8bit" in setting for setting in found["remedies"])
     main("", ["--model_name_or_path", model("7B"), "--card", card, "--prompt_tokens", "1024", *given])

@@ -1,5 +1,6 @@
 """Settings from a recipe and the command line, and messages about those that are refused."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import FIRST, PATHS, REPLACED, all_kinds, names_of_settings, parse, parse_part
+from salesrl_trl.build.settings_help import GROUPS, answer_help, settings, shown
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.errors import ConfigError
@@ -78,6 +80,8 @@ def test_aliases_of_a_recipe_are_read_and_a_file_without_end_is_not(tmp_path):
     recipe.write_text("output_dir: &a x\nrun_name: *a\nsmall_policy: {<<: {beta: 0.5}}\n", encoding="utf-8")
     assert parse([], recipe).training.run_name == "x"
     (tmp_path / "endless.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"no recipe .*full\.yml\. Did you mean .*full\.yaml\?"):
+        parse(["--config", str(ROOT / "recipes/full.yml")], None)
     with pytest.raises(ConfigError, match="no recipe"):
         parse([], tmp_path / "endless.yaml")
     recipe.write_bytes(b"# " + b"a" * 2**24)
@@ -100,22 +104,64 @@ def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
         parse(["--kl-raise-factor", "1.2"], None)
     with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
         parse(["--vector_store_path", "store"], None)
+    with pytest.raises(ConfigError, match=r"--no_kl_control \(gone: kl_law: fixed takes its place\)"):
+        parse(["--no_kl_control"], None)
     assert not names_of_settings() & REPLACED.keys()
 
 
-def test_help_has_the_docstring_of_each_setting_and_shows_those_of_the_readme_first(capsys):
+def told(capsys, *words, code=0):
+    with pytest.raises(SystemExit) as ended:
+        answer_help(["--max_steps", "3", "--help", *words], ROOT / "recipes/debug.yaml")
+    assert ended.value.code == code
+    read = capsys.readouterr()
+    return "".join((read.out if code == 0 else read.err).split())
+
+
+def test_the_settings_of_help_are_those_of_the_classes_with_their_defaults():
+    fields = {field.name: field for kind in all_kinds() for field in dataclasses.fields(kind) if field.init}
+    assert names_of_settings() == fields.keys()
+    for name, field in fields.items():
+        if isinstance(field.default, int | float | str | None) and name != "optim":  # torch's version decides
+            assert settings()[name].default == shown(getattr(field.default, "value", field.default)), name
+        assert settings()[name].text, name
+
+
+def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], ROOT / "recipes/debug.yaml")
-    told = " ".join(capsys.readouterr().out.split())
-    texts = {name: text for kind in all_kinds()[:-1] for name, text in texts_of(kind).items()}
-    assert texts.keys() >= {name for kind in all_kinds()[:-1] for name in kind.__annotations__}
-    for text in texts.values():
-        assert "".join(text.split()) in "".join(told.split())  # argparse breaks words at hyphens
-    first, others = told.split("DataConfig:")
-    assert set(re.findall(r"--(\w+)", first)) >= set(FIRST)
-    assert [others.index(f" {name}: ") for name in ("RewardConfig", "SalesGRPOConfig", "GRPOConfig", "ModelConfig")]
+    page = capsys.readouterr().out
+    assert re.findall(r"^  --(\w+)  \(", page, flags=re.MULTILINE) == [*FIRST]
+    assert len(page.splitlines()) < 100
+    assert "--output_dir  (runs/debug)" in page  # of debug.yaml
     table = (ROOT / "README.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
     assert set(re.findall(r"--(\w+)", table)) <= set(FIRST)
+    counts = dict(re.findall(r"^  (\w+) +(\d+)  ", page, flags=re.MULTILINE))
+    assert counts.keys() == GROUPS.keys()
+    assert sum(map(int, counts.values())) == len(settings())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_help_of_a_group_names_its_settings(capsys, group):
+    page = told(capsys, group)
+    assert all(f"--{setting.name}(" in page for setting in settings().values() if setting.group == group)
+
+
+def test_help_of_a_setting_has_its_whole_text_its_limits_and_its_values(capsys):
+    for kind in all_kinds()[:-1]:
+        for name, text in texts_of(kind).items():
+            assert "".join(text.split()) in told(capsys, name)
+    page = told(capsys, "--rag-top-k")
+    assert "default:3" in page and "awholenumber,atleast1,andatmost50" in page
+    assert "oneof:error,drop,truncate_oldest_turns" in told(capsys, "long_prompts")
+    assert "presetserver:server" in told(capsys, "vllm_mode")
+    assert "--judge_providers.temperature(0.0)" in told(capsys, "judge_providers")
+
+
+def test_help_of_other_words_is_a_search_and_a_guess_where_nothing_has_them(capsys):
+    page = told(capsys, "outage")
+    assert "--outage_patience_s" in page and "--seed" not in page
+    assert "didyoumeanrag_timeout_s," in told(capsys, "rag_timout_s", code=2)
+    assert "gone:kl_law_settings:{max_step:2}" in told(capsys, "kl_max_step", code=2)
 
 
 def test_an_unknown_argument_is_refused():
@@ -134,7 +180,7 @@ def test_one_recipe_is_named_at_most():
         parse(["--config"], ROOT / "recipes/full.yaml")
 
 
-def test_a_tool_takes_any_setting_of_a_run_and_still_refuses_what_no_run_knows(tmp_path, capsys):
+def test_a_tool_takes_any_setting_of_a_run_and_still_refuses_what_no_run_knows(tmp_path):
     kinds = (DataConfig, RewardConfig, StepSettings)
     training = ["--num_generations", "4", "--branch_kl", '{"fairness": {"beta": 0.1}}', "--bf16", "true"]
     given = ["--config", str(ROOT / "recipes/full.yaml"), "--rag_top_k", "7", *training]
@@ -145,10 +191,6 @@ def test_a_tool_takes_any_setting_of_a_run_and_still_refuses_what_no_run_knows(t
     assert (data.max_eval_rows, reward.rag_top_k) == (None, RewardConfig().rag_top_k)
     with pytest.raises(ConfigError, match=r"--learning_rat \(did you mean --learning_rate"):
         parse_part(["--learning_rat", "1"], kinds)
-    with pytest.raises(SystemExit):
-        parse_part(["--help"], kinds)
-    told = capsys.readouterr().out
-    assert "--rag_top_k" in told and "--branch_kl" not in told
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("learning_rat: 1.0\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="unknown keys: learning_rat"):

@@ -72,6 +72,16 @@ def test_conversations_of_other_shapes_are_read(load, entry, value):
     ]
 
 
+def test_a_name_with_a_dot_is_a_column_before_it_is_a_path(load):
+    (row,) = load({**COLUMNS, "tenant_id": "meta.owner"}, {**RECORD, "meta.owner": "t2"})
+    assert row.tenant_id == "t2"
+
+
+def test_columns_that_are_not_mapped_stay(load):
+    (row,) = load({"branch": {"value": "tone"}}, {"id": "a", "branch": "x", "conversation": RECORD["messages"]})
+    assert (row.row_id, row.branch) == ("a", "tone")
+
+
 def test_columns_win_over_a_format(load):
     columns = {"branch": {"value": "tone"}, "tenant_id": "additional_metadata.version"}
     (row,) = load(columns, bbq(), dataset_format="bbq")
@@ -94,7 +104,7 @@ def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, gu
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"brunch": "a"}, "`columns` maps 'brunch', which is no field of a row. Did you mean 'branch'? Expected: b"),
+        ({"brunch": "a"}, "`columns` maps 'brunch', which is no field of a row. Did you mean 'branch'? Expected: p"),
         ({"branch": 1}, "`columns.branch` has another form. Expected the name of a column, or {value: CONSTANT}."),
         ({"branch": {"column": "a"}}, "`columns.branch` has another form."),
         ({"branch": {"value": "a", "column": "b"}}, "`columns.branch` has another form."),

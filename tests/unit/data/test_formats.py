@@ -61,6 +61,12 @@ def test_each_task_of_halueval_has_its_conversation_and_no_invented_text(load, t
     assert not any(text in everything for text in ("Marseille", "Peter Hall", "tunnel"))
 
 
+def test_ids_of_halueval_follow_from_the_content_alone(load):
+    ids, reverse = ([row.row_id for row in load(HaluEval(), *some)] for some in ((QA, DIALOGUE), (DIALOGUE, QA)))
+    assert ids == reverse[::-1]
+    assert len(set(ids)) == 2
+
+
 def test_a_repeated_record_is_left_out_and_counted(tmp_path):
     loaded = load_records(write(tmp_path / "qa.jsonl", QA, DIALOGUE, QA), "", Form(format=HaluEval()))
     assert (len(loaded.records), loaded.left_out) == (2, {"repeat an earlier record": 1})
@@ -149,6 +155,11 @@ def test_a_malformed_record_is_named_by_line_and_field_and_not_quoted(tmp_path, 
 def test_two_records_with_one_number_are_refused(load):
     with pytest.raises(DataError, match=r"line 2, row 1 \(counted from 0\) has the id 'bbq-Religion-0' of row 0"):
         load(BBQ(), bbq(0), bbq(0, question="Who ran?"))
+
+
+def test_a_file_whose_records_all_make_no_row_says_why(load):
+    with pytest.raises(DataError, match=r"is empty .1 of 1 records of .* make no row: 1 have no known answer"):
+        load(QReCC(), qrecc(Answer=""))
 
 
 def test_rows_of_another_dataset_are_no_records_of_a_format(tmp_path):

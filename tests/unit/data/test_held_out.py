@@ -1,11 +1,11 @@
 """`held_out_share`: training and held-out rows of one file share no conversation."""
 
 import pytest
-from support.published import qrecc, write
+from support.published import bbq, qrecc, write
 
 from salesrl_trl.config import DataConfig
 from salesrl_trl.data.form import Form, Part
-from salesrl_trl.data.formats import QReCC
+from salesrl_trl.data.formats import BBQ, QReCC
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError, DataError
 
@@ -40,6 +40,15 @@ def test_a_row_stays_in_its_part_when_the_file_grows(tmp_path):
     training, after = parts(qrecc_file(tmp_path / "b.json", 60), form)
     assert conversations(before) <= conversations(after)
     assert conversations(before).isdisjoint(conversations(training))
+
+
+def test_records_of_a_template_stay_together(tmp_path):
+    file = write(
+        tmp_path / "bbq.jsonl", *(bbq(at, question_index=str(at % 40), context=f"{at}.") for at in range(160))
+    )
+    training, held_out = parts(file, Form(format=BBQ(), held_out_share=0.3))
+    template = [{int(row.row_id.rsplit("-", 1)[1]) % 40 for row in rows} for rows in (training, held_out)]
+    assert template[0].isdisjoint(template[1])
 
 
 def test_rows_without_a_group_stay_with_those_that_begin_alike(tmp_path):
@@ -82,7 +91,12 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
             "`dataset_format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc, topi",
         ),
         ({"eval_dataset": {"format": "BBQ"}}, "`eval_dataset.format` is 'BBQ'. Expected one of: rows, bbq"),
-        ({"eval_dataset": {"split": "late"}}, "`eval_dataset` has split. Expected some of: path, a text; format;"),
+        (
+            {"dataset": "a.jsonl:late"},
+            "`dataset` is 'a.jsonl:late', and a local file is one split. Expected 'a.jsonl'",
+        ),
+        ({"eval_dataset": {"path": "a.parquet:late"}}, "`eval_dataset` is 'a.parquet:late', and a local file is one"),
+        ({"eval_dataset": {"split": "late"}}, "`eval_dataset`"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

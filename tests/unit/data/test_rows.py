@@ -44,9 +44,12 @@ def test_optional_columns_are_carried(dataset):
 
 def test_a_missing_column_is_named_beside_what_was_got(dataset):
     with pytest.raises(
-        DataError, match=r"lacks the column branch\. Got: conversation\. Expected: branch, conversation"
+        DataError,
+        match=r"lacks the column branch, .* fairness, hallucination\. Got: conversation\. Expected prompt",
     ):
         load(dataset({"conversation": GOOD["conversation"]}))
+    with pytest.raises(DataError, match=r"lacks the column prompt or conversation\. Got: branch, question"):
+        load(dataset({"branch": "fairness", "question": "How much?"}))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,35 @@ def test_a_branch_that_is_not_configured_is_named_beside_those_that_are(dataset)
 def test_an_empty_dataset_is_refused(dataset, name):
     with pytest.raises(DataError, match="is empty"):
         load(dataset(name=name))
+
+
+def test_a_file_that_is_not_there_is_refused_with_what_is(tmp_path):
+    (tmp_path / "trian.jsonl").write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"there is no dataset file .*train\.jsonl\. Did you mean 'trian\.jsonl'\?"):
+        load(str(tmp_path / "train.jsonl"))
+    with pytest.raises(DataError, match=r"folder\.jsonl\. There is a folder, or a device, of this name\. Expected"):
+        load(str(tmp_path / "folder.jsonl"))
+    with pytest.raises(DataError, match=r"there is no dataset file .*a\.jsonl\. Expected"):
+        load(str(tmp_path / "absent" / "a.jsonl"))
+
+
+def test_a_folder_whose_files_are_damaged_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("{]")
+    with pytest.raises(DataError, match=r"could not be loaded with split 'train' \(DatasetGenerationError\)"):
+        load(str(tmp_path / "rows"))
+
+
+def test_a_limit_takes_the_first_rows(dataset):
+    rows = load(dataset({**GOOD, "id": "a"}, {**GOOD, "id": "b"}, {**GOOD, "id": "c"}), limit=2)
+    assert [row.row_id for row in rows] == ["a", "b"]
+
+
+def test_the_demo_has_no_third_split():
+    with pytest.raises(DataError, match="no split 'dev'"):
+        load_rows("demo", "dev", BRANCHES)
 
 
 def test_a_hub_name_that_can_not_be_reached_is_refused():

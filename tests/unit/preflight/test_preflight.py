@@ -1,6 +1,7 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -136,6 +137,25 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--report_to", "comet_ml"], "`report_to` names comet_ml, which is not installed. Expected some of: all"),
+        (["--load_in_4bit", "true"], "`load_in_4bit` wants bitsandbytes, which is not installed. Install it (pip"),
+        (["--optim", "lion_32bit"], "`optim: lion_32bit` wants bitsandbytes, which is not installed."),
+        (["--optim", "paged_ademamix_8bit"], "`optim: paged_ademamix_8bit` wants bitsandbytes"),
+        (["--optim", "adamw_torch_4bit"], "`optim: adamw_torch_4bit` wants torchao, which is not installed."),
+        (["--use_liger_kernel", "true"], "`use_liger_kernel` wants liger_kernel, which is not installed. Install it"),
+        (["--use_peft", "true"], "`use_peft` wants peft, which is not installed. Install it (pip install peft)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, arguments, message):
+    absent, real = ("bitsandbytes", "torchao", "liger_kernel", "peft"), importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in absent else real(name, *rest))
+    assert message in told(*arguments, stages=CHEAP[:1])
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean max_num_batc"),
@@ -199,7 +219,7 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         ("--generation_batch_size 100", "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
         ("--auto_find_batch_size true", "`auto_find_batch_size` is true, which would take groups apart"),
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
-        ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl` of 'fairness': `beta` is 1000000000.0. Expected"),
+        ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl.fairness.beta` is 1000000000.0. Expected"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, 0 or more, and less"),
         ("--max_steps 0", "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
         ("--max_steps 0", "says. Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores"),
@@ -219,7 +239,7 @@ def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
     train, held_out = rows(tmp_path / "a.jsonl", "one", "two", "one"), rows(tmp_path / "b.jsonl", "two", "three")
     found = told("--dataset", train, "--eval_dataset", held_out, "--allow_stand_ins", "true")
     assert "1 of 3 training rows repeat an earlier one: row-2." in found
-    assert "1 of 2 held-out rows have a conversation of the training rows" in found
+    assert "1 of 2 held-out rows have the text of a training row" in found
     assert "No training row belongs to hallucination. Add rows" in found
 
 
@@ -235,8 +255,8 @@ def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, t
     assert read.call_count == 2  # once by a run, once by a preflight
     assert f"1 of 9 records of {file} make no row: 1 have no known answer" in found
     assert "No training row belongs to hallucination. Add rows" in found
-    assert "have a conversation of the training rows" not in found
-    assert "`held_out_share`, or set `held_out_eval: false`" in told(*given)
+    assert "have the text of a training row" not in found
+    assert f"10% of the rows of {file} are held out" in told(*given)
     assert "has no column 'kind', from which `columns` takes 'branch'." in told(
         *given, "--held_out_share", "0.5", "--columns", '{"branch": "kind"}'
     )

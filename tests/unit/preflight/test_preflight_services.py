@@ -211,6 +211,7 @@ def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
     services.functions.clear()
     report = examine(JUDGE_STAGE, services)
     ends_as(report, FAILED, "do not end with a JSON object")
+    assert "It is up and answers, but gives no verdict" in text_of(report)
     assert "The first answer" not in text_of(report)
 
 
@@ -349,7 +350,7 @@ def test_a_stage_alone_reads_the_same_settings_as_a_run(recipe, tmp_path, monkey
 
 
 def test_a_stage_alone_knows_every_setting_of_a_run():
-    assert SettingsParser(all_kinds()).keys - {"help", "env", "small_policy"} <= names_of_settings()
+    assert SettingsParser(all_kinds()).keys - {"help", "env", "small_policy", "sales_chain"} <= names_of_settings()
     with pytest.raises(ConfigError, match=r"--max_step \(did you mean --max_steps\?\)"):
         read_alone(["--max_step", "3"], RECIPES[0])
 

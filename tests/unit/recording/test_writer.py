@@ -251,3 +251,34 @@ def test_a_record_of_another_version_or_none_is_refused(tmp_path):
     assert record_files(tmp_path) == [path]
     with pytest.raises(ConfigError, match="version 99"):
         list(recorded(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["UPDATE completions SET parts = '{\"a\": 1'", "UPDATE texts SET body = x'00'", "DROP TABLE verdicts",
+     "ALTER TABLE completions DROP COLUMN seconds"],
+)  # fmt: skip
+def test_a_damaged_record_is_refused_with_its_path(tmp_path, damage):
+    write(tmp_path, [batch(step=1)])
+    with closing(sqlite3.connect(record_file(tmp_path, 0))) as file, file:
+        file.execute(damage)
+    with pytest.raises(ConfigError, match=r"rank-0\.sqlite can't be read as a record"):
+        list(recorded(tmp_path))
+    (tmp_path / "packed.sqlite.gz").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"packed\.sqlite\.gz can't be read as a record"):
+        list(recorded(tmp_path / "packed.sqlite.gz"))
+
+
+def test_a_new_record_leaves_files_beside_it(tmp_path):
+    write(tmp_path, [batch(step=1)])
+    packed = record_file(tmp_path, 0).with_name("rank-0.sqlite.gz")
+    packed.write_bytes(b"packed by its owner")
+    write(tmp_path, [batch(step=1)])
+    assert packed.read_bytes() == b"packed by its owner"
+
+
+def test_a_completion_is_read_without_its_prompt(tmp_path):
+    write(tmp_path, [batch(step=1)])
+    with closing(sqlite3.connect(record_file(tmp_path, 0))) as file, file:
+        file.execute("UPDATE texts SET body = x'00' WHERE id IN (SELECT prompt FROM completions)")
+    assert [each.text for each in recorded(tmp_path)] == ["an action"]

@@ -102,7 +102,8 @@ def test_the_same_text_again_earns_what_it_earned_then(services, rows, tmp_path)
     assert [each.reason for each in found] == ["a", "b", "b"]
 
 
-def test_what_is_not_recorded_fails_or_is_the_nearest_or_is_asked_for(services, rows, tmp_path):
+def test_what_is_not_recorded_fails_or_is_the_nearest_or_is_asked_for(services, rows, tmp_path, caplog):
+    caplog.set_level("INFO", logger="salesrl_trl")
     known, close, strange = action("Python price"), action("Python prices"), action("refund of a voucher")
     services.verdict(json.dumps({"candidate": 0.25, "reference": 0.5, "reason": "so so"}))
     run, rewards = recorded_run(services, rows, tmp_path, [(0, known), (0, strange)])
@@ -110,6 +111,7 @@ def test_what_is_not_recorded_fails_or_is_the_nearest_or_is_asked_for(services, 
     [failed] = replayed(run, rows, [(0, close)])
     assert (failed.value, failed.reason) == (None, NOT_RECORDED)
     [nearest, other_row] = replayed(run, rows, [(0, close), (1, close)], "nearest")
+    assert "[Replay] 50% of the first 2 completions have the reward of the most similar" in caplog.text
     assert plain(nearest) == plain(rewards[0])
     assert (other_row.value, other_row.reason) == (None, NOT_RECORDED)
     assert services.calls == asked

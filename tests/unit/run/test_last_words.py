@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from salesrl_trl.build.checks.addresses import check_models, check_rag
 from salesrl_trl.build.settings import PRESET, SettingsParser, all_kinds
-from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceError
+from salesrl_trl.errors import ConfigError, JudgeInvalid, ModelNotFoundError, ServiceError, ServiceUnavailable
+from salesrl_trl.reward.judge.verdict import read_verdict
 from salesrl_trl.run.catalogue import FAULTS, PAGE, page
 from salesrl_trl.run.last_words import recognised, words_of, words_of_end
 from salesrl_trl.update.run_control import RunControl, RunControlSettings
@@ -206,9 +207,17 @@ def test_reasons_of_missing_rewards_tell_what_is_wrong_with_a_service():
         ("rag_8b_http_500", "The RAG service does not answer"),
         ("rag_8b_timeout", "The RAG service does not answer"),
         ("judge_a_unavailable", "The judge does not answer"),
+        ("judge_not_json", "The judge gives no verdict"),
     ):
         assert recognised(_too_few(**{reason: 3})).title == title
     assert recognised(_too_few(not_json=3)) is None
+
+
+def test_a_judge_that_answers_in_prose_is_not_told_to_be_dead():
+    with pytest.raises(JudgeInvalid) as raised:
+        read_verdict("The first answer is better.", nonce="0" * 16, expect_reference=True)
+    warm_up = ServiceUnavailable(f"the services did not pass their warm-up: judge m at http://j/v1: {raised.value}")
+    assert {recognised(error).title for error in (raised.value, warm_up)} == {"The judge gives no verdict"}
 
 
 def test_a_refused_key_is_recognised_before_a_run(httpserver):

@@ -44,6 +44,11 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     assert "judge_max_concurrency" in line
 
 
+def test_a_phase_whose_details_say_nothing_has_its_advice_alone():
+    line = heartbeat(lambda: None, generation=str).line("generation", 12.3)
+    assert line.startswith("[Heartbeat] step 3/21: generation for 12 s. Look at: max_completion_length")
+
+
 def test_every_phase_of_training_has_an_advice():
     assert set(Phase) - {"unaccounted"} <= set(ADVICE)
 

@@ -61,6 +61,29 @@ def test_a_record_that_was_cut_off_ends_the_file_and_what_is_before_it_counts(ru
     assert read_run(run_folder.path).of("reward") == pytest.approx({1: 0.1, 2: 0.2})
 
 
+@pytest.mark.parametrize(
+    ("files", "steps", "starts"),
+    [
+        ([{}], (), 0),
+        ([{1: {"reward": 0.1}}, {}], (1,), 1),  # settings alone
+        ([{1: {"reward": 0.1}, 2: {"reward": 0.2}}, {2: {"epoch": 1.0}}], (1, 2), 1),  # of a last evaluation
+        ([{0: {"quick_eval/a/score": 0.1}, 1: {"reward": 0.1}, 2: {"quick_eval/a/score": 0.1}}], (1,), 1),
+    ],
+    ids=["empty", "settings", "last evaluation", "quick evaluations"],
+)
+def test_what_trains_no_step_is_no_step_and_no_start(run_folder, files, steps, starts):
+    for number, figures in enumerate(files):
+        run_folder.events(figures, started_s=1_700_000_000.0 + 9000 * number)
+    run = read_run(run_folder.path)
+    assert (run.steps, run.starts) == (steps, starts)
+
+
+def test_a_later_nan_takes_the_place_of_an_earlier_figure(run_folder):
+    run_folder.events({1: {"reward": 0.25}, 2: {"reward": 0.2}})
+    run_folder.events({2: {"reward": math.nan}}, started_s=1_700_009_000.0)
+    assert read_run(run_folder.path).of("reward") == {1: 0.25}
+
+
 def test_infinite_figures_are_counted_and_nan_is_not(run_folder):
     run_folder.events({1: {"kl/a": math.inf, "memory/gpu_peak_gib": math.nan, "reward/a": 0.1}, 2: {"kl/a": 0.1}})
     run = read_run(run_folder.path)
@@ -100,12 +123,48 @@ def test_a_quick_evaluation_that_was_cut_off_is_told_and_the_later_of_one_step_c
     assert run.unread == ("2 lines of quick_eval.jsonl could not be read, left out",)
 
 
-@pytest.mark.parametrize("text", ["", "[{", '{"step": 1}', "3"], ids=["empty", "cut off", "no list", "number"])
-def test_held_out_figures_that_cannot_be_read_are_told(run_folder, text):
+@pytest.mark.parametrize(
+    ("odd", "read"),
+    [
+        ({"step": 5}, (5, "evaluation", None, {})),  # of an earlier release
+        ({"step": 5, "mode": None, "branches": None, "figures": None}, (5, "evaluation", None, {})),
+        ({"step": 5.0, "mode": "own", "reward": "0.3", "branches": {"a": 3}}, (5, "own", None, {"a": None})),
+        ({"step": 5, "mode": "own", "reward": True, "branches": {"a": {"score": []}}}, (5, "own", None, {"a": None})),
+        *(({"step": step, "mode": "own"}, None) for step in (None, "5", math.nan, math.inf)),
+        *((foreign, None) for foreign in ([1], 12, None, "text", {})),
+    ],
+)
+def test_an_evaluation_of_another_form_costs_no_other_one(run_folder, odd, read):
+    run_folder.events({1: {"reward": 0.1}})
+    run_folder.quick_evals({"step": 10, "mode": "greedy", "reward": 0.25, "branches": {"a": {"score": 0.25}}}, odd)
+    run = read_run(run_folder.path)
+    read_all = [(each.step, each.mode, each.reward, each.scores) for each in run.quick_evals]
+    assert read_all == [*filter(None, [read]), (10, "greedy", 0.25, {"a": 0.25})]
+    assert run.unread == (() if read else ("1 line of quick_eval.jsonl could not be read, left out",))
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "unread"),
+    [
+        *((text, {}, "") for text in ("", "[{", '{"step": 1}', "3", "[3]", '[{"step": Infinity}]', DEEP)),
+        ('[{"step": 5, "reward": 0.5, "fairness": "x"}, null]', {5: {"reward": 0.5, "fairness": None}}, " in part"),
+    ],
+)
+def test_held_out_figures_that_cannot_be_read_are_told(run_folder, text, read, unread):
     run_folder.events({1: {"reward": 0.1}})
     (run_folder.path / "held_out.json").write_text(text)
     run = read_run(run_folder.path)
-    assert (run.held_out, run.unread) == ({}, ("held_out.json could not be read",))
+    assert (run.held_out, run.unread) == (read, (f"held_out.json could not be read{unread}",))
+
+
+@pytest.mark.parametrize("name", ["quick_eval.jsonl", "budget.json"])
+def test_a_file_that_is_nested_too_deeply_is_told(run_folder, name):
+    run_folder.events({1: {"reward": 0.1}})
+    (run_folder.path / name).write_text(DEEP)
+    assert "could not be read" in read_run(run_folder.path).unread[0]
 
 
 @pytest.mark.parametrize("value", [None, math.inf, math.nan])

@@ -80,12 +80,12 @@ def test_it_opens_on_steps_by_branch_and_a_step_leads_to_its_completions(opened,
 
 def test_filters_by_hand_change_the_list_and_the_address(opened, viewer):
     tab = opened("#list")
-    assert count(tab) == 2 * 1664
+    assert count(tab) == 2 * 1536  # of training
     tab.choose("select[name=outcome]", "invalid_action")
     tab.choose("select[name=branch]", "fairness")
     tab.click("input[name=text]")
     tab.type("价格")
-    wanted = {"outcome": "invalid_action", "branch": "fairness", "text": "价格"}
+    wanted = {"outcome": "invalid_action", "branch": "fairness", "text": "价格", "mode": "train"}
     total = queries.listing(viewer.index, wanted)["total"]
     tab.wait(
         f"location.hash.includes('text=') && document.querySelector('.count strong').innerText.startsWith('{total} ')"
@@ -108,7 +108,14 @@ def test_a_click_opens_the_whole_way_of_a_completion(opened, viewer):
     tab.wait(f"{SETTLED} && location.hash.startsWith('#completion')")
     tab.wait("document.querySelector('.messages')")
     shown = tab.text()
-    for words in ("Conversation", "From the action (8B)", "Reference (32B)", "Verdicts", "Its group", "Calls"):
+    for words in (
+        "Conversation",
+        "From the action (8B)",
+        "Reference (32B)",
+        "What was said of it",
+        "Its group",
+        "Calls",
+    ):
         assert words in shown
     assert f"{item['reward']:.3f}" in shown
     assert tab.value("document.querySelectorAll('tr[aria-current=true]').length") == 1
@@ -169,7 +176,9 @@ def test_a_screen_reader_gets_names_for_all_there_is_to_use(opened):
     assert tab.value("document.documentElement.lang") == "en"
 
 
-@pytest.mark.parametrize("address", ["", "#list", "#completion?id=0-0-1", "#row?row=train-0001", "#compare"])
+@pytest.mark.parametrize(
+    "address", ["", "#list", "#completion?id=0-0-1", "#row?row=train-0001", "#compare", "#diff?row=train-0001"]
+)
 def test_the_page_speaks_both_languages_and_320_pixels_need_no_sideways_scrolling(opened, address):
     """That is a window of 1,280 at 400 %."""
     tab = opened(address, lang="zh")
@@ -178,7 +187,7 @@ def test_the_page_speaks_both_languages_and_320_pixels_need_no_sideways_scrollin
     tab.size(320, 640)
     tab.wait("innerWidth === 320")
     assert tab.value("document.documentElement.scrollWidth") <= 320
-    tab.click("header button")
+    tab.click("header button.language")
     tab.wait("document.documentElement.lang === 'en'")
     assert not any("\u4e00" <= char <= "\u9fff" for char in tab.text("h1"))
     assert tab.value("document.documentElement.scrollWidth") <= 320
@@ -207,6 +216,132 @@ def test_a_row_over_time_and_two_runs_side_by_side(opened, viewer):
     assert told["rows"][0]["row"] in tab.text("h1")
     tab.click(".sides a.open")
     tab.wait("location.hash.startsWith('#completion')")
+
+
+def test_heads_sort_the_whole_list_and_a_table(opened, viewer):
+    tab = opened("#list")
+    tab.click(".items th:has(a[href*='order=reward_high']) a")
+    tab.wait("document.querySelector('.items th[aria-sort=descending]')?.innerText.startsWith('Reward')")
+    wanted = queries.listing(viewer.index, {"mode": "train", "order": "reward_high"})["items"]
+    assert tab.value("[...document.querySelectorAll('.items a.open')].map(e => e.dataset.id)") == [
+        each["id"] for each in wanted
+    ]
+    tab = opened("#overview")
+    column = "[...document.querySelectorAll('tbody tr')].map(e => Number(e.cells[2].innerText))"
+    tab.click("thead th:nth-child(3) button")
+    tab.wait("document.querySelector('th[aria-sort=descending]')")
+    assert (shown := tab.value(column)) == sorted(shown, reverse=True)
+    assert shown != shown[::-1]
+
+
+def test_a_steps_rewards_stand_as_bars(opened, viewer):
+    tab = opened("#overview?at=3")
+    counts = queries.histogram(viewer.index, {"step": "3"})["counts"]
+    drawn = "[...document.querySelectorAll('figure rect title')].map(e => Number(e.textContent.split(' ').at(-1)))"
+    assert sorted(tab.value(drawn)) == sorted(many for each in counts.values() for many in each if many)
+
+
+def test_dark_is_chosen_and_kept(opened):
+    tab = opened("#list", anew=True)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = tab.value(ground)
+    while tab.value("document.documentElement.dataset.theme") != "dark":
+        tab.click("header button.theme")
+    dark = tab.value(ground)
+    assert dark != light
+    assert opened("#list", anew=True).value(ground) == dark
+    tab.click("header button.theme")  # back to the system's
+
+
+def test_two_completions_differ_by_words_and_chinese_by_characters(opened, tmp_path, tab):
+    texts = "the cheap course, 三个月的课程", "the good course, 四个月的课程"
+    rank = Rank(tmp_path, 0)
+    for text in texts:
+        rank.add(text=text)
+    with served(tmp_path) as viewer:
+        tab.open(f"{viewer.url}#diff?row=row-1&lang=zh")
+        tab.wait("document.querySelectorAll('.sides del').length")
+        marked = "[...document.querySelectorAll('.sides {}')].map(e => e.innerText)"
+        assert tab.value(marked.format("del")) == ["cheap", "三"]
+        assert tab.value(marked.format("ins")) == ["good", "四"]
+        assert tuple(tab.value("[...document.querySelectorAll('.sides pre')].map(e => e.innerText)")) == texts
+        tab.open("about:blank")
+    rank.file.close()
+
+
+def test_a_note_is_there_after_a_restart_and_filters(tab, tmp_path):
+    rank = Rank(tmp_path, 0)
+    for text in ("first", "second"):
+        rank.add(text=text)
+    with served(tmp_path) as viewer:
+        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
+        tab.click("textarea")
+        tab.type("ask <b>Ann</b>")
+        tab.click(".mark.bad")
+        tab.wait("document.querySelector('.mark.bad[aria-pressed=true]')")
+        tab.open("about:blank")
+    with served(tmp_path) as viewer:
+        tab.open(f"{viewer.url}#list?flag=bad&lang=en")
+        tab.wait(f"{FIRST}?.innerText === 'first'")
+        assert count(tab) == 1
+        tab.click(".items a.open")
+        tab.wait("document.querySelector('textarea')?.value === 'ask <b>Ann</b>'")
+        tab.open("about:blank")
+    assert (tmp_path / "record/notes.jsonl").stat().st_mode & 0o777 == 0o600
+    rank.file.close()
+
+
+def test_calls_are_bars_that_tell_retries_from_hedges(tab, tmp_path):
+    rank = Rank(tmp_path, 0)
+    body = rank.text("{}")
+    times = ((0.0, 1.0, "judge_timeout"), (2.0, 2.0, "cancelled"), (3.0, 0.5, ""))
+    rank.add(
+        seconds='{"queue": 0.5}',
+        calls=[("judge", "/v1", 100 + at, took, failure, body, None) for at, took, failure in times],
+    )
+    with served(tmp_path) as viewer:
+        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
+        tab.wait("document.querySelectorAll('.calls li').length === 4")
+        kinds = tab.value("[...document.querySelectorAll('.calls rect')].map(e => e.getAttribute('class'))")
+        assert kinds == ["waited", "failed attempt", "cancelled retry", "answered hedge"]
+        # 4.5 s in all, from half a second before the first call: the hedge begins at 3.5 of them.
+        assert (
+            abs(float(tab.value("document.querySelectorAll('.calls rect')[3].getAttribute('x')")) - 1000 * 3.5 / 4.5)
+            < 1
+        )
+        tab.open("about:blank")
+    rank.file.close()
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_a_task_without_judge_and_reference_has_no_words_for_them(tab, tmp_path, lang):
+    rank = Rank(tmp_path, 0)
+    for reward in (0.0, 1.0):
+        rank.add(reward=reward, text="42", branch="default", functions='{"right": 1.0}', tokens=2)
+    with served(tmp_path) as viewer:
+        for address in ("overview", "list", "completion?id=0-0-1&"):
+            tab.open("about:blank")
+            tab.open(f"{viewer.url}#{address}{'' if '?' in address else '?'}lang={lang}")
+            tab.wait(f"{SETTLED} && document.querySelectorAll('table').length")
+            shown = tab.text("body").lower()
+            for word in ("judge", "reference", "8b", "action", "verdict", "branch", "评审", "参考", "动作", "分支"):
+                assert word not in shown, (address, word)
+        tab.open("about:blank")
+    rank.file.close()
+
+
+def test_the_report_is_a_tab(tab, tmp_path, two_branches):
+    rank = Rank(two_branches.path, 0)
+    rank.add(reward=0.5)
+    with served(two_branches.path) as viewer:
+        tab.problems.clear()
+        tab.open(f"{viewer.url}#report?lang=en")
+        tab.wait("document.querySelector('.report h2')?.innerText === 'Main figures'")
+        assert "KL in band, fairness" in tab.text()
+        assert tab.value("document.querySelectorAll('.report figure svg[role=img]').length") > 3
+        assert tab.problems == []
+        tab.open("about:blank")
+    rank.file.close()
 
 
 def test_a_run_that_goes_on_is_followed(tab, tmp_path):

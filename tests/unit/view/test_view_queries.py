@@ -84,18 +84,18 @@ def test_a_filter_finds_what_a_count_over_the_files_finds(both, counted, params,
 def test_pages_have_each_completion_once_in_order(both, order):
     found = every(both, order=order, run="0", step_min="8", step_max="10")
     assert len({item["id"] for item in found}) == len(found) == 4 * 128  # with an evaluation
-    low = float("-inf")
-    keys = {
-        "newest": lambda item: -item["step"],
-        "oldest": lambda item: item["step"],
-        "reward_high": lambda item: -(low if item["reward"] is None else item["reward"]),
-        "reward_low": lambda item: -low if item["reward"] is None else item["reward"],
-        "disagreement": lambda item: -(low if item["disagreement"] is None else item["disagreement"]),
-        "advantage": lambda item: -(low if item["advantage"] is None else abs(item["advantage"])),
-        "slowest": lambda item: -(low if item["judge_s"] is None else item["judge_s"]),
+    named = {
+        "newest": ("step", "high"),
+        "oldest": ("step", "low"),
+        "disagreement": ("disagreement", "high"),
+        "slowest": ("judge_s", "high"),
     }
-    values = [keys[order](item) for item in found]
-    assert values == sorted(values)
+    name, end = named.get(order) or (order.rpartition("_")[::2] if "_" in order else (order, "high"))
+    numbers = [abs(item[name]) if order == "advantage" and item[name] else item[name] for item in found]
+    some = [number for number in numbers if number is not None]
+    values = [*some, *[None] * (len(numbers) - len(some))]
+    assert numbers == values  # what has no number comes last
+    assert some == sorted(some, reverse=end == "high")
 
 
 def test_a_word_is_found_in_the_prompt_the_text_and_what_the_judge_said(small):

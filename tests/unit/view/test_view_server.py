@@ -1,10 +1,13 @@
 """The viewer's server refuses what is not its own page on this machine, and its page is one file."""
 
 import hashlib
+import http.client
+import json
 import re
 import subprocess
 import sys
 import zlib
+from contextlib import closing
 from html import unescape
 
 import pytest
@@ -45,9 +48,66 @@ def test_without_the_key_nothing_is_told(viewer):
     assert len(viewer.key) >= 16
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_nothing_can_be_written(viewer, method):
-    assert asked(viewer, "api/state", method=method)[0] == 501
+@pytest.mark.parametrize(("method", "status"), [("POST", 404), ("PUT", 501), ("DELETE", 501), ("OPTIONS", 501)])
+def test_nothing_but_notes_can_be_written(viewer, method, status):
+    assert asked(viewer, "api/state", method=method)[0] == status
+
+
+def posted(viewer, body, **headers):
+    """The status of a note that is sent, and what is answered."""
+    connection = http.client.HTTPConnection("127.0.0.1", viewer.server_port, timeout=20)
+    own = {"Content-Type": "application/json", "Origin": f"http://127.0.0.1:{viewer.server_port}"}
+    connection.request("POST", f"/{viewer.key}/api/note", body, {**own, **headers})
+    with closing(connection), closing(connection.getresponse()) as answer:
+        return answer.status, json.loads(answer.read())
+
+
+def test_a_note_is_taken_from_the_own_page_alone(tmp_path):
+    rank = Rank(tmp_path, 0)
+    rank.add()
+    note, file = json.dumps({"id": "0-0-1", "flag": "good", "note": "你好"}), tmp_path / "record/notes.jsonl"
+    with served(tmp_path) as viewer:
+        until(lambda: asked(viewer, "api/list")[2]["total"] == 1)
+        for wrong in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Content-Type": "text/plain"}):
+            assert posted(viewer, note, **wrong)[0] == 403
+        assert posted(viewer, note, Host="evil.example", Origin="http://evil.example")[0] == 403
+        assert posted(viewer, '{"id": "0-0-9"}')[0] == 404
+        for bad in ("[]", "{", '{"id": "0-0-1", "flag": "other"}', json.dumps({"id": "0-0-1", "note": "x" * 20_001})):
+            assert posted(viewer, bad)[0] == 400
+        assert posted(viewer, "x" * 200_001)[0] == 413
+        assert not file.exists()
+        assert posted(viewer, note) == (200, {"flag": "good", "note": "你好"})
+        assert asked(viewer, "api/list", flag="good")[2]["total"] == 1
+        assert json.loads(file.read_text("utf-8"))["note"] == "你好"
+        assert posted(viewer, '{"id": "0-0-1"}') == (200, {"flag": "", "note": ""})
+        assert file.read_text("utf-8") == ""
+    rank.file.close()
+
+
+def test_an_export_is_what_the_filters_choose(tmp_path):
+    rank = Rank(tmp_path, 0)
+    prompt = [{"role": "customer", "content": "Hello?"}]
+    for text, reward, step in (("worst", 0.1, 1), ("best", 0.9, 1), ("failed", None, 1), ("middle", 0.5, 2)):
+        rank.add(text=text, reward=reward, step=step)
+    rank.add(text="alone", reward=1.0, row="row-2")
+    with served(tmp_path) as viewer:
+        until(lambda: asked(viewer, "api/list")[2]["total"] == 5)
+
+        def lines(**params):
+            status, headers, body = asked(viewer, "api/export", **params)
+            assert (status, headers.get_content_type()) == (200, "application/jsonl")
+            return [json.loads(line) for line in body.splitlines()]
+
+        one, other = lines(kind="dataset", step_max=1, reward_min=0.5)
+        assert [each["completion"][0]["content"] for each in (one, other)] == ["best", "alone"]
+        assert (one["prompt"], one["row"], one["reward"]) == (prompt, "row-1", 0.9)
+        (pair,) = lines(kind="preference")
+        said = pair["chosen"][0]["content"], pair["rejected"][0]["content"], pair["row"], pair["prompt"]
+        assert said == ("best", "worst", "row-1", prompt)
+        (pair,) = lines(kind="preference", reward_max=0.5)
+        assert pair["chosen"][0]["content"] == "middle"
+        assert asked(viewer, "api/export", kind="other")[0] == 400
+    rank.file.close()
 
 
 def test_questions_without_an_answer_have_a_status_and_a_message(viewer):
@@ -73,7 +133,7 @@ def test_the_page_may_run_its_own_script_and_ask_its_own_server_alone(viewer):
     # One script that runs and one style, both inside; no address but the empty picture of the tab.
     assert len(re.findall(r"<script>", html)) == len(re.findall(r"<style>", html)) == 1
     assert re.findall(r'(?:src|href)="([^"]*)"', html.partition("<script>")[0]) == ["data:,"]
-    assert len(html) < 120_000
+    assert len(html) < 160_000
 
 
 def test_the_vendored_library_is_the_released_file():
@@ -121,6 +181,33 @@ def test_the_command_writes_a_page_alone_and_says_what_was_left_out(two_runs, tm
     told = capsys.readouterr().out
     assert re.search(r"(2\d|30) of 1,664 completions are in it", told)
     assert "<!DOCTYPE html>" in (tmp_path / "deep/page.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("case", ["a port that is taken", "no port", "a damaged record", "no record"])
+def test_what_can_not_be_served_or_read_is_exit_code_2_with_one_line(case, viewer, tmp_path, capsys):
+    rank = Rank(tmp_path, 0)
+    rank.add(text="a text")
+    if case == "a damaged record":
+        rank.file.execute("UPDATE texts SET body = x'00'")
+    rank.file.close()
+    options = {
+        "a port that is taken": ["--port", str(viewer.server_port)],
+        "no port": ["--port", "99999"],
+        "a damaged record": ["--html", str(tmp_path / "page.html")],
+        "no record": [str(tmp_path / "nowhere")],
+    }
+    assert command.main([str(tmp_path), *options[case]]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_browser_that_leaves_early_is_no_error_on_the_terminal(viewer, capfd):
+    for error in (ConnectionResetError("it left"), RuntimeError("a fault")):
+        try:
+            raise error
+        except Exception:
+            viewer.handle_error(None, ("127.0.0.1", 1))
+    told = capfd.readouterr().err
+    assert ("it left" in told, "a fault" in told) == (False, True)
 
 
 def test_the_command_serves_until_ctrl_c(two_runs):

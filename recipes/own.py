@@ -1,0 +1,11 @@
+"""Train on rows of one's own by reward functions of one's own, with the settings of own.yaml; its header says how."""
+
+from pathlib import Path
+
+from salesrl_trl.run.launch import begin_run
+
+if __name__ == "__main__":
+    begin_run()
+    from salesrl_trl.train import main  # takes seconds
+
+    main(Path(__file__).with_suffix(".yaml"))
