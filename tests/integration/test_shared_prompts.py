@@ -171,6 +171,6 @@ def test_off_is_trls_own_to_the_bit(policy, tmp_path):
 
 def test_noise_of_neftune_is_told_once(policy, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        ours, _ = train(ScriptedTrainer, policy, tmp_path, neftune_noise_alpha=5.0)
+        ours, _ = train(ScriptedTrainer, policy, tmp_path, neftune_noise_alpha=5.0, bf16=None)
     assert not ours.components.passes.shares_prompts
     assert caplog.text.count("off: one pass for a group's prompt, because `neftune_noise_alpha` adds noise") == 1
