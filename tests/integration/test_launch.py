@@ -1,4 +1,4 @@
-"""The three recipes as a user launches them, with real vLLM, on whatever this machine has; the CPU in CI."""
+"""The recipes as a user launches them, with real vLLM, on whatever this machine has; the CPU in CI."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import yaml
 from support.forked import COLD_PYTHON, HAS_GPU, python
 from support.runs import check_times, scalars, spans
 
+from salesrl_trl.demo.packaged import ARITHMETIC_POLICY
 from salesrl_trl.names import (
     LEFT_OUT,
     MACHINE,
@@ -97,6 +98,36 @@ def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evalu
     assert "Steps done                 3" in text
     assert "Best quick evaluation      step 2" in text
     assert [entry["step"] for entry in json.loads((tmp_path / "run" / "held_out.json").read_text())] == [0, 3]
+
+
+def test_own_rows_and_a_function_in_the_working_folder_are_all_that_the_own_recipe_takes(tmp_path, monkeypatch):
+    """As README has it. The packaged policy of sums stands for a model of the hub."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
+        for a in range(5, 17)
+        for b in range(20, 32)
+    ]
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Path("my_rewards.py").write_text(
+        "def right(completions, answer, **kwargs):\n"
+        "    said = [completion[0]['content'].strip() for completion in completions]\n"
+        "    return [float(text == expected) for text, expected in zip(said, answer)]\n"
+    )
+    told = launch(
+        "own",
+        *("--model_name_or_path", str(ARITHMETIC_POLICY), "--dataset", "rows.jsonl"),
+        *("--reward_funcs", "my_rewards.right", "--max_steps", "2", "--output_dir", "run"),
+        *("--vllm_max_model_length", "64", "--max_completion_length", "8"),
+        configured=False,
+        **NOTHING_IS_COMPILED,
+    )
+    assert "10% of the rows of rows.jsonl are held out" in told
+    assert "[Run] prompt       of the rows, as it is" in told
+    assert not re.search(r"judge|RAG|fairness|sales assistant", told[told.index("[Run]") :])
+    before, after = re.findall(r"held-out (?:before|after) +\(step \d\): reward=([\d.]+)", told)
+    assert 0.2 < float(before) < 0.8  # about half are right, as it was taught: so the prompt is as it was
+    assert float(after) > 0.2
 
 
 def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp_path):
