@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from salesrl_trl import __version__
 from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.build.checks.addresses import MEANINGLESS
+from salesrl_trl.build.checks.dataset import template_name
 from salesrl_trl.build.checks.model import generation_config_of
 from salesrl_trl.build.memory.shape import parameter_count
 from salesrl_trl.build.settings import RunConfig
@@ -88,7 +89,7 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
-    prompt = data.prompt_template or ("instruct" if reward.has_chain else None)
+    prompt = template_name(data, reward)
     if prompt is None or prompt in PROMPT_STYLES:
         prompt = f"{f'packaged, {prompt}' if prompt else 'of the rows, as it is'} (your own: --prompt_template FILE)"
     if not reward.uses_services:

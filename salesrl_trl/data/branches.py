@@ -12,7 +12,7 @@ from datasets import Dataset
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import ALL, Example
 
-COLUMN = "branch"  # the branch of all rows, where neither the settings nor the dataset name any
+COLUMN = "branch"  # of a dataset
 
 
 @dataclass(frozen=True, slots=True)

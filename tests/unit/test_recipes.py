@@ -145,6 +145,8 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     asked = ["--dataset", str(rows), "--allow_stand_ins", "true"]
     with pytest.raises(DataError, match=r"`held_out_share` is 0\.1, and of the 1 groups"):
         prepared(*asked)
+    with pytest.raises(ConfigError, match="`held_out_share` is 0 and `eval_dataset` is not given"):
+        prepared(*asked, "--held_out_share", "0")
     given = prepared(*asked, "--eval_dataset", str(rows))
     assert len(given.held_out.rows) == 1
     none = ["--held_out_eval", "false", "--quick_eval_steps", "0"]

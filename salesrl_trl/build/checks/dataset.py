@@ -41,13 +41,15 @@ def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
     return load_records(*data.eval_source, data.eval_form())
 
 
+def template_name(data: DataConfig, reward: RewardConfig) -> str | None:
+    """The user's template file, or the name of a packaged style. Without a setting it is `instruct` if the packaged
+    chain scores, which needs its answers, else `None` for the rows' own prompts."""
+    return data.prompt_template or ("instruct" if reward.has_chain else None)
+
+
 def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | None:
-    """The policy's prompt: the user's template, or the name of a packaged style. Without a template it is `instruct`
-    if the packaged chain scores, which needs its answers, else `None` for the rows' own prompts."""
-    template, fields = (
-        data.prompt_template or ("instruct" if reward.has_chain else None),
-        reward.action_format().fields,
-    )
+    """The policy's prompt: the template of `template_name`, read if it is a file."""
+    template, fields = template_name(data, reward), reward.action_format().fields
     if template is None:
         return None
     if template not in PROMPT_STYLES:
@@ -61,9 +63,16 @@ def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | 
 
 
 def settle_held_out(data: DataConfig) -> str | None:
-    """Hold out a share of a local file, unless the settings say what is held out. Returns a line for the banner."""
-    if data.eval_dataset is not None or data.held_out_share is not None or not is_file(data.dataset):
+    """Hold out a share of a local file, unless the settings say what is held out. Returns a line for the banner.
+    Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
+    if data.eval_dataset is not None or data.held_out_share or not is_file(data.dataset):
         return None
+    if data.held_out_share is not None:
+        raise ConfigError(
+            "`held_out_share` is 0 and `eval_dataset` is not given: evaluated on its training rows, those of the file "
+            f"{data.dataset}, a policy's figures say nothing. Expected held-out rows. Give one of the two, or set "
+            "`held_out_eval: false` and `quick_eval_steps: 0`."
+        )
     data.held_out_share = HELD_OUT_SHARE
     return (
         f"{HELD_OUT_SHARE:.0%} of the rows of {data.dataset} are held out, to evaluate on. `eval_dataset` names other "
