@@ -182,9 +182,7 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
     at_once = {"initial_concurrency": 16, "max_concurrency": 16}
     trainer = trainer_of(at_once, max_steps=steps, reward_process=True, max_skipped_generations=3)
 
-    def kill():
-        before = services.hung
-        services.hangs.set()
+    def kill(before):
         until = time.monotonic() + HANGS_S / 2
         while services.hung < before + 3 * size and time.monotonic() < until:
             time.sleep(0.02)
@@ -197,7 +195,8 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
         while reward._again or any(child.scored for child in reward._children._made.values()):  # since the last kill
             time.sleep(0.02)
         services.let_go.clear()
-        killers.append(threading.Thread(target=kill))
+        killers.append(threading.Thread(target=kill, args=[services.hung]))
+        services.hangs.set()  # before training goes on: a thread may begin after the next calls were answered
         killers[-1].start()
 
     killers = []
