@@ -4,11 +4,13 @@ In virtual time, so the seconds are those of the services and of the transport's
 """
 
 import asyncio
+import math
 
 import pytest
 from support import virtual_time
 
 from salesrl_trl.errors import AccessDenied, ServiceError, ServiceOverloaded, ServiceUnavailable
+from salesrl_trl.reward.service.breaker import FAILURES_TO_OPEN
 from salesrl_trl.reward.service.event_loop import deadline, now
 from salesrl_trl.reward.service.http import HttpClient
 
@@ -190,6 +192,24 @@ def test_patience_is_with_the_outage_and_not_with_each_call(fault_in_memory, tra
     results, seconds = call_all(server.url, limits, 200)  # the next batch of the same outage
     assert not succeeded(results)
     assert seconds <= 1.0
+
+
+@pytest.mark.timeout(20)
+def test_patience_that_is_less_than_the_clock_can_tell_ends(transport, monkeypatch):
+    limits, moment = transport(outage_patience_s=1.5), 1024.7824655113996
+    began = math.nextafter(moment - 1.5, math.inf)
+    assert 1.5 - (moment - began) > 0
+    assert moment + (1.5 - (moment - began)) == moment
+    monkeypatch.setattr(virtual_time._JumpingSelector, "latest", moment)
+    for _ in range(FAILURES_TO_OPEN - 1):
+        limits._breaker.record_failure(began)
+    limits._breaker.record_failure(moment)
+
+    async def attempt():
+        raise AssertionError("it is held back")
+
+    with pytest.raises(ServiceUnavailable, match="was not asked"):
+        virtual_time.run(limits.call(attempt))
 
 
 def test_stragglers_are_asked_a_second_time(fault_in_memory, transport):

@@ -38,6 +38,7 @@ RETRY_JITTER_S = 0.2
 """Most random seconds added to a wait, so that calls that failed together do not return together."""
 OVERLOAD_WAIT_S = 1.0
 """Wait after a 429 that does not say how long."""
+LEAST_WAIT_S = 1e-6  # a shorter wait is lost in the rounding of a clock, and the call would look again without end
 MAX_OVERLOADS = 64
 """A call gives up when it is turned away this often. Usually the deadline ends it before."""
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
@@ -279,7 +280,7 @@ class Transport:
             pause_s = self._breaker.pause_left_s(moment) or float("inf")
             patience_left_s = patience_s - self._breaker.down_for_s(moment)
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(pause_s, patience_left_s, remaining_s())):
+                async with asyncio.timeout(max(min(pause_s, patience_left_s, remaining_s()), LEAST_WAIT_S)):
                     await self._changed.get().wait()
 
     def _abandon(self, probe: int) -> None:
