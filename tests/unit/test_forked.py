@@ -36,7 +36,8 @@ def session(tmp_path):
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
     until(lambda: not [*tmp_path.glob("forks-*")])
 
 
@@ -67,16 +68,22 @@ def test_a_fork_that_is_killed_at_its_timeout_takes_its_children_along(session, 
 
 
 def test_a_session_that_is_killed_leaves_no_process_and_no_folder(session, tmp_path):
-    # A child of the session holds the other end of the server's stdin, as a child that a session forks does.
-    holds = "import os; os.fork() or time.sleep(30)"
-    hangs = " ".join(f"{begun(way, HANGS)};" for way in ())
-    process = session(f"a = {begun('a program', HANGS)}; {hangs} {holds}; time.sleep(600)")
-    child = int(process.stdout.readline())
+    process = session(
+        f"a = {begun('a program', HANGS)}; import os; holds_stdin_of_server = os.fork()\n"
+        "if holds_stdin_of_server: print(holds_stdin_of_server, flush=True)\n"
+        "else: os.close(1)\n"
+        "time.sleep(600)"
+    )
+    others = {int(process.stdout.readline()) for _ in range(2)}
     (server,) = [each for each in psutil.Process(process.pid).children() if "serve" in each.cmdline()]
-    forks = server.children(recursive=True)
-    assert child in [each.pid for each in forks]
+    forks = {each.pid for each in server.children(recursive=True)}
+    (holder,) = others - forks
     process.kill()
-    until(lambda: all(map(is_gone, (server.pid, *(each.pid for each in forks)))))
+    try:
+        until(lambda: all(map(is_gone, {server.pid, *forks})))
+    finally:
+        os.kill(holder, signal.SIGKILL)
+    assert len(forks) == 2
     assert [*tmp_path.glob("forks-*")] == []
 
 

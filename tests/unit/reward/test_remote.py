@@ -543,7 +543,7 @@ def test_a_signal_to_all_processes_is_the_parents_to_answer(services, remote_pro
 def test_the_child_ends_when_its_parent_is_killed(services):
     services.hangs.add("judge")
     paths = os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, "-c", PARENT, services.url]
+    command = [COLD_PYTHON, "-c", PARENT, services.url]  # a fork takes its process group along
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True) as it:
         try:
             services.let_go.set()  # for the warm-up
