@@ -22,7 +22,7 @@ from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
 from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from salesrl_trl.run.last_words import words_of
 from salesrl_trl.run.launch import keep_log, speak
-from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
+from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut, quiet_clients
 
 _LEFT_OUT = {
     # at every weight push on a CPU, about the one module that has no weights
@@ -50,7 +50,8 @@ def set_up_logging(level: int = logging.INFO) -> None:
     logging.getLogger("salesrl_trl").setLevel(level)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM reads every attribute
     transformers.utils.logging.disable_progress_bar()
-    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
+    stamina.instrumentation.set_on_retry_hooks([])  # the transport has lines of its own
+    quiet_clients()
     for name, phrase in _LEFT_OUT.items():
         logging.getLogger(name).addFilter(LeaveOut(phrase))
 

@@ -7,6 +7,9 @@ import logging
 
 LINE_FORMAT = "%(asctime)s %(message)s"
 TIME_FORMAT = "%H:%M:%S"
+QUIET = {"httpx": logging.WARNING, "httpx2": logging.WARNING, "openai": logging.WARNING, "stamina": logging.ERROR}
+"""Loggers of clients of services, and the least level that is shown of them. They log each request at INFO. stamina
+warns of each retry, of which `reward.service.transport` has its own line."""
 
 
 def show_lines() -> None:
@@ -18,6 +21,13 @@ def show_lines() -> None:
     handler.setFormatter(logging.Formatter(LINE_FORMAT, TIME_FORMAT))
     package.addHandler(handler)
     package.setLevel(logging.INFO)
+
+
+def quiet_clients() -> None:
+    """Hide the lines that clients of services log for each request. A logger with a level of its own keeps it."""
+    for name, level in QUIET.items():
+        if logging.getLogger(name).level == logging.NOTSET:
+            logging.getLogger(name).setLevel(level)
 
 
 class LeaveOut(logging.Filter):

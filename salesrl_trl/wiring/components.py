@@ -49,7 +49,7 @@ from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
-from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
+from salesrl_trl.telemetry.logs import hide_unscorable_rows, quiet_clients, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import ScalarLayout, Trackers
@@ -126,6 +126,7 @@ class Components:
         gets_adapter: bool,
     ) -> None:
         show_lines()
+        quiet_clients()
         hide_unscorable_rows()
         self._args = args
         self._rewards = rewards

@@ -1,0 +1,33 @@
+"""A script of a user's own, with the two names of TRL changed, has what a recipe has."""
+
+import logging
+
+from datasets import Dataset
+from support.scripted import settings, steps_of
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Question {place}"}]} for place in range(16)])
+
+
+def length(completions, **kwargs):
+    return [len(each[0]["content"]) % 17 / 17 for each in completions]
+
+
+def train(policy, folder, resume=None, **given):
+    usual = {"beta": 0.0, "max_completion_length": 8, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    args = SalesGRPOConfig(**settings(folder, **{**usual, **given}))
+    trainer = SalesGRPOTrainer(str(policy), length, args, train_dataset=ROWS)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.finish()
+    return trainer
+
+
+def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoints_hold(tiny, tmp_path, caplog):
+    train(tiny, tmp_path)
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        later = train(tiny, tmp_path, resume=True, max_steps=8, logging_steps=2, save_steps=3)
+    assert "going on from checkpoint-2, step 2 of 8" in caplog.text
+    assert [line["step"] for line in steps_of(later)] == [1, 2, 4, 6, 8]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]
