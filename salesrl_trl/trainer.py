@@ -133,6 +133,7 @@ class SalesGRPOTrainer(TRLAccess):
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
             resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset)
+            self.components.introduce(resumed)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)

@@ -45,8 +45,8 @@ GROUPS = {
     "data": HelpGroup("rows: their source, number and prompt", (f"{_OWN}.data.DataConfig",)),
     "reward": HelpGroup("reward functions, RAG service, judge, limits", (f"{_OWN}.reward.RewardConfig",)),
     "judges": HelpGroup("an entry of judge_providers", (f"{_OWN}.judge.JudgeProviderConfig",)),
-    "telemetry": HelpGroup("the record, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
-    "training": HelpGroup("branches, KL, rollouts, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
+    "telemetry": HelpGroup("timings, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
+    "training": HelpGroup("branches, KL, rollouts, record, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
     "grpo": HelpGroup("TRL: generation, vLLM, loss", ("trl.trainer.grpo_config.GRPOConfig",)),
     "trainer": HelpGroup(
         "transformers: steps, optimizer, logs, checkpoints",

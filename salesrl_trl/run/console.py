@@ -22,15 +22,7 @@ from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
 from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from salesrl_trl.run.last_words import words_of
 from salesrl_trl.run.launch import keep_log, speak
-from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut, quiet_clients
-
-_LEFT_OUT = {
-    # at every weight push on a CPU, about the one module that has no weights
-    "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",
-    # a branch without rows in a step has no mean, and TensorBoard draws no point for it
-    "transformers.integrations.integration_utils": 'Trainer is attempting to log a value of "None"',
-}
-"""Logger to a phrase. Its records with this phrase are not shown."""
+from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, hide_lines
 
 
 @dataclass
@@ -51,9 +43,7 @@ def set_up_logging(level: int = logging.INFO) -> None:
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM reads every attribute
     transformers.utils.logging.disable_progress_bar()
     stamina.instrumentation.set_on_retry_hooks([])  # the transport has lines of its own
-    quiet_clients()
-    for name, phrase in _LEFT_OUT.items():
-        logging.getLogger(name).addFilter(LeaveOut(phrase))
+    hide_lines()
 
 
 def set_log_level(level: str) -> None:

@@ -6,6 +6,7 @@ from datasets import Dataset
 from support.scripted import settings, steps_of
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.recording.reader import recorded
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Question {place}"}]} for place in range(16)])
@@ -31,3 +32,18 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     assert "going on from checkpoint-2, step 2 of 8" in caplog.text
     assert [line["step"] for line in steps_of(later)] == [1, 2, 4, 6, 8]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]
+
+
+def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        train(tiny, tmp_path, max_steps=3, record=True)
+        banner = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[Run]")]
+        train(tiny, tmp_path / "other")
+        train(tiny, tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4, record=True)
+    names = [line.split()[1] for line in banner]
+    assert names == ["reward", "step", "rollouts", "branch", "record", "report", "quiet", "output"]
+    assert f"length: at {__file__}" in banner[0]
+    # two prompts of two completions a step; step 3 of the first run is gone, and was done again
+    assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]
+    assert "record       off: no completion is kept" in caplog.text
+    assert not (tmp_path / "other/record").exists()

@@ -179,8 +179,8 @@ def test_a_line_is_shown_once(before, line):
 
 def test_clients_lines_of_each_request_are_hidden_unless_the_program_has_set_their_level():
     script = (
-        "import logging; from salesrl_trl.telemetry.logs import quiet_clients; logging.basicConfig(level='INFO');"
-        "logging.getLogger('openai').setLevel('INFO'); quiet_clients();"
+        "import logging; from salesrl_trl.telemetry.logs import hide_lines; logging.basicConfig(level='INFO');"
+        "logging.getLogger('openai').setLevel('INFO'); hide_lines();"
         "[logging.getLogger(name).info(name) for name in ('httpx', 'httpx2', 'openai', 'mine')];"
         "[logging.getLogger(name).warning(name) for name in ('httpx', 'stamina')]"
     )
