@@ -26,10 +26,8 @@ from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.ground.process import installed
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.reward.service.budget import read_account
-from salesrl_trl.telemetry.step_lines import calls_and_usd
 from salesrl_trl.types import SALES
-from salesrl_trl.wiring.banner_lines import record_line, shown, training_lines
+from salesrl_trl.wiring.banner_lines import budget_text, record_line, shown, training_lines
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -119,12 +117,9 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     budget = budget_of(reward, Path(training.output_dir))
     if budget is None:
         return []
-    limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
-    before = read_account(budget.path).total()
-    so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
     own = [path for path in (*reward.reward_funcs, reward.rag, reward.judge) if path not in (None, SALES)]
     uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
-    return [f"{limits}{so_far}", *([uncounted] if own else [])]
+    return [budget_text(budget), *([uncounted] if own else [])]
 
 
 def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:

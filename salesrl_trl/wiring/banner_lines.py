@@ -12,8 +12,10 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.recording.schema import record_file
-from salesrl_trl.reward.scorer import RewardNames
+from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.reward.service.budget import Budget, read_account
 from salesrl_trl.telemetry.logs import QUIET
+from salesrl_trl.telemetry.step_lines import calls_and_usd
 from salesrl_trl.types import ALL
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ def shown(lines: Sequence[Line]) -> list[str]:
     return [f"[Run] {name:<12} {text}" for name, text in lines]
 
 
-def log_banner(args: SalesGRPOConfig, reward: RewardNames) -> None:
+def log_banner(args: SalesGRPOConfig, reward: Scorer) -> None:
     """Log the banner of a script, unless a recipe has logged its own. The main process does."""
     if args.is_introduced or args.process_index:
         return
@@ -35,8 +37,9 @@ def log_banner(args: SalesGRPOConfig, reward: RewardNames) -> None:
         report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'
     lines = shown(
         [
-            *(("reward", f"{name}: {place}") for name, place in reward.places.items()),
+            *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
             *training_lines(args),
+            ("budget", budget_text(reward.budget)),
             record_line(args),
             ("report", report),
             ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
@@ -45,6 +48,16 @@ def log_banner(args: SalesGRPOConfig, reward: RewardNames) -> None:
     )
     for line in lines:
         logger.info(line)
+
+
+def budget_text(budget: Budget | None) -> str:
+    """Limits of the spending, and what was spent by its account so far."""
+    if budget is None:
+        return "off: no request is counted (a quota of a `Budget` for a function's `Transport` counts its calls)"
+    limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
+    before = read_account(budget.path).total()
+    so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
+    return f"{limits}{so_far}"
 
 
 def training_lines(args: SalesGRPOConfig) -> list[Line]:

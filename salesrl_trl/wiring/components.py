@@ -405,7 +405,7 @@ class Components:
 
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
-        log_banner(self._args, self.reward.names)
+        log_banner(self._args, self.reward)
         if self._args.record:
             if self.instruments.recorder is not None:
                 self.instruments.recorder.close()

@@ -26,7 +26,7 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
 )
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
-from salesrl_trl.reward.service.budget import Bill, ServiceQuota
+from salesrl_trl.reward.service.budget import Bill, Budget, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
 from salesrl_trl.reward.service.flights import AdaptiveLimit, Flights, HedgePolicy
 
@@ -150,6 +150,11 @@ class Transport:
                     return await self._with_retries(attempt, patient, patience_s)
             except TimeoutError:
                 raise self._deadline_exceeded() from None
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget that its requests are held against."""
+        return None if self._quota is None else self._quota.budget
 
     @property
     def is_spent(self) -> bool:
