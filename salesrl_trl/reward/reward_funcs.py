@@ -14,7 +14,7 @@ import torch
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import combined
-from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.logs import show_lines
 
@@ -70,6 +70,13 @@ class RewardFuncs:
         )
         functions = dict(enumerate(every)) | dict(zip(called, reward_loop.functions, strict=True))
         return cls(reward_loop, [*functions.values()], weights, any(models))
+
+    @property
+    def recorded_weights(self) -> dict[str, float]:
+        """The weight of each function that the package calls, by the name that it has in the record."""
+        called = zip(self.functions, self.weights, strict=True)
+        weights = [weight for function, weight in called if isinstance(function, RewardColumn)]
+        return dict(zip(self.reward_loop.reward.names.functions, weights, strict=True))
 
     def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
         """Raise `ConfigError` where a column is not there, if columns are known, or where completions that are scored

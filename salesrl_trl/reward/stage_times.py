@@ -26,6 +26,12 @@ class StageTimes:
         self._elsewhere: dict[int, tuple[list[str], list[Span]]] = {}
 
     @property
+    def own_record(self) -> CompletionRecord:
+        """The record of the completion, which begins where it is first asked for."""
+        self.completion_record = self.completion_record or CompletionRecord()
+        return self.completion_record
+
+    @property
     def under_way(self) -> list[str]:
         """The stages under way. From any thread."""
         return [*self._open, *(stage for stages, _ in list(self._elsewhere.values()) for stage in stages)]
