@@ -163,10 +163,14 @@ def _of_training(run: Run) -> Iterator[MainFigure]:
         step_time = f"{seconds(mean(times))} (shortest {seconds(min(times))}, longest {seconds(max(times))})"
     yield MainFigure("Mean step", step_time)
     yield MainFigure("Reward", _changed(run, names.REWARD))
+    several = len(run.branches) > 1
     for branch in run.branches:
-        yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
-    for branch in run.branches:
-        yield MainFigure(f"KL in band, {shown(branch)}", _branch_kl(run, branch), branch)
+        if several or run.of(names.reference_of(branch)):  # else it is the reward above
+            yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
+    for branch in (branch for branch in run.branches if several or run.of(names.kl_of(branch))):
+        yield MainFigure(
+            f"KL in band{f', {shown(branch)}' if several else ''}", _branch_kl(run, branch), branch if several else None
+        )
     if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
         yield MainFigure(
             "Failures", "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
@@ -258,9 +262,10 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     sentences = advice(run)
     nothing = [Paragraph(NOTHING_STANDS_OUT)] if run.steps else []
     yield "What to look at", [Numbered(sentences)] if sentences else nothing, NO_FIGURES
-    yield "Reward by branch", _reward_part(run), "No reward was logged."
+    by_branch = " by branch" if len(run.branches) > 1 else ""
+    yield f"Reward{by_branch}", _reward_part(run), "No reward was logged."
     no_kl = "No KL was logged: the run had no KL coefficient, or stopped before its first step."
-    yield "KL by branch", _kl_part(run), no_kl
+    yield f"KL{by_branch}", _kl_part(run), no_kl
     yield "Step time by phase", _step_time_part(run), "Step times were not logged."
     yield "Rewards: what training waits for", _waits(run), "How long the rewards took was not logged."
     yield "Failures by reason", _failures_part(run), "Failures were not logged."
@@ -316,15 +321,17 @@ def _reward_part(run: Run) -> Iterator[Part]:
     ]
     if not any(line.series for line in lines):
         return
-    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured]
-    description = "; ".join([f"Mean reward over the steps. All branches {_changed(run, names.REWARD)}", *values])
+    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured if len(coloured) > 1]
+    every = "All branches" if values else "Reward"
+    description = "; ".join([f"Mean reward over the steps. {every} {_changed(run, names.REWARD)}", *values])
     yield line_chart(description, "mean reward", lines)
 
 
 def _kl_part(run: Run) -> Iterator[Part]:
     for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
         betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
-        yield Paragraph(shown(branch), "heading")
+        if len(run.branches) > 1:
+            yield Paragraph(shown(branch), "heading")
         yield Paragraph(value, "remark")
         yield line_chart(
             f"KL of {shown(branch)} over the steps. {value}",

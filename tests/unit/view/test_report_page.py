@@ -191,7 +191,7 @@ def test_one_step_and_one_branch_without_kl(run_folder):
     assert rows["Reward"] == "0.300 (one step)"
     assert rows["Wall time"].startswith("1 h 0 min")
     assert rows["Wall time"].endswith("2 starts, with the time between them")
-    assert rows["KL in band, a"] == "no KL was logged"
+    assert not rows.keys() & {"Reward, a", "KL in band, a", "KL in band"}  # it has one branch, and no KL
     assert rows["Failures"] == "none"
     assert "Every completion was scored: there were no failures." in page.text
     assert "Nothing stands out" in page.text
