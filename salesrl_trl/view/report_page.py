@@ -6,8 +6,9 @@ figure that the run did not log has words in its place.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from salesrl_trl import names
@@ -18,7 +19,19 @@ from salesrl_trl.view.advice import advice
 from salesrl_trl.view.charts import COLOURS, FRAME, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
 from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
 from salesrl_trl.view.run_folder import QuickEval, Run
-from salesrl_trl.view.wording import NOT_KNOWN, count, figure, number, percent, plural, render, seconds, shown
+from salesrl_trl.view.wording import (
+    LANGUAGES,
+    NOT_KNOWN,
+    count,
+    figure,
+    in_language,
+    number,
+    percent,
+    plural,
+    render,
+    seconds,
+    shown,
+)  # fmt: skip
 
 MOST_BRANCHES = 3  # most branches in the text, for at most 40 lines. The page has all.
 MOST_PHASES = 4  # most phases in the text, for the same reason. The largest are shown.
@@ -54,22 +67,44 @@ class Table(NamedTuple):
 Part = Paragraph | Numbered | Table | Chart
 
 
-def html_page(run: Run) -> str:
+def html_page(run: Run, language: str = "en") -> str:
     return render(
         "report.html",
-        title=f"Training report: {shown(run.folder.resolve().name)}",
+        language=language,
+        title=in_language(f"Training report: {shown(run.folder.resolve().name)}", language),
         folder=shown(str(run.folder), PATH_CHARS),
+        x_label=in_language("optimizer step", language),
         frame=FRAME,
-        sections=[(title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run)],
+        sections=_sections_in(run, language),
     )
 
 
-def sections(run: Run) -> list[dict[str, Any]]:
-    """The page's sections as JSON values, for the viewer."""
-    return [
-        {"title": title, "parts": [_plain(part) for part in (*parts,)] or [_plain(Paragraph(otherwise))]}
-        for title, parts, otherwise in _sections(run)
-    ]
+def sections(run: Run) -> dict[str, list[dict[str, Any]]]:
+    """The page's sections by language as JSON values, for the viewer."""
+    return {
+        language: [
+            {"title": title, "parts": [_plain(part) for part in parts]} for title, parts in _sections_in(run, language)
+        ]
+        for language in LANGUAGES
+    }
+
+
+def _sections_in(run: Run, language: str) -> list[tuple[str, list[Part]]]:
+    """Titles and parts of the sections in a language."""
+
+    def said(part: Part) -> Part:
+        if isinstance(part, Chart):
+            keys = [key._replace(name=say(key.name)) for key in part.keys]
+            return replace(part, description=say(part.description), y_label=say(part.y_label), keys=keys)
+        if isinstance(part, Table):
+            return Table([tuple(map(say, row)) for row in part.rows], tuple(map(say, part.head)))
+        return (
+            Numbered([*map(say, part.sentences)]) if isinstance(part, Numbered) else part._replace(text=say(part.text))
+        )
+
+    say = partial(in_language, language=language)
+    every = ((title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run))
+    return [(say(title), [*map(said, parts)]) for title, parts in every]
 
 
 def _plain(part: Part) -> dict[str, Any]:
@@ -169,7 +204,9 @@ def _of_training(run: Run) -> Iterator[MainFigure]:
             yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
     for branch in (branch for branch in run.branches if several or run.of(names.kl_of(branch))):
         yield MainFigure(
-            f"KL in band{f', {shown(branch)}' if several else ''}", _branch_kl(run, branch), branch if several else None
+            f"KL in band{f', {shown(branch)}' if several else ''}",
+            _branch_kl(run, branch),
+            branch if several else None,
         )
     if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
         yield MainFigure(

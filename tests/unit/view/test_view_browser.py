@@ -339,6 +339,9 @@ def test_the_report_is_a_tab(tab, tmp_path, two_branches):
         tab.wait("document.querySelector('.report h2')?.innerText === 'Main figures'")
         assert "KL in band, fairness" in tab.text()
         assert tab.value("document.querySelectorAll('.report figure svg[role=img]').length") > 3
+        tab.click("header button.language")
+        tab.wait("document.querySelector('.report h2')?.innerText === '主要数字'")
+        assert "奖励，fairness" in tab.text()
         assert tab.problems == []
         tab.open("about:blank")
     rank.file.close()
