@@ -104,7 +104,8 @@ function attemptsOf(calls) {
   const before = new Map();
   return calls.map((call) => {
     const key = [call.service, call.path, call.request].join("\n"),
-      earlier = before.get(key) ?? [];
+      known = before.get(key) ?? [],
+      earlier = call.request || known.at(-1)?.failure ? known : []; // without a request, an answer ends the attempts
     before.set(key, [...earlier, call]);
     const beside = earlier.some((each) => each.time + each.seconds > call.time);
     return { call, number: earlier.length + 1, kind: beside ? "hedge" : earlier.length ? "retry" : "attempt" };
