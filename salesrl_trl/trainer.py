@@ -113,9 +113,8 @@ class SalesGRPOTrainer(TRLAccess):
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
         if not has_more:  # an environment gets all columns, and may not know this one
-            self.train_dataset, self.eval_dataset = (
-                with_ids(rows, name) for rows, name in ((self.train_dataset, "row"), (self.eval_dataset, "held-out"))
-            )
+            for name, row in (("train_dataset", "row"), ("eval_dataset", "held-out")):
+                setattr(self, name, with_ids(getattr(self, name), row))
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         take_over_the_console(self, *components.connect(self._hooks(), sampler, quick_eval))

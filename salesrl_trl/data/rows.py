@@ -43,8 +43,7 @@ def parse_row(
     folder: Path | None = None,
     row_name: str = "row",
 ) -> SalesRow:
-    """One record as a `SalesRow`. Its `position` in the source, counted from 0, is the id of a row that has none:
-    `row-17`.
+    """One record as a `SalesRow`. Its `position` in the source, counted from 0, makes the id of a row that has none.
     Without `branches` any branch is taken. Relative paths of pictures start in `folder`, or in the working directory.
     Raises `DataError` if a value is not as expected. The message has the row's place, and never its text."""
     name = record.get("id")

@@ -1,8 +1,7 @@
 """What happens on the way of one completion: its action, answers, verdicts, and every request that is sent for it.
 
 A reward begins a record where it begins to score. What runs on that completion's behalf finds it by the context, so
-calls need no further argument: `Transport` notes each attempt, `HttpClient` each request. The writer puts it into the
-file.
+calls need no further argument: `Transport` notes attempts, `HttpClient` requests. The writer puts it into the file.
 """
 
 import contextlib
@@ -13,14 +12,13 @@ from dataclasses import dataclass, field
 
 QUEUE = "queue"  # name, among the seconds of stages, of the wait for a slot, which is inside of theirs
 BEATEN = "another request was faster"  # the message with which a request is cancelled that is not needed any more
-CANCELLED, GIVEN_UP = "cancelled", "given_up"
-"""Failures of a request that was cancelled: it was `BEATEN`, or its time was over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One request: the Unix time at which it was sent, its seconds, the code of its failure, empty for an answer.
-    `path` is that of HTTP; of a call for several completions `group` or `batch`, where it has none."""
+    """One request: Unix time at which it was sent, seconds, code of its failure, empty for an answer.
+    A cancelled one has the code `cancelled` if it was `BEATEN`, else `given_up`. `path` is that of HTTP; without one it
+    is `group` or `batch` where the request was for several completions."""
 
     service: str
     path: str
@@ -52,6 +50,19 @@ class CompletionRecord:
     verdicts: dict[str, Judged] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     queue_s: float = 0.0  # the longest wait of a call for a slot, in seconds
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """The longest wait for a slot, as a stage; nothing where no call had to wait."""
+        return {QUEUE: self.queue_s} if self.queue_s > 0 else {}
+
+    def add(self, other: "CompletionRecord") -> None:
+        """Take in what another process noted."""
+        for name in ("action", "answer", "reference"):
+            setattr(self, name, getattr(other, name) or getattr(self, name))
+        self.verdicts |= other.verdicts
+        self.calls += other.calls
+        self.queue_s = max(self.queue_s, other.queue_s)
 
     def drain_calls(self) -> list[Call]:
         calls, self.calls = self.calls, []
@@ -104,7 +115,7 @@ class CallNote:
             return
         failure = "" if error is None else str(getattr(error, "code", "")) or type(error).__name__
         if failure == "CancelledError":
-            failure = CANCELLED if error is not None and BEATEN in error.args else GIVEN_UP
+            failure = "cancelled" if BEATEN in getattr(error, "args", ()) else "given_up"
         self._record.calls.append(
             Call(
                 service=self._service,

@@ -61,8 +61,7 @@ class Together:
         """The completions without a reward, by place."""
         self.started = 0.0
         """When the call began, on `time.perf_counter`'s scale."""
-        self.record = CompletionRecord()
-        """Its requests."""
+        self.record = CompletionRecord()  # of its requests
 
     async def reward(self, sample: Sample) -> Reward:
         """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
@@ -205,15 +204,14 @@ class RewardFunction(Scorer):
         """Note what the function said of a completion, and what it logged. Parts are in the reward."""
         name = self.__name__
         if reward is None:  # cancelled
-            record.verdicts[name] = _said("no answer in time")
+            record.verdicts[name] = _said("was given up before it answered")
             return
-        said = {key: text for key, text in reward.columns.items() if key not in _keys(name, reward.components)}
-        for key, value in said.items():
-            number = float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD else None
-            record.verdicts[key] = _said("" if number is not None else str(value), number)
-        if (reason := said.get(f"{name}/reason")) is not None:
-            del record.verdicts[f"{name}/reason"]
-            record.verdicts[name] = _said(str(reason), reward.value)
+        for key, value in reward.columns.items():
+            if key == f"{name}/reason":
+                record.verdicts[name] = _said(str(value), reward.value)
+            elif value is not None and key.removeprefix(f"{name}/") not in reward.components:
+                number = float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD else None
+                record.verdicts[key] = _said("" if number is not None else str(value), number)
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         if self._per is Per.COMPLETION:
@@ -229,9 +227,8 @@ class RewardFunction(Scorer):
         finally:
             if not call.waiting and self._calls.get(key) is call:
                 del self._calls[key]
-            record, shared = stages.own_record, call.record
-            record.calls += [replace(each, path=each.path or self._per.value) for each in shared.calls]
-            record.queue_s = max(record.queue_s, shared.queue_s)
+            shared = [replace(each, path=each.path or self._per.value) for each in call.record.calls]
+            stages.own_record.add(CompletionRecord(calls=shared, queue_s=call.record.queue_s))
         stages.record(self.code, call.started, failed=reward.value is None)
         return reward
 
@@ -366,10 +363,6 @@ class RewardFunction(Scorer):
 
 def _said(words: str, number: float | None = None) -> Judged:
     return Judged(candidate=number, reference=None, reason=words, provider="")
-
-
-def _keys(function: str, parts: Iterable[str]) -> set[str]:
-    return {f"{function}/{part}" for part in parts}
 
 
 def reward_of(function: object) -> Scorer:

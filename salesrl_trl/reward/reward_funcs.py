@@ -74,9 +74,8 @@ class RewardFuncs:
     @property
     def recorded_weights(self) -> dict[str, float]:
         """The weight of each function that the package calls, by the name that it has in the record."""
-        called = zip(self.functions, self.weights, strict=True)
-        weights = [weight for function, weight in called if isinstance(function, RewardColumn)]
-        return dict(zip(self.reward_loop.reward.names.functions, weights, strict=True))
+        every = zip(self.functions, self.weights, strict=True)
+        return {function.name: weight for function, weight in every if isinstance(function, RewardColumn)}
 
     def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
         """Raise `ConfigError` where a column is not there, if columns are known, or where completions that are scored

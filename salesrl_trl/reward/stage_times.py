@@ -58,9 +58,11 @@ class StageTimes:
         """What another process has reported of a call so far, in place of what it reported before."""
         self._elsewhere[call] = (under_way, spans)
 
-    def adopt(self, call: int, spans: Sequence[Span] = ()) -> None:
-        """A call in another process is over: its stages, if it could report them."""
+    def adopt(self, call: int, spans: Sequence[Span] = (), record: CompletionRecord | None = None) -> None:
+        """A call in another process is over: its stages and notes, if it could report them."""
         self._elsewhere.pop(call, None)
+        if record is not None:
+            self.own_record.add(record)
         self.spans.extend(spans)
         self.seconds.update({span.name: span.seconds for span in spans})
 

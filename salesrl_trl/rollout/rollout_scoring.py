@@ -21,7 +21,6 @@ from salesrl_trl.data.branches import Branches
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import BASELINE_FALLBACK, SINGLE_SCORED, SKIPPED_UPDATE, STALENESS, STALENESS_MAX, Phase
-from salesrl_trl.recording.completion_record import QUEUE, CompletionRecord
 from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
@@ -322,12 +321,6 @@ class RolloutScoring:
         return self.figures.encode(rewards, self.settings.branches.ids(rollout.inputs))  # (B, columns)
 
 
-def _seconds(scored: Reward, record: CompletionRecord | None) -> dict[str, float]:
-    """Seconds of each stage of a completion, and of its longest wait for a slot."""
-    waited = 0.0 if record is None else record.queue_s
-    return dict(scored.seconds) | ({QUEUE: waited} if waited > 0 else {})
-
-
 def copied(logs: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of TRL's tables of completions. Additions to it leave the original as it is."""
     copies = {}
@@ -367,8 +360,8 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
             reference_reward=scored.reference_value,
             parts=dict(scored.components),
             functions=dict(scored.by_function),
-            seconds=_seconds(scored, stages.completion_record),
-            record=stages.completion_record,
+            seconds={**scored.seconds, **stages.own_record.waits},
+            record=stages.own_record,
         )
         for place, (example, completion, scored, stages) in enumerate(
             zip(rollout.inputs, rollout.completions, rewards, scores.stages, strict=True)

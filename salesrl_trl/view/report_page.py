@@ -15,23 +15,12 @@ from salesrl_trl import names
 from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.ground.tables import aligned
 from salesrl_trl.view import run_figures as figures
+from salesrl_trl.view import wording
 from salesrl_trl.view.advice import advice
 from salesrl_trl.view.charts import COLOURS, FRAME, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
 from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
 from salesrl_trl.view.run_folder import QuickEval, Run
-from salesrl_trl.view.wording import (
-    LANGUAGES,
-    NOT_KNOWN,
-    count,
-    figure,
-    in_language,
-    number,
-    percent,
-    plural,
-    render,
-    seconds,
-    shown,
-)  # fmt: skip
+from salesrl_trl.view.wording import NOT_KNOWN, count, figure, number, percent, plural, render, seconds, shown
 
 MOST_BRANCHES = 3  # most branches in the text, for at most 40 lines. The page has all.
 MOST_PHASES = 4  # most phases in the text, for the same reason. The largest are shown.
@@ -68,12 +57,13 @@ Part = Paragraph | Numbered | Table | Chart
 
 
 def html_page(run: Run, language: str = "en") -> str:
+    say = partial(wording.in_language, language=language)
     return render(
         "report.html",
         language=language,
-        title=in_language(f"Training report: {shown(run.folder.resolve().name)}", language),
+        title=say(f"Training report: {shown(run.folder.resolve().name)}"),
         folder=shown(str(run.folder), PATH_CHARS),
-        x_label=in_language("optimizer step", language),
+        x_label=say("optimizer step"),
         frame=FRAME,
         sections=_sections_in(run, language),
     )
@@ -81,11 +71,10 @@ def html_page(run: Run, language: str = "en") -> str:
 
 def sections(run: Run) -> dict[str, list[dict[str, Any]]]:
     """The page's sections by language as JSON values, for the viewer."""
+    every = {language: _sections_in(run, language) for language in wording.LANGUAGES}
     return {
-        language: [
-            {"title": title, "parts": [_plain(part) for part in parts]} for title, parts in _sections_in(run, language)
-        ]
-        for language in LANGUAGES
+        language: [{"title": title, "parts": [*map(_plain, parts)]} for title, parts in found]
+        for language, found in every.items()
     }
 
 
@@ -98,11 +87,11 @@ def _sections_in(run: Run, language: str) -> list[tuple[str, list[Part]]]:
             return replace(part, description=say(part.description), y_label=say(part.y_label), keys=keys)
         if isinstance(part, Table):
             return Table([tuple(map(say, row)) for row in part.rows], tuple(map(say, part.head)))
-        return (
-            Numbered([*map(say, part.sentences)]) if isinstance(part, Numbered) else part._replace(text=say(part.text))
-        )
+        if isinstance(part, Paragraph):
+            return part._replace(text=say(part.text))
+        return Numbered([*map(say, part.sentences)])
 
-    say = partial(in_language, language=language)
+    say = partial(wording.in_language, language=language)
     every = ((title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run))
     return [(say(title), [*map(said, parts)]) for title, parts in every]
 
@@ -203,11 +192,7 @@ def _of_training(run: Run) -> Iterator[MainFigure]:
         if several or run.of(names.reference_of(branch)):  # else it is the reward above
             yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
     for branch in (branch for branch in run.branches if several or run.of(names.kl_of(branch))):
-        yield MainFigure(
-            f"KL in band{f', {shown(branch)}' if several else ''}",
-            _branch_kl(run, branch),
-            branch if several else None,
-        )
+        yield MainFigure(f"KL in band, {shown(branch)}" if several else "KL in band", _branch_kl(run, branch), branch)
     if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
         yield MainFigure(
             "Failures", "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"

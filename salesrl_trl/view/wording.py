@@ -1,12 +1,11 @@
 """Numbers, names and languages of the report, and HTML from `view/templates/`.
 
-Owns rounding, units, the templates' environment, and how a text becomes Chinese. HTML and text show the same words
-because both take them here.
+Owns rounding, units, the templates' environment, and how a text becomes Chinese. HTML and text take words from here.
 """
 
 import json
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -72,18 +71,17 @@ _SEPARATORS = (("; ", "；"), (". ", "。"), (", ", "，"))
 def in_language(text: str, language: str) -> str:
     """A text of the report in one of `LANGUAGES`. `assets/report_zh.json` has the patterns: English to Chinese, with
     `{}` for what changes, which is looked up too. A name or a number has no pattern and stays."""
-    return text if language == "en" else _translated(text)
-
-
-def _translated(text: str) -> str:
+    say = partial(in_language, language=language)
+    if language == "en":
+        return text
     if text.endswith(".") and ". " not in text:
-        return f"{_translated(text[:-1])}。"
+        return f"{say(text[:-1])}。"
     for pattern, translation in _patterns():
         if match := pattern.fullmatch(text):
-            return translation.format(*map(_translated, match.groups()))
+            return translation.format(*map(say, match.groups()))
     for separator, other in _SEPARATORS:
         if separator in text:
-            return other.join(map(_translated, text.split(separator)))
+            return other.join(map(say, text.split(separator)))
     return text
 
 

@@ -54,8 +54,6 @@ TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "hel
 class Transport:
     """Runs attempts against one service until one succeeds, or until another one can't help.
 
-    With a record of the run each attempt is noted for its completion, and how long the call waited for a slot.
-
     Args:
         service (`str`):
             Name in errors and reason codes, for example `"rag_8b"`.
@@ -95,7 +93,7 @@ class Transport:
         breaker: Breaker | None = None,
     ) -> None:
         self.service = service
-        self.notes = True  # whether attempts are noted in the record
+        self.notes = True  # whether the record of a completion gets each attempt
         self._quota = quota
         self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts

@@ -324,7 +324,7 @@ def test_own_functions_stand_with_number_weight_words_and_calls(tab, tmp_path):
     rank = Rank(tmp_path, 0, weights='{"right": 2.0, "polite": 1.0}')
     rank.add(
         functions='{"right": 0.5, "polite": null}', parts='{"right/style": 0.25}', verdicts=said,
-        calls=[("grader", "group", at, 1.0, code, None, None) for at, code in ((100, "grader_busy"), (103, "given_up"))],
+        calls=[("grader", "group", at, 1.0, code, None, None) for at, code in ((0, "grader_busy"), (3, "given_up"))],
     )  # fmt: skip
     with served(tmp_path) as viewer:
         tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
