@@ -17,8 +17,8 @@ BEATEN = "another request was faster"  # the message with which a request is can
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """One request: Unix time at which it was sent, seconds, code of its failure, empty for an answer.
-    A cancelled one has the code `cancelled` if it was `BEATEN`, else `given_up`. `path` is that of HTTP; without one it
-    is `group` or `batch` where the request was for several completions."""
+    A cancelled one has the code `cancelled` if it was `BEATEN`, else `given_up`. `path` is that of HTTP; without it,
+    `group` or `batch` where the request was for several completions."""
 
     service: str
     path: str
