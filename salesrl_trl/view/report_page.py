@@ -441,6 +441,7 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
     ]
     if any(line.series for line in lines):
         yield line_chart(f"Scores of the quick evaluations by branch. Best: {_best(run)}", "score", lines)
+    branches = branches if len(branches) > 1 else []  # else it has the reward
     own = sorted({name for evaluation in evals for name in evaluation.figures})
     front, best = pareto_front([evaluation.scores for evaluation in evals]), figures.best_eval(evals)
     rows = [

@@ -65,7 +65,6 @@ def plural(many: float, noun: str) -> str:
 
 
 LANGUAGES = ("en", "zh")
-_SEPARATORS = (("; ", "；"), (". ", "。"), (", ", "，"))
 
 
 def in_language(text: str, language: str) -> str:
@@ -79,7 +78,7 @@ def in_language(text: str, language: str) -> str:
     for pattern, translation in _patterns():
         if match := pattern.fullmatch(text):
             return translation.format(*map(say, match.groups()))
-    for separator, other in _SEPARATORS:
+    for separator, other in (("; ", "；"), (". ", "。"), (", ", "，")):
         if separator in text:
             return other.join(map(say, text.split(separator)))
     return text

@@ -378,7 +378,19 @@ def test_a_task_without_judge_and_reference_has_no_words_for_them(tab, tmp_path,
             tab.open(f"{viewer.url}#{address}{'' if '?' in address else '?'}lang={lang}")
             tab.wait(f"{SETTLED} && document.querySelectorAll('table').length")
             shown = tab.text("body").lower().replace("preferences", "")
-            for word in ("judge", "reference", "8b", "action", "verdict", "branch", "评审", "参考", "动作", "分支"):
+            for word in (
+                "default",
+                "judge",
+                "reference",
+                "8b",
+                "action",
+                "verdict",
+                "branch",
+                "评审",
+                "参考",
+                "动作",
+                "分支",
+            ):
                 assert word not in shown, (address, word)
         tab.open("about:blank")
     rank.file.close()
