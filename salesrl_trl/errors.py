@@ -27,6 +27,9 @@
 A message says what was found, what was expected, and what to do. It never contains a key or a customer's text.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class SalesRLError(Exception):
     """Base of every error this package raises on purpose."""
@@ -188,3 +191,9 @@ class RunStopped(SalesRLError):
 
 class StopRequested(KeyboardInterrupt):
     """A signal asks this process to stop. Raised in its main thread, wherever it is."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """For a message: `" Did you mean 'branch'?"`, with the space before it; empty if no known name is near."""
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

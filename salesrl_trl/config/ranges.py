@@ -6,7 +6,6 @@ table. A range ends where nobody can mean a number any more: beyond it weights b
 """
 
 import ast
-import difflib
 import inspect
 import math
 import re
@@ -20,7 +19,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from salesrl_trl.config.checks import check, structure
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -147,8 +146,10 @@ def check_names(path: str, names: Iterable[object], known: Iterable[str]) -> Non
     """Refuse a name that a nested setting does not know, with the nearest one."""
     choices = [*known]
     for name in names:
-        near = "".join(f" Did you mean {close}?" for close in difflib.get_close_matches(str(name), choices, 1))
-        check(name in choices, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(choices)}.")
+        check(
+            name in choices,
+            f"`{path}` has an unknown {name!r}.{nearest(str(name), choices)} Expected some of: {', '.join(choices)}.",
+        )
 
 
 def check_settings(config: "DataclassInstance", where: str = "") -> None:

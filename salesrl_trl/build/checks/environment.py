@@ -5,7 +5,6 @@ What other libraries refuse at once with a clear message is left to them: ports,
 
 import ast
 import contextlib
-import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -26,6 +25,7 @@ from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.errors import nearest
 from salesrl_trl.ground.process import installed
 from salesrl_trl.telemetry.device import GIB
 
@@ -74,9 +74,8 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
             )
     arguments, known = training.parsed_engine_kwargs(), engine_arguments()
     for name in sorted(arguments.keys() - known if known else ()):
-        near = "".join(f" Did you mean {close}?" for close in difflib.get_close_matches(name, known, n=1))
         findings.fail(
-            f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{near}",
+            f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{nearest(name, known)}",
             "Expected arguments of `vllm.LLM`: see its documentation, or leave this one out.",
         )
     variables = {name for name in os.environ if name.startswith("VLLM_")}

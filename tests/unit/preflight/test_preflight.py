@@ -158,7 +158,7 @@ def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, ar
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean max_num_batc"),
+        ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean 'max_num_bat"),
         ('{"attention_backend": "flash_attn", "seed": 1}', None),
     ],
 )
