@@ -41,10 +41,8 @@ def main() -> NoReturn:
         print(f"salesrl_trl {__version__}")
         sys.exit()
     if word not in offered:
-        print(
-            f"salesrl: unknown command {word!r}.{nearest(word, offered)} Expected one of: {', '.join(offered)}.",
-            file=sys.stderr,
-        )
+        guess = nearest(word, offered)
+        print(f"salesrl: unknown command {word!r}.{guess} Expected one of: {', '.join(offered)}.", file=sys.stderr)
         sys.exit(BAD_INPUT)
     os.execv(sys.executable, [sys.executable, "-m", offered[word][0], *rest])
 

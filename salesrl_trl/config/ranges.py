@@ -146,10 +146,8 @@ def check_names(path: str, names: Iterable[object], known: Iterable[str]) -> Non
     """Refuse a name that a nested setting does not know, with the nearest one."""
     choices = [*known]
     for name in names:
-        check(
-            name in choices,
-            f"`{path}` has an unknown {name!r}.{nearest(str(name), choices)} Expected some of: {', '.join(choices)}.",
-        )
+        near = nearest(str(name), choices)
+        check(name in choices, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(choices)}.")
 
 
 def check_settings(config: "DataclassInstance", where: str = "") -> None:

@@ -75,7 +75,8 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
     arguments, known = training.parsed_engine_kwargs(), engine_arguments()
     for name in sorted(arguments.keys() - known if known else ()):
         findings.fail(
-            f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{nearest(name, known)}",
+            f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine."
+            f"{nearest(name, known)}",
             "Expected arguments of `vllm.LLM`: see its documentation, or leave this one out.",
         )
     variables = {name for name in os.environ if name.startswith("VLLM_")}
@@ -88,7 +89,7 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
 
 def _single_settings(config: RunConfig, findings: Findings) -> None:
     """Check for packages that single settings want. Other libraries look for them after the model is loaded."""
-    training, model = config.training, config.model
+    training, model, optim = config.training, config.model, config.training.optim.value
     available = {*get_available_reporting_integrations(), "none", "all"}
     if missing := [name for name in training.report_to if name not in available]:
         findings.fail(
@@ -101,13 +102,10 @@ def _single_settings(config: RunConfig, findings: Findings) -> None:
         "load_in_8bit": model.load_in_8bit and "bitsandbytes",
         "use_liger_kernel": training.use_liger_kernel and "liger_kernel",
         "use_peft": model.use_peft and "peft",
+        f"optim: {optim}": next((package for package, names in OPTIMIZERS.items() if re.search(names, optim)), None),
     }
-    wanted = {name: package for name, package in settings.items() if package}
-    for package, optimizers in OPTIMIZERS.items():
-        if re.search(optimizers, training.optim.value):
-            wanted[f"optim: {training.optim.value}"] = package
-    for setting, package in wanted.items():
-        if importlib.util.find_spec(package) is None:
+    for setting, package in settings.items():
+        if package and importlib.util.find_spec(package) is None:
             findings.fail(
                 f"`{setting}` wants {package}, which is not installed.",
                 f"Install it (pip install {package.replace('_', '-')}), or leave the setting out.",

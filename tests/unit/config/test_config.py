@@ -60,7 +60,7 @@ def test_the_defaults_work():
         ({"kl_law_settings": {"cooldown_steps": True}}, "cooldown_steps` is True. Expected a whole number"),
         (
             {"kl_law_settings": {"max_steps": 3}},
-            "`kl_law_settings` has an unknown 'max_steps'. Did you mean 'max_step",
+            "`kl_law_settings` has an unknown 'max_steps'. Did you mean 'max_s",
         ),
         ({"shared_prompts": 1.5}, "'1.5'. Expected auto, off, or the most tokens of a pass: a whole number"),
         (
