@@ -33,11 +33,8 @@ SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own wh
 SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged reward chain and the demo's rows need
 ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
 PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
-PATHS = (
-    "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
-    "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file",
-)  # fmt: skip
-"""Settings that may be paths of this machine."""
+PATHS = ("output_dir", "resume_from_checkpoint", "model_name_or_path")
+"""Settings of TRL and transformers that may be paths of this machine."""
 FIRST = (
     "model_name_or_path", "dataset", "eval_dataset", "held_out_share", "reward_funcs", "max_steps", "learning_rate",
     "num_generations", "max_completion_length", "output_dir", "resume_from_checkpoint", "use_peft", "lora_r",

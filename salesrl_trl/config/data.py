@@ -4,8 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from salesrl_trl.config.checks import build_object, check, structure
-from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_names, check_settings, check_value
+from salesrl_trl.config.checks import build_object, check, check_path, check_source_name, structure
+from salesrl_trl.config.ranges import (
+    LESS_THAN_1,
+    Count,
+    Range,
+    check_names,
+    check_settings,
+    check_value,
+)
 from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
@@ -13,13 +20,14 @@ from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
+from salesrl_trl.errors import Refusals
 
 
 @dataclass
 class DataConfig:
     """The rows to train and evaluate on."""
 
-    dataset: str = DEMO
+    dataset: Annotated[str, check_source_name] = DEMO
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
     `NAME:SPLIT` is another split than `train`."""
     eval_dataset: dict[str, object] | str | None = None
@@ -33,14 +41,14 @@ class DataConfig:
     held_out_share: Annotated[float, Range(0, LESS_THAN_1)] | None = None
     """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
     `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
-    data_copy_dir: str | None = None
+    data_copy_dir: Annotated[str, check_path] | None = None
     """Folder on a faster disk. `dataset` and `eval_dataset`, where they are local, are copied there once and read from
     there."""
     max_train_rows: Count | None = None
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
     """Number of held-out rows to take, from the first one on. Defaults to all."""
-    prompt_template: str | None = None
+    prompt_template: Annotated[str, check_path] | None = None
     """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
     the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
     there are two templates: `instruct` explains its task to a general chat model. `compact` is the conversation
@@ -53,37 +61,49 @@ class DataConfig:
     `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        entry = self._eval_entry()
-        self.eval_dataset = entry.get("path")  # `data_copy_dir` replaces the path alone, later on
+        refused, entry = Refusals(), dict[str, Any]()
+        with refused:
+            check_settings(self)
+        with refused.of(self, "eval_dataset"):
+            entry = self._eval_entry()
+            self.eval_dataset = entry.get("path")  # `data_copy_dir` replaces the path alone, later on
         self._eval_format, self._eval_columns = entry.get("format"), entry.get("columns")
-        for name, value in (("dataset_format", self.dataset_format), ("eval_dataset.format", self._eval_format)):
+        self._folder = self._eval_folder = None
+        for name, at in (("dataset_format", "dataset_format"), ("eval_dataset.format", "_eval_format")):
+            with refused:
+                value, kinds = getattr(self, at), (ROWS, *FORMATS)
+                message = f"`{name}` is {value!r}. Expected one of: {', '.join(kinds)}; or a class's dotted path."
+                check(value is None or "." in str(value) or value in kinds, message)
+        for name in ("dataset", "eval_dataset"):
+            with refused:
+                source = getattr(self, name) or ""
+                file, split = _source_and_split(source, "")
+                message = f"`{name}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
+                check(not split or Path(file).suffix not in ENDINGS, message)
+        for name, at in (("columns", "columns"), ("eval_dataset.columns", "_eval_columns")):
+            with refused:
+                _columns(name, getattr(self, at))  # raises for another form
+        with refused:
+            self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(entry.get("path") or self.dataset)
             check(
-                value is None or "." in str(value) or value in (ROWS, *FORMATS),
-                f"`{name}` is {value!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
+                not self.held_out_share
+                or (self.eval_dataset is None and not entry and self.dataset != DataConfig.dataset),
+                "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the "
+                "demo. Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
             )
-        for name, source in (("dataset", self.dataset), ("eval_dataset", entry.get("path") or "")):
-            file, split = _source_and_split(source, "")
-            message = f"`{name}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
-            check(not split or Path(file).suffix not in ENDINGS, message)
-        for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
-            _columns(name, value)  # raises for another form
-        self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(entry.get("path") or self.dataset)
-        check(
-            not self.held_out_share or (not entry and self.dataset != DataConfig.dataset),
-            "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the demo. "
-            "Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
-        )
+        refused.tell(self)
 
     def _eval_entry(self) -> dict[str, Any]:
         """`eval_dataset` as a mapping of `path`, `format` and `columns`."""
-        value = self.eval_dataset
+        value: Any = self.eval_dataset
         if value is None or (isinstance(value, str) and not value.startswith("{")):
-            return {} if value is None else {"path": value}
-        entry: dict[str, Any] = structure("eval_dataset", value, dict)
-        check_names("eval_dataset", entry, ("path", "format", "columns"))
-        for name in ("path", "format"):
-            check_value(f"eval_dataset.{name}", entry.get(name), str | None)
+            entry = {} if value is None else {"path": value}
+            where = "eval_dataset"
+        else:
+            entry, where = structure("eval_dataset", value, dict), "eval_dataset.path"
+            check_names("eval_dataset", entry, ("path", "format", "columns"))
+        check_value(where, entry.get("path"), Annotated[str, check_source_name] | None)
+        check_value("eval_dataset.format", entry.get("format"), str | None)
         return entry
 
     @property

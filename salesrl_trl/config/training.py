@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import check, check_url, load_object, structure
+from salesrl_trl.config.checks import check, check_path, check_url, load_object, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
 from salesrl_trl.config.ranges import (
@@ -31,7 +31,7 @@ from salesrl_trl.config.trl_settings import (
     load_sampler,
     settle_schedule,
 )
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, Refusals
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -83,7 +83,7 @@ class SalesGRPOConfig(GRPOConfig):
     sampler: str | None = None
     """Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
     `salesrl_trl.generation.sampler.Sampler` describes such a class."""
-    compile_cache_dir: str | None = None
+    compile_cache_dir: Annotated[str, check_path] | None = None
     """One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load it. It
     may be copied to another machine. `auto` is `compiled` in the package's cache folder (`SALESRL_CACHE_DIR`). Each
     library uses its own place when not given, or empty."""
@@ -144,19 +144,37 @@ class SalesGRPOConfig(GRPOConfig):
     `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does."""
 
     def __post_init__(self) -> None:
-        check(
-            len(set(self.branches)) == len(self.branches), f"`branches` is {self.branches}. Expected each name once."
-        )
         self.shared_prompts = str(self.shared_prompts)
-        check_settings(self)
-        check_numbers(self)
-        check_sizes(self)
-        check(
-            bool(re.fullmatch("auto|off|[1-9][0-9]*", self.shared_prompts)),
-            f"`shared_prompts` is {self.shared_prompts!r}. Expected auto, off, or the most tokens of a pass: a whole "
-            "number of 1 or more. In YAML put off in quotes.",
+        refused = Refusals()
+        refused.each(
+            lambda: check_settings(self),
+            self._check_own,
+            lambda: check_numbers(self),
+            lambda: check_sizes(self),
+            lambda: check_mode(self.mode),
+            lambda: check_url("vllm_server_base_url", self.vllm_server_base_url),
         )
-        check_mode(self.mode)
+        if not refused.errors:
+            refused.each(self._settle)
+        weights = (self._check_baseline, self._check_estimator, self.kl_control_law, self.kl_windows, self.kl_targets)
+        refused.each(*weights, self._check_sampler)
+        refused.tell(self)
+
+    def _check_own(self) -> None:
+        refused = Refusals()
+        with refused.of(self, "branches"):
+            is_once = len(set(self.branches)) == len(self.branches)
+            check(is_once, f"`branches` is {self.branches}. Expected each name once.")
+        with refused.of(self, "shared_prompts"):
+            check(
+                bool(re.fullmatch("auto|off|[1-9][0-9]*", self.shared_prompts)),
+                f"`shared_prompts` is {self.shared_prompts!r}. Expected auto, off, or the most tokens of a pass: a "
+                "whole number of 1 or more. In YAML put off in quotes.",
+            )
+        refused.tell()
+
+    def _settle(self) -> None:
+        """Settle what depends on the machine and on other settings, and check what follows from that."""
         if self.mode != "train":  # nothing is evaluated or saved
             self.held_out_eval, self.save_strategy = False, "no"
         self.compiled = compiled.folder_of(self.compile_cache_dir)
@@ -172,20 +190,12 @@ class SalesGRPOConfig(GRPOConfig):
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
         # One process trains on one GPU. With several visible, transformers would split batches by DataParallel.
         self._n_gpu: int = min(self._n_gpu, 1)
-        check_url("vllm_server_base_url", self.vllm_server_base_url)
         check(
             self.use_vllm or not self.use_transformers_continuous_batching or not (self.bf16 or self.fp16),
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
         check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
-        self._check_kl()
-        check(
-            self.sampler is None or not self.use_vllm,
-            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
-            "`use_vllm: false`.",
-        )
-        load_sampler(self.sampler)
 
     def to_dict(self) -> dict[str, object]:
         """The settings as loggers show them: without keys."""
@@ -222,21 +232,27 @@ class SalesGRPOConfig(GRPOConfig):
         """Whether DeepSpeed or FSDP splits the policy's training over processes."""
         return self.deepspeed_plugin is not None or bool(self.fsdp) or has_fsdp()
 
-    def _check_kl(self) -> None:
-        weight = self.hybrid_reference_weight
+    def _check_baseline(self) -> None:
         check(
-            weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
+            self.hybrid_reference_weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
             "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
             "has no group baseline. Expected `sum_then_normalize`.",
         )
+
+    def _check_estimator(self) -> None:
         check(
             self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
             "`kl_estimator: k1` with `use_bias_correction_kl: false` has no effect: its gradient is zero on average. "
             "Expected the correction, or k2 or k3.",
         )
-        self.kl_control_law()
-        self.kl_windows()
-        self.kl_targets()
+
+    def _check_sampler(self) -> None:
+        check(
+            self.sampler is None or not self.use_vllm,
+            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
+            "`use_vllm: false`.",
+        )
+        load_sampler(self.sampler)
 
     def kl_targets(self) -> dict[str, KLTarget]:
         """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0. Raises
@@ -254,11 +270,13 @@ class SalesGRPOConfig(GRPOConfig):
             f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of "
             "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
         )
-        targets = dict[str, KLTarget]()
+        targets, refused = dict[str, KLTarget](), Refusals()
         for branch in branches:
-            path = f"branch_kl.{branch}"
-            targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
-            check_range(f"{path}.beta", targets[branch].beta, KL_COEFFICIENT)
+            with refused:
+                path = f"branch_kl.{branch}"
+                targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
+                check_range(f"{path}.beta", targets[branch].beta, KL_COEFFICIENT)
+        refused.tell()
         return targets if any(target.beta for target in targets.values()) else {}
 
     def _law_settings(self) -> dict[str, Any]:
