@@ -29,8 +29,11 @@ A message says what was found, what was expected, and what to do. It never conta
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn, TypeVar
+
+Settings = TypeVar("Settings")
 
 
 class SalesRLError(Exception):
@@ -213,6 +216,13 @@ class RefusedRead(Exception):
     """A check reads a setting that was refused. `Refusals` leave this check out."""
 
 
+class Unread:
+    """Stands for settings that could not be built: every look at one raises `RefusedRead`."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RefusedRead(name)
+
+
 class Refusals:
     """Collects what is refused at a start, so that one message tells all of it.
 
@@ -263,17 +273,20 @@ class Refusals:
             raise error
 
 
-def hide(settings: object, *names: str) -> None:
-    """Let every later look at these attributes of an object raise `RefusedRead`. Its class becomes one of its own."""
-    kind = type(settings)
+def hide(settings: object, name: str) -> None:
+    """Let every later look at this attribute of an object raise `RefusedRead`. Its class becomes one of its own."""
+    object.__setattr__(settings, "__class__", without(type(settings), {name}))
+
+
+def without(kind: type[Settings], names: Collection[str]) -> type[Settings]:
+    """A class like `kind`, in whose objects a look at one of these attributes raises `RefusedRead`."""
 
     def look(self: object, name: str) -> object:
         if name in names:
             raise RefusedRead(name)
         return kind.__getattribute__(self, name)
 
-    own = type(kind.__name__, (kind,), {"__getattribute__": look})
-    object.__setattr__(settings, "__class__", own)
+    return type(kind.__name__, (kind,), {"__getattribute__": look})
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
