@@ -232,6 +232,8 @@ class Refusals:
 
     def __init__(self) -> None:
         self.errors: list[SalesRLError] = []
+        self.is_partial = False
+        """Whether settings are half built: then any other error of a check comes of that, and is left out too."""
 
     def __enter__(self) -> None:
         return
@@ -240,7 +242,7 @@ class Refusals:
         for part in error.errors if isinstance(error, ConfigErrors) else [error]:
             if isinstance(part, SalesRLError) and str(part) not in map(str, self.errors):
                 self.errors.append(part)
-        return isinstance(error, (SalesRLError, RefusedRead))
+        return isinstance(error, (SalesRLError, RefusedRead)) or (self.is_partial and isinstance(error, Exception))
 
     def check(self, holds: Callable[[], bool], message: str) -> None:
         """Keep a `ConfigError` with this message, unless the condition holds."""

@@ -31,7 +31,7 @@ from salesrl_trl.config.trl_settings import (
     load_sampler,
     settle_schedule,
 )
-from salesrl_trl.errors import ConfigError, Refusals
+from salesrl_trl.errors import ConfigError, Refusals, hide
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -156,6 +156,9 @@ class SalesGRPOConfig(GRPOConfig):
         )
         if not refused.errors:
             refused.each(self._settle)
+        else:
+            for name in ("_setup_devices", "distributed_state"):  # the device, rank and number of processes
+                hide(self, name)
         weights = (self._check_baseline, self._check_estimator, self.kl_control_law, self.kl_windows, self.kl_targets)
         refused.each(*weights, self._check_sampler)
         refused.tell(self)

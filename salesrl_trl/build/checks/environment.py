@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 from transformers.integrations import get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 
 from salesrl_trl.build import software
 from salesrl_trl.build.checks.folders import check_output_dir, free_gib
@@ -42,12 +43,14 @@ STALE_S = 120.0  # age of a lock of a DeepSpeed build that was left behind; a yo
 def check_environment(plan: Plan, findings: Findings) -> None:
     """Look for what the run needs. In depth the driver is asked and the disk measured, which takes seconds."""
     training, in_depth = plan.config.training, plan.in_depth
-    _versions(training, findings)
-    _single_settings(plan.config, findings)
-    _devices(training, in_depth, findings)
-    _disk(training.output_dir, in_depth, findings)
-    _shared_memory(training, findings)
-    _locks(training, in_depth, findings)
+    findings.refused.each(
+        lambda: _versions(training, findings),
+        lambda: _single_settings(plan.config, findings),
+        lambda: _devices(training, in_depth, findings),
+        lambda: _disk(training.output_dir, in_depth, findings),
+        lambda: _shared_memory(training, findings),
+        lambda: _locks(training, in_depth, findings),
+    )
 
 
 def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
@@ -89,7 +92,7 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
 
 def _single_settings(config: RunConfig, findings: Findings) -> None:
     """Check for packages that single settings want. Other libraries look for them after the model is loaded."""
-    training, model, optim = config.training, config.model, config.training.optim.value
+    training, model, optim = config.training, config.model, OptimizerNames(config.training.optim).value
     available = {*get_available_reporting_integrations(), "none", "all"}
     if missing := [name for name in training.report_to if name not in available]:
         findings.fail(
