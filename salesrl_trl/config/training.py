@@ -262,18 +262,18 @@ class SalesGRPOConfig(GRPOConfig):
         `ConfigError` for targets that can't work."""
         by_branch = {} if self.branch_kl is None else structure("branch_kl", self.branch_kl, dict)
         branches = self.branches or list(by_branch) or [ALL]  # without rows the branches are not known yet
-        unknown = sorted(set(by_branch) - set(branches))
-        check(
-            not unknown,
+        unknown, refused = sorted(set(by_branch) - set(branches)), Refusals()
+        refused.check(
+            lambda: not unknown,
             f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(branches)}. Name your branches in "
             "it, or give `--branch_kl {} --beta 0.05` for one coefficient.",
         )
-        check(
-            not self.beta or not self.branches or set(by_branch) != set(branches),
+        refused.check(
+            lambda: not self.beta or not self.branches or set(by_branch) != set(branches),
             f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of "
             "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
         )
-        targets, refused = dict[str, KLTarget](), Refusals()
+        targets = dict[str, KLTarget]()
         for branch in branches:
             with refused:
                 path = f"branch_kl.{branch}"

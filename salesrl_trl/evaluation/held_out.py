@@ -141,7 +141,7 @@ def _read(path: Path) -> list[_Evaluation]:
     try:
         records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
         return [_Evaluation(int(record.pop("step")), record, []) for record in records]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         (aside,) = put_aside(path)
         logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")
         return []

@@ -11,7 +11,7 @@ from salesrl_trl.build.checks.environment import check_environment
 from salesrl_trl.build.checks.folders import earlier_start
 from salesrl_trl.build.checks.model import check_tokenizer, check_weights, choose_attention
 from salesrl_trl.build.checks.outcome import Findings, StageVerdict
-from salesrl_trl.build.checks.reward import check_stand_ins
+from salesrl_trl.build.checks.reward import check_stand_ins, own_functions
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
@@ -122,7 +122,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
         own = next(iter(config.data.own_sources), None)
         for note in check_stand_ins(config.reward, training.branches, own):
             findings.note(note)
-    refused.each(lambda: plan.reward, lambda: plan.model_config)
+    refused.each(lambda: own_functions(config.reward), lambda: plan.reward, lambda: plan.model_config)
     refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
         micro_batch = training.per_device_train_batch_size * training.world_size

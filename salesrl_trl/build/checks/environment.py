@@ -94,7 +94,8 @@ def _single_settings(config: RunConfig, findings: Findings) -> None:
     """Check for packages that single settings want. Other libraries look for them after the model is loaded."""
     training, model, optim = config.training, config.model, OptimizerNames(config.training.optim).value
     available = {*get_available_reporting_integrations(), "none", "all"}
-    if missing := [name for name in training.report_to if name not in available]:
+    named = [training.report_to] if isinstance(training.report_to, str) else training.report_to or []  # not settled
+    if missing := [name for name in named if name not in available]:
         findings.fail(
             f"`report_to` names {', '.join(missing)}, which is not installed. Expected some of: "
             f"{', '.join(sorted(available))}.",

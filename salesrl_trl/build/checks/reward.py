@@ -61,10 +61,8 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
     """`prepare_reward` without a request to any address."""
     refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
     rag = judge = None
-    for path in config.reward_funcs:
-        with refused:
-            if path != SALES:
-                functions[path] = reward_of(load_object(path, "reward_funcs"))
+    with refused:
+        functions = own_functions(config)
     refused.check(
         lambda: not (hybrid_baseline and config.reward_funcs not in ([], [SALES])),
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0.",
@@ -88,19 +86,20 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
             )
     with refused:
         judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
-    asks, providers = not config.asks_nobody, config.parsed_judge_providers()
-    variables = {
-        provider.name: (provider.api_key_env, f"judge_providers[{provider.name}].api_key_env")
-        for provider in providers
-    } or {JUDGE: (config.judge_api_key_env, "judge_api_key_env")}
-    keys = dict[str, str | None]()
-    for name, variable in {"": (config.rag_api_key_env, "rag_api_key_env"), **variables}.items():
-        with refused:
-            keys[name] = read_key(*variable) if asks else None
     weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict[str, str]()
     with refused:
         if config.judge is None and config.uses_services:
             rubrics = load_rubrics(_rubric_names(weighed, branches), config.rubric_dir)
+    rag_key, keys = None, dict[str, str | None]()
+    with refused:
+        rag_key = rag_key_of(config)
+    with refused:
+        for provider in config.parsed_judge_providers():
+            with refused:
+                variable, setting = provider.api_key_env, f"judge_providers[{provider.name}].api_key_env"
+                keys[provider.name] = None if config.asks_nobody else read_key(variable, setting)
+        if not config.parsed_judge_providers():
+            keys[JUDGE] = None if config.asks_nobody else read_key(config.judge_api_key_env, "judge_api_key_env")
     refused.tell()
     scoring = Scoring(
         weights=weighed,
@@ -117,7 +116,7 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
     return RewardParts(
         scoring=scoring,
         rubrics=rubrics,
-        rag_key=keys.pop(""),
+        rag_key=rag_key,
         judge_keys=keys,
         rag=rag,
         judge=judge,
@@ -125,6 +124,22 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
         functions=functions,
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
     )
+
+
+def own_functions(config: RewardConfig) -> dict[str, Scorer]:
+    """The functions of `reward_funcs` by path. Raises `ConfigError` for those that are not there."""
+    functions, refused = dict[str, Scorer](), Refusals()
+    for path in config.reward_funcs:
+        with refused:
+            if path != SALES:
+                functions[path] = reward_of(load_object(path, "reward_funcs"))
+    refused.tell()
+    return functions
+
+
+def rag_key_of(config: RewardConfig) -> str | None:
+    """The RAG service's key. Raises as `read_key` does."""
+    return None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env")
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
