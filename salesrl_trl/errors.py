@@ -31,7 +31,7 @@ A message says what was found, what was expected, and what to do. It never conta
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 Settings = TypeVar("Settings")
 
@@ -216,13 +216,6 @@ class RefusedRead(Exception):
     """A check reads a setting that was refused. `Refusals` leave this check out."""
 
 
-class Unread:
-    """Stands for settings that could not be built: every look at one raises `RefusedRead`."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RefusedRead(name)
-
-
 class Refusals:
     """Collects what is refused at a start, so that one message tells all of it.
 
@@ -232,6 +225,8 @@ class Refusals:
 
     def __init__(self) -> None:
         self.errors: list[SalesRLError] = []
+        self.names = set[str]()
+        """Settings that were refused before there was an object of theirs."""
         self.is_partial = False
         """Whether settings are half built: then any other error of a check comes of that, and is left out too."""
 
@@ -252,12 +247,15 @@ class Refusals:
 
     @contextmanager
     def of(self, settings: object, name: str) -> Iterator[None]:
-        """As `with` alone. No later check reads this attribute of `settings` if the block refuses it."""
+        """As `with` alone. If the block refuses this attribute of `settings`, no later check reads it."""
         with self:
             try:
                 yield
             except SalesRLError:
-                hide(settings, name)
+                if settings is None:
+                    self.names.add(name)
+                else:
+                    hide(settings, name)
                 raise
 
     def each(self, *checks: Callable[[], object]) -> None:

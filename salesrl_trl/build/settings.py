@@ -6,7 +6,7 @@ Owns the keys of a recipe and the order of precedence. The classes of `config` c
 import copy
 import difflib
 from argparse import SUPPRESS, Action, ArgumentError, Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
 from salesrl_trl.data.files import DEMO, nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
-from salesrl_trl.errors import ConfigError, Refusals, SalesRLError, Unread, without
+from salesrl_trl.errors import ConfigError, Refusals, SalesRLError, without
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 
 if TYPE_CHECKING:
@@ -160,7 +160,6 @@ class SettingsParser(TrlParser):
         super().__init__(kinds, allow_abbrev=False)
         self._unread, self._keeps = unread, refused is not None
         self._refused = Refusals() if refused is None else refused
-        self._hidden = set[str]()  # settings that no check may read: those refused, and what an unknown name may mean
         hints = dict(pair for kind in kinds for pair in get_type_hints(kind).items())
         self._texts = {name for name, hint in hints.items() if hint in (str, str | None)}
         for name, hint in hints.items():
@@ -196,32 +195,26 @@ class SettingsParser(TrlParser):
         known = {"--config", *(option for action in self._actions for option in action.option_strings)}
         for name in self._unread:
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
-        with self._refused:
-            if unknown := [name for name in _options(argv) if name not in known]:
-                guesses = self._with_guesses(unknown, known)
-                raise ConfigError(f"unknown arguments: {guesses}. Correct them; `--help` lists all.")
-        argv, names = _without_presets(argv)
-        with self._refused:
-            _check_presets(names)
-        self._presets = {name: _read_recipe(FOLDER / f"{name}.yaml") for name in names or () if name in PRESETS}
+        unknown = [name for name in _options(argv) if name not in known]
+        guesses = self._with_guesses(unknown, known)
+        self._refused.check(lambda: not unknown, f"unknown arguments: {guesses}. Correct them; `--help` lists all.")
+        argv, names = _without_presets(argv, self._refused)
+        self._presets = {name: self._checked_recipe(FOLDER / f"{name}.yaml") for name in names}
         recipe: dict[str, object] = {}
         if "--config" in argv:
             if argv[-1] == "--config":
                 raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
             file = Path(argv[argv.index("--config") + 1])
             with self._refused:
-                recipe = _read_recipe(file)
-            can_go_on = not self._refused.errors or bool(recipe)
-            with self._refused:
-                self._check_names(file, recipe)
-            if not can_go_on or not all(isinstance(name, str) for name in recipe):
+                recipe = self._checked_recipe(file)
+            if not recipe or not all(isinstance(name, str) for name in recipe):
                 self._refused.tell()  # checks of other values than the recipe's would mislead
             find_modules_in(file.absolute().parent)  # beside a recipe may be its reward functions
         self._given = {name.removeprefix("--").replace("-", "_") for name in _options(argv)}  # --max-steps is read too
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:
             self.set_defaults_with_config()
-        read: tuple[Any, ...] = (*(Unread() for _ in self.dataclass_types), [])
+        read: tuple[Any, ...] = (*(None for _ in self.dataclass_types), [])
         with self._refused, _own_errors():
             read = self.parse_args_and_config(argv, return_remaining_strings=True, fail_with_unknown_args=False)
         if not self._keeps:
@@ -233,7 +226,7 @@ class SettingsParser(TrlParser):
         namespace, unknown = super().parse_known_args(*args, **kwargs)
         for name in PATHS:
             if isinstance(path := getattr(namespace, name, None), str):
-                with self._refused, self._hiding(name):
+                with self._refused.of(None, name):
                     check_path(name, path)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in self._given}
@@ -248,32 +241,22 @@ class SettingsParser(TrlParser):
         if getattr(namespace, "held_out_eval", False) is None:
             namespace.held_out_eval = True
         self.values |= copy.deepcopy(vars(namespace))
-        self.dataclass_types = [_Builder(kind, self._hidden, self._refused) for kind in self.dataclass_types]
+        self.dataclass_types = [_Builder(kind, self._refused) for kind in self.dataclass_types]
         return namespace, unknown
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
         """The value of a text. One of another type is refused, and the other texts are read."""
-        with self._refused, self._hiding(action.dest):
-            try:
-                return super()._get_value(action, arg_string)
-            except ArgumentError as error:
-                self.error(str(error))
+        return self._refused_alone(action, super()._get_value, arg_string)
 
     def _check_value(self, action: Action, value: Any) -> None:
-        with self._refused, self._hiding(action.dest):
+        self._refused_alone(action, super()._check_value, value)
+
+    def _refused_alone(self, action: Action, read: Callable[[Action, Any], Any], value: object) -> Any:
+        with self._refused.of(None, action.dest):
             try:
-                super()._check_value(action, value)
+                return read(action, value)
             except ArgumentError as error:
                 self.error(str(error))
-
-    @contextmanager
-    def _hiding(self, name: str) -> Iterator[None]:
-        """Let no check read this setting if the block refuses it."""
-        try:
-            yield
-        except ConfigError:
-            self._hidden.add(name)
-            raise
 
     def set_defaults_with_config(self, **config: object) -> list[str]:
         """Make defaults of the recipe's values, `sales_chain`'s among them, of the presets', and, if no model is
@@ -296,7 +279,7 @@ class SettingsParser(TrlParser):
             config["shared_prompts"] = str(config["shared_prompts"])
         for name in self._texts & config.keys():  # argparse converts only what the command line gives
             kind = type(config[name]).__name__
-            with self._refused, self._hiding(name):
+            with self._refused.of(None, name):
                 if not isinstance(config[name], str | None):
                     config[name] = None
                     raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
@@ -305,27 +288,56 @@ class SettingsParser(TrlParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
 
-    def _check_names(self, path: Path, recipe: Mapping[str, object]) -> None:
-        """Refuse names that a recipe has and no class of settings."""
+    def _checked_recipe(self, path: Path) -> dict[str, object]:
+        """The content of a recipe, whose unknown names are refused. Raises `ConfigError` where it can't be read."""
+        check_path("--config", str(path))
+        if not path.is_file():
+            raise ConfigError(
+                f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file. Correct --config."
+            )
+        try:
+            recipe = read_yaml(path)
+            check_text(str(path), recipe)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} can't be read ({unreadable(error)}). Expected a file of settings that this user may read."
+            ) from None
+        except RecursionError:
+            raise ConfigError(
+                f"{path} is nested too deeply, or holds itself. Expected a mapping of settings."
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}, {unreadable(error)}.") from None
+        except yaml.YAMLError as error:
+            fault = str(error)
+            if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+                # the place alone, without the line itself: it may hold a key
+                problem = ", ".join(part for part in (error.context, error.problem) if part)
+                fault = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+            raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
+        if not isinstance(recipe, dict):
+            raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
         known, names = self.keys, set(recipe)
         for key in (SMALL_POLICY, SALES_CHAIN):
             part = recipe.get(key) or {}
             if not isinstance(part, dict):
                 raise ConfigError(f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
             names |= set(part)
-        if unknown := sorted(names - known, key=str):
-            raise ConfigError(
-                f"{path} has unknown keys: {self._with_guesses(unknown, known)}. Expected settings of DataConfig, "
-                "RewardConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
-                "them; `--help` lists all."
-            )
+        unknown = sorted(names - known, key=str)
+        guesses = self._with_guesses(unknown, known)
+        self._refused.check(
+            lambda: not unknown,
+            f"{path} has unknown keys: {guesses}. Expected settings of DataConfig, RewardConfig, TelemetryConfig, "
+            "SalesGRPOConfig or trl's ModelConfig. Correct or remove them; `--help` lists all.",
+        )
+        return recipe
 
     def _with_guesses(self, names: Sequence[object], known: set[str]) -> str:
         """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting. No check reads such a one."""
         texts = []
         for name in names:
             near = difflib.get_close_matches(str(name), known, n=1)
-            self._hidden |= {_setting(text) for text in near}
+            self._refused.names |= {_setting(text) for text in near}
             note = REPLACED.get(_setting(str(name)), f"did you mean {near[0]}?" if near else "")
             texts.append(f"{name} ({note})" if note else str(name))
         return ", ".join(texts)
@@ -334,12 +346,12 @@ class SettingsParser(TrlParser):
 class _Builder:
     """Stands for a class of settings where TRL's parser builds them. Its refusals do not end the parser's work."""
 
-    def __init__(self, kind: type, hidden: Collection[str], refused: Refusals) -> None:
+    def __init__(self, kind: type, refused: Refusals) -> None:
         self.__dataclass_fields__ = kind.__dataclass_fields__  # type: ignore[attr-defined]
-        self._kind, self._refused = without(kind, hidden) if hidden else kind, refused
+        self._kind, self._refused = without(kind, refused.names) if refused.names else kind, refused
 
     def __call__(self, **values: object) -> object:
-        built: object = Unread()
+        built: object = None
         with self._refused, _own_errors():
             try:
                 built = self._kind(**values)
@@ -377,8 +389,8 @@ def _setting(option: str) -> str:
     return option.removeprefix("--").replace("-", "_").removeprefix("no_")
 
 
-def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """The arguments without `--preset`, and the names that it had; `None` without it."""
+def _without_presets(argv: Sequence[str], refused: Refusals) -> tuple[list[str], list[str]]:
+    """The arguments without `--preset`, and the names that it had. Unknown ones are refused."""
     rest, names, is_name, option = list[str](), list[str](), False, f"--{PRESET}"
     for word in argv:
         is_name = word == option or (is_name and not word.startswith("--"))
@@ -386,15 +398,13 @@ def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
             names.append(word.removeprefix(f"{option}="))
         elif word != option:
             (names if is_name else rest).append(word)
-    return rest, names if names or option in argv else None
-
-
-def _check_presets(names: Sequence[str] | None) -> None:
-    """Refuse unknown presets, and `--preset` without any."""
-    unknown = [name for name in names or () if name not in PRESETS]
-    if unknown or names == []:
-        got = ", ".join(unknown) or "nothing"
-        raise ConfigError(f"`--preset` names {got}. Expected some of: {', '.join(PRESETS)}. Correct or remove it.")
+    unknown = [name for name in names if name not in PRESETS]
+    refused.check(
+        lambda: not unknown and (option not in argv or bool(names)),
+        f"`--preset` names {', '.join(unknown) or 'nothing'}. Expected some of: {', '.join(PRESETS)}. Correct or "
+        "remove it.",
+    )
+    return rest, [name for name in names if name in PRESETS]
 
 
 def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_command_line: Collection[str]) -> str:
@@ -405,31 +415,3 @@ def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_com
             otherwise = f" (not {recipe[name]})" if name in recipe else ""
             changed.append(name if isinstance(value, dict) else f"{name} {value}{otherwise}")
     return ", ".join(changed) or "nothing that the command line does not give"
-
-
-def _read_recipe(path: Path) -> dict[str, object]:
-    """The content of a recipe. Raises `ConfigError` where it is no mapping of settings, or can't be read."""
-    check_path("--config", str(path))
-    if not path.is_file():
-        raise ConfigError(f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file. Correct --config.")
-    try:
-        recipe = read_yaml(path)
-        check_text(str(path), recipe)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} can't be read ({unreadable(error)}). Expected a file of settings that this user may read."
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply, or holds itself. Expected a mapping of settings.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}, {unreadable(error)}.") from None
-    except yaml.YAMLError as error:
-        fault = str(error)
-        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
-            # the place alone, without the line itself: it may hold a key
-            problem = ", ".join(part for part in (error.context, error.problem) if part)
-            fault = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
-        raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
-    if not isinstance(recipe, dict):
-        raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-    return recipe
