@@ -39,12 +39,6 @@ def check_path(setting: str, path: str) -> None:
         ) from None
 
 
-def check_source_name(setting: str, source: str) -> None:
-    """Refuse an empty name of a dataset, and what `check_path` does: it may be the path of a file."""
-    check(bool(source), f"`{setting}` is empty. Expected a file, the name of a dataset, or `demo`. Name one.")
-    check_path(setting, source)
-
-
 def check_text(where: str, value: object, name: str = "") -> None:
     """Refuse a NUL, and half a character, in the texts of a structure: no file's name, request or environment variable
     may hold one. `where`: what holds the structure. `name`: the setting, with dots."""
