@@ -156,6 +156,8 @@ class SettingsParser(TrlParser):
     without it.
     """
 
+    dataclass_types: list[Any]
+
     def __init__(self, kinds: Sequence[type], unread: Collection[str] = (), refused: Refusals | None = None) -> None:
         super().__init__(kinds, allow_abbrev=False)
         self._unread, self._keeps = unread, refused is not None

@@ -88,11 +88,11 @@ class DataConfig:
         refused = Refusals()
         refused.each(lambda: check_settings(self))
         with refused.of(self, "eval_dataset"):
-            given = self.eval_dataset
-            is_name = isinstance(given, str) and not given.startswith("{")
-            if is_name:
+            given = {} if self.eval_dataset is None else self.eval_dataset
+            if isinstance(given, str) and not given.startswith("{"):
                 _check_source("eval_dataset", given)
-            self._eval = entry_of("eval_dataset", EvalSource, {"path": given} if is_name else given or {})
+                given = {"path": given}
+            self._eval = entry_of("eval_dataset", EvalSource, given)
             self.eval_dataset = self._eval.path  # `data_copy_dir` replaces the path alone, later on
         with refused:
             self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(self.eval_dataset or self.dataset)

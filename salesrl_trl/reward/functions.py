@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
@@ -334,33 +334,13 @@ def reward_of(function: object) -> Scorer:
     return RewardFunction(function)
 
 
-class Decorator(Protocol):
-    """Makes a `RewardFunction`: `@per_group`, or with options `@per_group(deadline_s=20.0)`."""
-
-    @overload
-    def __call__(self, function: Function, /) -> RewardFunction: ...
-    @overload
-    def __call__(
-        self, *, deadline_s: float = ..., transport: Transport | None = ...
-    ) -> Callable[[Function], RewardFunction]: ...
-
-
-def _decorates(per: Per) -> Callable[[Callable[..., object]], Decorator]:
-    """Makes the decorator that a signature and a docstring describe."""
-
-    def decorator(described: Callable[..., object]) -> Decorator:
-        @functools.wraps(described)
-        def decorate(function: Function | None = None, /, **options: Any) -> Any:
-            make = functools.partial(RewardFunction, per=per, **options)
-            return make if function is None else make(function)
-
-        return decorate
-
-    return decorator
-
-
-@_decorates(Per.COMPLETION)
-def per_completion(  # type: ignore[empty-body]
+@overload
+def per_completion(function: Function, /) -> RewardFunction: ...
+@overload
+def per_completion(
+    *, deadline_s: float = ..., transport: Transport | None = ...
+) -> Callable[[Function], RewardFunction]: ...
+def per_completion(
     function: Function | None = None, /, **options: Any
 ) -> RewardFunction | Callable[[Function], RewardFunction]:
     """Makes a reward function of a function that scores one completion, from the moment it is finished.
@@ -371,10 +351,17 @@ def per_completion(  # type: ignore[empty-body]
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
+    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.COMPLETION, **options)
+    return made if function is None else made(function)
 
 
-@_decorates(Per.GROUP)
-def per_group(  # type: ignore[empty-body]
+@overload
+def per_group(function: Function, /) -> RewardFunction: ...
+@overload
+def per_group(
+    *, deadline_s: float = ..., transport: Transport | None = ...
+) -> Callable[[Function], RewardFunction]: ...
+def per_group(
     function: Function | None = None, /, **options: Any
 ) -> RewardFunction | Callable[[Function], RewardFunction]:
     """Makes a reward function of a function that scores the completions of a prompt, as soon as all are finished.
@@ -386,10 +373,17 @@ def per_group(  # type: ignore[empty-body]
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
+    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.GROUP, **options)
+    return made if function is None else made(function)
 
 
-@_decorates(Per.BATCH)
-def per_batch(  # type: ignore[empty-body]
+@overload
+def per_batch(function: Function, /) -> RewardFunction: ...
+@overload
+def per_batch(
+    *, deadline_s: float = ..., transport: Transport | None = ...
+) -> Callable[[Function], RewardFunction]: ...
+def per_batch(
     function: Function | None = None, /, **options: Any
 ) -> RewardFunction | Callable[[Function], RewardFunction]:
     """Decorator for a TRL-style function. Needed only to set a deadline or a transport.
@@ -400,3 +394,5 @@ def per_batch(  # type: ignore[empty-body]
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
+    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.BATCH, **options)
+    return made if function is None else made(function)
