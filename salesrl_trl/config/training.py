@@ -48,11 +48,23 @@ COOLDOWN = "cooldown_steps"
 _CLAMP = Range(0, LARGEST_CLAMP, "the ratio times the estimate grows as e^(2 * clamp), which overflows above 44")
 
 
+def _check_branches(setting: str, names: list[str]) -> None:
+    check(len(set(names)) == len(names), f"`{setting}` is {names}. Expected each name once.")
+
+
+def _check_passes(setting: str, value: str) -> None:
+    check(
+        bool(re.fullmatch("auto|off|[1-9][0-9]*", value)),
+        f"`{setting}` is {value!r}. Expected auto, off, or the most tokens of a pass: a whole number of 1 or more. In "
+        "YAML put off in quotes.",
+    )
+
+
 @dataclass
 class SalesGRPOConfig(GRPOConfig):
     """TRL's `GRPOConfig`, with the settings that `SalesGRPOTrainer` adds."""
 
-    branches: list[str] = field(default_factory=list)
+    branches: Annotated[list[str], _check_branches] = field(default_factory=list)
     """Branch names that a row may have. Defaults to those in the dataset's column `branch`, or to one branch `all`
     without this column. In recipes: `["fairness", "hallucination"]`, and each needs a rubric."""
     branch_kl: dict[str, object] | str | None = None
@@ -116,7 +128,7 @@ class SalesGRPOConfig(GRPOConfig):
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
     that depend on this order."""
-    shared_prompts: str = "auto"
+    shared_prompts: Annotated[str, _check_passes] = "auto"
     """`auto` sends the prompt of a group through the model once, for policy, reference and old log-probs, and
     leaves out old log-probs where the pass that trains gives the same ones. The first use is compared with TRL's
     own passes; a line says when a model or a batch can't. Micro-batches of an update go through the model together,
@@ -148,7 +160,6 @@ class SalesGRPOConfig(GRPOConfig):
         refused = Refusals()
         refused.each(
             lambda: check_settings(self),
-            self._check_own,
             lambda: check_numbers(self),
             lambda: check_sizes(self),
             lambda: check_mode(self.mode),
@@ -159,22 +170,24 @@ class SalesGRPOConfig(GRPOConfig):
         else:
             for name in ("_setup_devices", "distributed_state"):  # the device, rank and number of processes
                 hide(self, name)
-        weights = (self._check_baseline, self._check_estimator, self.kl_control_law, self.kl_windows, self.kl_targets)
-        refused.each(*weights, self._check_sampler)
+        refused.check(
+            lambda: self.hybrid_reference_weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
+            "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
+            "has no group baseline. Expected `sum_then_normalize`.",
+        )
+        refused.check(
+            lambda: self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
+            "`kl_estimator: k1` with `use_bias_correction_kl: false` has no effect: its gradient is zero on average. "
+            "Expected the correction, or k2 or k3.",
+        )
+        refused.each(self.kl_control_law, self.kl_windows, self.kl_targets)
+        refused.check(
+            lambda: self.sampler is None or not self.use_vllm,
+            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
+            "`use_vllm: false`.",
+        )
+        refused.each(lambda: load_sampler(self.sampler))
         refused.tell(self)
-
-    def _check_own(self) -> None:
-        refused = Refusals()
-        with refused.of(self, "branches"):
-            is_once = len(set(self.branches)) == len(self.branches)
-            check(is_once, f"`branches` is {self.branches}. Expected each name once.")
-        with refused.of(self, "shared_prompts"):
-            check(
-                bool(re.fullmatch("auto|off|[1-9][0-9]*", self.shared_prompts)),
-                f"`shared_prompts` is {self.shared_prompts!r}. Expected auto, off, or the most tokens of a pass: a "
-                "whole number of 1 or more. In YAML put off in quotes.",
-            )
-        refused.tell()
 
     def _settle(self) -> None:
         """Settle what depends on the machine and on other settings, and check what follows from that."""
@@ -234,28 +247,6 @@ class SalesGRPOConfig(GRPOConfig):
     def is_sharded(self) -> bool:
         """Whether DeepSpeed or FSDP splits the policy's training over processes."""
         return self.deepspeed_plugin is not None or bool(self.fsdp) or has_fsdp()
-
-    def _check_baseline(self) -> None:
-        check(
-            self.hybrid_reference_weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
-            "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
-            "has no group baseline. Expected `sum_then_normalize`.",
-        )
-
-    def _check_estimator(self) -> None:
-        check(
-            self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
-            "`kl_estimator: k1` with `use_bias_correction_kl: false` has no effect: its gradient is zero on average. "
-            "Expected the correction, or k2 or k3.",
-        )
-
-    def _check_sampler(self) -> None:
-        check(
-            self.sampler is None or not self.use_vllm,
-            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
-            "`use_vllm: false`.",
-        )
-        load_sampler(self.sampler)
 
     def kl_targets(self) -> dict[str, KLTarget]:
         """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0. Raises

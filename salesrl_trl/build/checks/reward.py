@@ -94,12 +94,12 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
     with refused:
         rag_key = rag_key_of(config)
     with refused:
-        for provider in config.parsed_judge_providers():
+        variables = {JUDGE: (config.judge_api_key_env, "judge_api_key_env")}
+        if providers := config.parsed_judge_providers():
+            variables = {one.name: (one.api_key_env, f"judge_providers[{one.name}].api_key_env") for one in providers}
+        for name, (variable, setting) in variables.items():
             with refused:
-                variable, setting = provider.api_key_env, f"judge_providers[{provider.name}].api_key_env"
-                keys[provider.name] = None if config.asks_nobody else read_key(variable, setting)
-        if not config.parsed_judge_providers():
-            keys[JUDGE] = None if config.asks_nobody else read_key(config.judge_api_key_env, "judge_api_key_env")
+                keys[name] = None if config.asks_nobody else read_key(variable, setting)
     refused.tell()
     scoring = Scoring(
         weights=weighed,
