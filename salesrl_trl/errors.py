@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 Settings = TypeVar("Settings")
+E = TypeVar("E", bound=BaseException)
 
 
 class SalesRLError(Exception):
@@ -234,10 +235,10 @@ class Refusals:
         return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
-        for part in error.errors if isinstance(error, ConfigErrors) else [error]:
-            if isinstance(part, SalesRLError) and str(part) not in map(str, self.errors):
-                self.errors.append(part)
-        return isinstance(error, (SalesRLError, RefusedRead)) or (self.is_partial and isinstance(error, Exception))
+        if isinstance(error, SalesRLError) and not error.is_resumable:
+            self.errors += [part for part in parts_of(error) if str(part) not in map(str, self.errors)]
+            return True
+        return isinstance(error, Exception if self.is_partial else RefusedRead)
 
     def check(self, holds: Callable[[], bool], message: str) -> None:
         """Keep a `ConfigError` with this message, unless the condition holds."""
@@ -271,6 +272,11 @@ class Refusals:
             error = self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
             error.settings = settings
             raise error
+
+
+def parts_of(error: E) -> "Sequence[E | SalesRLError]":
+    """The refusals that an error tells: those of `ConfigErrors`, or itself."""
+    return error.errors if isinstance(error, ConfigErrors) else [error]
 
 
 def hide(settings: object, name: str) -> None:

@@ -38,6 +38,9 @@ def prepare(config: RunConfig, refused: Refusals | None = None) -> Plan:
     for stage in BEFORE_A_RUN:
         if stage.name == "memory" and refused.errors:  # an estimate without the right settings misleads
             continue
+        with refused:
+            if refused.errors:  # nobody waits for a server to start
+                config.training.vllm_server_timeout = 0.0
         for finding in stage.run(plan, refused).items:
             if finding.is_failure:
                 with refused:
