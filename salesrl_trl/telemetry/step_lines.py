@@ -9,13 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-)
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from salesrl_trl.names import (
     BRANCH,
