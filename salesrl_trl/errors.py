@@ -252,7 +252,7 @@ class Refusals:
         with self:
             try:
                 yield
-            except SalesRLError:
+            except (SalesRLError, RefusedRead):
                 if settings is None:
                     self.names.add(name)
                 else:

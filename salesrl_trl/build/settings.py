@@ -119,8 +119,9 @@ class RunConfig:
     @property
     def policy_path(self) -> str:
         """Folder or hub name of the policy: a packaged small one if no model is named."""
-        small = ARITHMETIC_POLICY if self.data.train_source[0] == ARITHMETIC else PACKAGED
-        return self.model.model_name_or_path or str(small)
+        if named := self.model.model_name_or_path:
+            return named
+        return str(ARITHMETIC_POLICY if self.data.train_source[0] == ARITHMETIC else PACKAGED)
 
 
 def parse(argv: Sequence[str], default_recipe: Path | None, refused: Refusals | None = None) -> RunConfig:

@@ -88,10 +88,9 @@ def _copy_data(plan: Plan, findings: Findings) -> None:
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
     config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
-    with refused:
-        for source in config.data.own_sources:
-            with refused:
-                check_source(source)
+    for name, source in (("dataset", "train_source"), ("eval_dataset", "eval_source")):
+        with refused.of(config.data, name):
+            check_source(getattr(config.data, source)[0])
     with refused.of(training, "branches"):
         if plan.evaluates and (note := settle_held_out(config.data)):
             findings.note(note)
