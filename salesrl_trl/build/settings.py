@@ -9,6 +9,7 @@ from argparse import SUPPRESS, Action, ArgumentError, Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
@@ -120,7 +121,7 @@ class RunConfig:
     def policy_path(self) -> str:
         """Folder or hub name of the policy: a packaged small one if no model is named."""
         if named := self.model.model_name_or_path:
-            return named
+            return str(named)
         return str(ARITHMETIC_POLICY if self.data.train_source[0] == ARITHMETIC else PACKAGED)
 
 
@@ -157,7 +158,7 @@ class SettingsParser(TrlParser):
     without it.
     """
 
-    dataclass_types: list[Any]
+    dataclass_types: list[type]  # of transformers' parser
 
     def __init__(self, kinds: Sequence[type], unread: Collection[str] = (), refused: Refusals | None = None) -> None:
         super().__init__(kinds, allow_abbrev=False)
@@ -244,20 +245,20 @@ class SettingsParser(TrlParser):
         if getattr(namespace, "held_out_eval", False) is None:
             namespace.held_out_eval = True
         self.values |= copy.deepcopy(vars(namespace))
-        self.dataclass_types = [_Builder(kind, self._refused) for kind in self.dataclass_types]
+        self.dataclass_types = [_Builder(kind, self._refused) for kind in self.dataclass_types]  # type: ignore[misc]
         return namespace, unknown
 
-    def _get_value(self, action: Action, arg_string: str) -> Any:
+    def _get_value(self, action: Action, arg_string: str) -> object:
         """The value of a text. One of another type is refused, and the other texts are read."""
-        return self._refused_alone(action, super()._get_value, arg_string)
+        return self._refused_alone(action, partial(super()._get_value, action, arg_string))
 
-    def _check_value(self, action: Action, value: Any) -> None:
-        self._refused_alone(action, super()._check_value, value)
+    def _check_value(self, action: Action, value: object) -> None:
+        self._refused_alone(action, partial(super()._check_value, action, value))
 
-    def _refused_alone(self, action: Action, read: Callable[[Action, Any], Any], value: object) -> Any:
+    def _refused_alone(self, action: Action, read: Callable[[], object]) -> object:
         with self._refused.of(None, action.dest):
             try:
-                return read(action, value)
+                return read()
             except ArgumentError as error:
                 self.error(str(error))
 
