@@ -13,13 +13,12 @@ from datasets import Dataset, Image, List, load_dataset
 from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
-from salesrl_trl.data.columns import nearest
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
 from salesrl_trl.data.files import DEMO, ENDINGS, Placed, Record, demo_records, read_file
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
-from salesrl_trl.errors import DataError
+from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
 PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC)

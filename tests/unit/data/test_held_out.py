@@ -99,7 +99,10 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
             {"dataset": "a.jsonl:late"},
             "`dataset` is 'a.jsonl:late', and a local file is one split. Expected 'a.jsonl'",
         ),
-        ({"eval_dataset": {"path": "a.parquet:late"}}, "`eval_dataset` is 'a.parquet:late', and a local file is one"),
+        (
+            {"eval_dataset": {"path": "a.parquet:late"}},
+            "`eval_dataset.path` is 'a.parquet:late', and a local file is one",
+        ),
         ({"eval_dataset": {"split": "late"}}, "`eval_dataset`"),
     ],
 )
