@@ -32,6 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
+from salesrl_trl.data.sources import with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -111,6 +112,9 @@ class SalesGRPOTrainer(TRLAccess):
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
+        if not has_more:  # an environment gets all columns, and may not know this one
+            for name, row in (("train_dataset", "row"), ("eval_dataset", "held-out")):
+                setattr(self, name, with_ids(getattr(self, name), row))
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         take_over_the_console(self, *components.connect(self._hooks(), sampler, quick_eval))

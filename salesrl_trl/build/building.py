@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -147,9 +146,7 @@ class RunSettings(TrainerCallback):
             for name, value in without_keys(values).items()  # type: ignore[attr-defined]
         }
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if state.is_world_process_zero:
             for name in args.report_to:
                 with spared(f"the settings for {name}"):

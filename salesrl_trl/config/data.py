@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
-from salesrl_trl.config.checks import build_object, check, structure
-from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_names, check_settings, check_value
+from salesrl_trl.config.checks import build_object, check, check_path, structure
+from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_settings, entry_of
 from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
@@ -13,34 +13,66 @@ from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
+from salesrl_trl.errors import Refusals
+
+
+def _check_source(setting: str, source: str) -> None:
+    """Refuse an empty name, a path that can't be looked at, and a split of a local file, which is one split."""
+    check(bool(source), f"`{setting}` is empty. Expected a file, the name of a dataset, or `{DEMO}`. Name one.")
+    check_path(setting, source)
+    file, split = _source_and_split(source, "")
+    message = f"`{setting}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
+    check(not split or Path(file).suffix not in ENDINGS, message)
+
+
+def _check_format(setting: str, name: str) -> None:
+    message = f"`{setting}` is {name!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path."
+    check("." in name or name in (ROWS, *FORMATS), message)
+
+
+def _columns(setting: str, value: object) -> dict[str, Column] | None:
+    """The columns of a setting. Raises `ConfigError` for another form."""
+    return None if value is None else read_columns(setting, structure(setting, value, dict))
+
+
+_Columns = Annotated[dict[str, object] | str, _columns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSource:
+    """`eval_dataset`, checked."""
+
+    path: Annotated[str, _check_source] | None = None
+    format: Annotated[str, _check_format] | None = None
+    columns: _Columns | None = None
 
 
 @dataclass
 class DataConfig:
     """The rows to train and evaluate on."""
 
-    dataset: str = DEMO
+    dataset: Annotated[str, _check_source] = DEMO
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
     `NAME:SPLIT` is another split than `train`."""
     eval_dataset: dict[str, object] | str | None = None
     """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
     `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`."""
-    dataset_format: str = ROWS
+    dataset_format: Annotated[str, _check_format] = ROWS
     """`rows` have this package's columns. `bbq`, `halueval`, `qrecc` and `topiocqa` are published datasets in their
     own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own."""
-    columns: dict[str, object] | str | None = None
+    columns: _Columns | None = None
     """For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields."""
     held_out_share: Annotated[float, Range(0, LESS_THAN_1)] | None = None
     """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
     `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
-    data_copy_dir: str | None = None
+    data_copy_dir: Annotated[str, check_path] | None = None
     """Folder on a faster disk. `dataset` and `eval_dataset`, where they are local, are copied there once and read from
     there."""
     max_train_rows: Count | None = None
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
     """Number of held-out rows to take, from the first one on. Defaults to all."""
-    prompt_template: str | None = None
+    prompt_template: Annotated[str, check_path] | None = None
     """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
     the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
     there are two templates: `instruct` explains its task to a general chat model. `compact` is the conversation
@@ -53,38 +85,23 @@ class DataConfig:
     `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        entry = self._eval_entry()
-        self.eval_dataset = entry.get("path")  # `data_copy_dir` replaces the path alone, later on
-        self._eval_format, self._eval_columns = entry.get("format"), entry.get("columns")
-        for name, value in (("dataset_format", self.dataset_format), ("eval_dataset.format", self._eval_format)):
+        refused = Refusals()
+        refused.each(lambda: check_settings(self))
+        with refused.of(self, "eval_dataset"):
+            given = {} if self.eval_dataset is None else self.eval_dataset
+            if isinstance(given, str) and not given.startswith("{"):
+                _check_source("eval_dataset", given)
+                given = {"path": given}
+            self._eval = entry_of("eval_dataset", EvalSource, given)
+            self.eval_dataset = self._eval.path  # `data_copy_dir` replaces the path alone, later on
+        with refused:
+            self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(self.eval_dataset or self.dataset)
             check(
-                value is None or "." in str(value) or value in (ROWS, *FORMATS),
-                f"`{name}` is {value!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
+                not self.held_out_share or (self._eval == EvalSource() and self.dataset != DataConfig.dataset),
+                "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the "
+                "demo. Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
             )
-        for name, source in (("dataset", self.dataset), ("eval_dataset", entry.get("path") or "")):
-            file, split = _source_and_split(source, "")
-            message = f"`{name}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
-            check(not split or Path(file).suffix not in ENDINGS, message)
-        for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
-            _columns(name, value)  # raises for another form
-        self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(entry.get("path") or self.dataset)
-        check(
-            not self.held_out_share or (not entry and self.dataset != DataConfig.dataset),
-            "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the demo. "
-            "Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
-        )
-
-    def _eval_entry(self) -> dict[str, Any]:
-        """`eval_dataset` as a mapping of `path`, `format` and `columns`."""
-        value = self.eval_dataset
-        if value is None or (isinstance(value, str) and not value.startswith("{")):
-            return {} if value is None else {"path": value}
-        entry: dict[str, Any] = structure("eval_dataset", value, dict)
-        check_names("eval_dataset", entry, ("path", "format", "columns"))
-        for name in ("path", "format"):
-            check_value(f"eval_dataset.{name}", entry.get(name), str | None)
-        return entry
+        refused.tell(self)
 
     @property
     def train_source(self) -> tuple[str, str]:
@@ -108,9 +125,9 @@ class DataConfig:
 
     def eval_form(self) -> Form:
         """The form of the held-out rows. Raises as `form` does."""
-        form, columns = self.form(), _columns("eval_dataset.columns", self._eval_columns)
+        form, columns = self.form(), _columns("eval_dataset.columns", self._eval.columns)
         return Form(
-            format=form.format if self._eval_format is None else _format("eval_dataset.format", self._eval_format),
+            format=form.format if self._eval.format is None else _format("eval_dataset.format", self._eval.format),
             columns=form.columns if columns is None else columns,
             image_folder=self._eval_folder,
         )
@@ -120,10 +137,6 @@ class DataConfig:
         """The datasets of the run that are not packaged."""
         sources = {self.train_source[0]: None, self.eval_source[0]: None}
         return [source for source in sources if source not in (DEMO, DEMO_PICTURES, ARITHMETIC)]
-
-
-def _columns(setting: str, value: object) -> dict[str, Column] | None:
-    return None if value is None else read_columns(setting, structure(setting, value, dict))
 
 
 def _source_and_split(source: str, split: str) -> tuple[str, str]:

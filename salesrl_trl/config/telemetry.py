@@ -7,6 +7,7 @@ from typing import cast
 
 from salesrl_trl.config.checks import check, load_object
 from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings
+from salesrl_trl.errors import Refusals
 from salesrl_trl.evaluation.quick_figures import WORST_BRANCH, checked_figures
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REWARD
@@ -68,9 +69,9 @@ class TelemetryConfig:
     `evaluation.quick_figures.Figure` describes such a class."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        self.traced_steps()
-        self.quick_eval()
+        refused = Refusals()
+        refused.each(lambda: check_settings(self), self.traced_steps, self.quick_eval)
+        refused.tell(self)
 
     def traced_steps(self) -> range:
         """The steps of `trace_steps`, counted from 1."""

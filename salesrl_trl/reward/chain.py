@@ -226,8 +226,7 @@ class SalesReward(Scorer):
         return {**self._rag.transports, **self._judge.transports}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        record = None if self._ahead_record is None else CompletionRecord()
-        stages.completion_record = record
+        record = None if self._ahead_record is None else stages.own_record
         with noted_in(record):
             # 1. Parse it. What is no action is the policy's own fault.
             began = time.perf_counter()

@@ -9,15 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from salesrl_trl.names import (
     BRANCH,
@@ -70,15 +62,13 @@ class StepLine(TrainerCallback):
         self._alive: tuple[float, int] = (self._last, 0)  # time and step of the last line of any kind
         self._after_first: tuple[float, int] | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._started = self._last = time.perf_counter()
         self._last_step = state.global_step
         self._alive = (self._last, self._last_step)
         self._after_first = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_end(self, _: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
         (since, first), step = self._alive, state.global_step
         if control.should_log or step - first < QUIET_STEPS or not state.is_world_process_zero:
             return
@@ -89,14 +79,7 @@ class StepLine(TrainerCallback):
         )
         self._alive = (now, step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs | None = None,
-        **_: object,
-    ) -> None:
+    def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
         if not state.is_world_process_zero or logs is None or "reward" not in logs:
             return
         now = time.perf_counter()
@@ -222,9 +205,7 @@ class EpochLine(TrainerCallback):
         self._last_step, self._tokens = 0, 0.0
         self._start_over()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._last_step, self._tokens = state.global_step, float(state.num_input_tokens_seen)
         self._start_over()
 
@@ -237,14 +218,7 @@ class EpochLine(TrainerCallback):
             self._sums |= dict.fromkeys(names, (0.0, 0))
         self._counts = Counter[str]()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs | None = None,
-        **_: object,
-    ) -> None:
+    def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
         if logs is None or "reward" not in logs:
             return
         steps = state.global_step - self._last_step
@@ -257,7 +231,7 @@ class EpochLine(TrainerCallback):
         self._counts.update(self._failures())
         self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_epoch_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         if self._last_step > self._first_step:
             if state.is_world_process_zero:
                 logger.info(self._line(state.epoch or 0.0))

@@ -5,6 +5,7 @@ The plans (`build`), `preflight.runner` and commands call it. `data` loads the r
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
     """The records to evaluate on: a share of `own_records`, or a source of their own. Raises as `own_records` does."""
     if data.held_out_share:
         return part_of(own(), data.form(), Part.HELD_OUT)
-    return load_records(*data.eval_source, data.eval_form())
+    return replace(load_records(*data.eval_source, data.eval_form()), row_name="held-out")
 
 
 def template_name(data: DataConfig, reward: RewardConfig) -> str | None:

@@ -11,16 +11,15 @@
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
+
+from filelock import FileLock
 
 from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import write_whole
@@ -133,16 +132,7 @@ def open_account(path: Path) -> Iterator[Account]:
     """The account, for one process at a time. What the block changes is written at its end, whole or not at all.
     Raises `OSError` or `ConfigError` where the file can't be used."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + LOCK_TIMEOUT_S
-    with open(path.with_suffix(".lock"), "a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(LOCK_RETRY_S)
+    with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, poll_interval=LOCK_RETRY_S):
         account = read_account(path)
         yield account
         write_whole(path, json.dumps(asdict(account), indent=1))
@@ -393,9 +383,7 @@ class Bill:
     def __enter__(self) -> "Bill":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._quota is None:
             return
         is_free = isinstance(error, ServiceUnavailable) or (isinstance(error, ServiceError) and bool(error.status))

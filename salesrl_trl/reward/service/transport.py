@@ -25,6 +25,7 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
+from salesrl_trl.recording.completion_record import CallNote, note_wait
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.service.budget import Bill, Budget, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
@@ -96,6 +97,7 @@ class Transport:
         breaker: Breaker | None = None,
     ) -> None:
         self.service = service
+        self.notes = True  # whether the record of a completion gets each attempt
         self._quota = quota
         self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts
@@ -143,10 +145,12 @@ class Transport:
         self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
         if self._quota is not None:
             self._quota.refuse_if_spent()
+        attempt, began = partial(self._noted, attempt) if self.notes else attempt, now()
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
                     waiting.reschedule(None)  # from here on, attempts and waits observe the deadline themselves
+                    note_wait(now() - began)
                     return await self._with_retries(attempt, patient, patience_s)
             except TimeoutError:
                 raise self._deadline_exceeded() from None
@@ -170,6 +174,10 @@ class Transport:
 
     def bill(self) -> Bill:
         return Bill(self._quota)
+
+    async def _noted(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        with CallNote(self.service):
+            return await attempt()
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
         try:
