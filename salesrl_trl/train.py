@@ -128,14 +128,12 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
         keep_freed_memory()
     with contextlib.ExitStack() as end:
         with contextlib.ExitStack() as stack:
-            instruments = stack.enter_context(
-                contextlib.closing(build_instruments(config, records=config.telemetry.record))
-            )
+            instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
             instruments.start(PartialState().is_main_process)
             take_policy(plan, instruments)
             with instruments.timeline.phase(StartUp.SERVICES):
                 opened = open_reward(
-                    config.reward, config.training, plan.rows, plan.reward, services, records=config.telemetry.record
+                    config.reward, config.training, plan.rows, plan.reward, services, records=config.training.record
                 )
                 reward_loop = RewardLoop(stack.enter_context(opened))
             if asks_first:

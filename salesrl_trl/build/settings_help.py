@@ -37,8 +37,8 @@ GROUPS = {
     "data": ("rows: their source, number and prompt", (f"{_OWN}.data.DataConfig",)),
     "reward": ("reward functions, RAG service, judge, limits", (f"{_OWN}.reward.RewardConfig",)),
     "judges": ("an entry of judge_providers", (f"{_OWN}.judge.JudgeProviderConfig",)),
-    "telemetry": ("the record, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
-    "training": ("branches, KL, rollouts, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
+    "telemetry": ("timings, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
+    "training": ("branches, KL, rollouts, record, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
     "grpo": ("TRL: generation, vLLM, loss", ("trl.trainer.grpo_config.GRPOConfig",)),
     "trainer": (
         "transformers: steps, optimizer, logs, checkpoints",

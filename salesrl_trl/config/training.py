@@ -22,6 +22,7 @@ from salesrl_trl.config.ranges import (
     check_settings,
     entry_of,
 )
+from salesrl_trl.config.telemetry import RecordSettings
 from salesrl_trl.config.trl_settings import (
     RUN_MODES,
     check_mode,
@@ -141,6 +142,13 @@ class SalesGRPOConfig(GRPOConfig):
     allow_changed_resume: bool = False
     """Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts may
     then come twice or not at all."""
+    record: bool = False
+    """Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers, verdicts,
+    calls, reward. It holds customers' texts."""
+    record_settings: dict[str, object] | str | None = None
+    """`{gib: 4, filter: my_package.privacy.mask}`. `gib` is the largest size of each process's file, 4 by default;
+    beyond it the oldest steps go. `filter` is the dotted path of a function from text to text: every text goes through
+    it before it is written."""
     held_out_examples: int = 0
     """Held-out conversations that are shown at the end, with what the policy wrote before and after training. They
     quote customers."""
@@ -186,7 +194,9 @@ class SalesGRPOConfig(GRPOConfig):
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
             "`use_vllm: false`.",
         )
-        refused.each(lambda: load_sampler(self.sampler))
+        refused.each(lambda: load_sampler(self.sampler), self.parsed_record)
+        self.is_introduced = False
+        """Whether a banner has said what the run consists of."""
         refused.tell(self)
 
     def _settle(self) -> None:
@@ -320,6 +330,11 @@ class SalesGRPOConfig(GRPOConfig):
             level=self.importance_sampling_level,
             off_policy=self.rollout_lookahead > 0,
         )
+
+    def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
+        """The largest size of a process's record in GiB, and the filter of recorded texts."""
+        settings = entry_of("record_settings", RecordSettings, self.record_settings or {})
+        return settings.gib, settings.clean
 
     def parsed_engine_kwargs(self) -> dict[str, object]:
         """`vllm_engine_kwargs` as Python values, without those that are null."""

@@ -116,8 +116,8 @@ class RewardFunction(Scorer):
         deadline_s (`float`, *optional*, defaults to `300.0`):
             Seconds that a completion may take, retries included.
         transport (`Transport`, *optional*):
-            Makes the calls, with its own limits, attempts and hedges. When not given: each call once, and again
-            only after `ServiceOverloaded`.
+            Makes the calls, with its own limits, attempts and hedges; with a `quota` against a budget. When not given:
+            each call once, and again only after `ServiceOverloaded`.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class RewardFunction(Scorer):
             hedge_fraction=0.0,
             breaker=Breaker(failures_to_open=math.inf),  # each call is made: it may be about its completion alone
         )
+        self.budget = self._transport.budget
         self._transport.notes = transport is not None  # else the function is all that there is to note
         self.code = self._transport.service
         """Name in figures and reason codes."""
@@ -188,6 +189,8 @@ class RewardFunction(Scorer):
         )
 
     async def drain(self) -> BatchReport:
+        if self.budget is not None:
+            self.budget.settle()
         traffic = {**self._transport.drain_traffic(), "slots": self._transport.slots}
         return BatchReport(traffic={self.code: traffic})
 

@@ -50,7 +50,7 @@ from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
-from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
+from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import ScalarLayout, Trackers
@@ -61,7 +61,9 @@ from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import SkipAndStop, Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
+from salesrl_trl.wiring.banner_lines import log_banner
 from salesrl_trl.wiring.policy import Policy, Reference
+from salesrl_trl.wiring.recorder import recorder_of
 
 logger = get_logger(__name__)
 
@@ -127,7 +129,7 @@ class Components:
         gets_adapter: bool,
     ) -> None:
         show_lines()
-        hide_unscorable_rows()
+        hide_lines()
         self._args = args
         self._rewards = rewards
         self.reward_loop = rewards.reward_loop
@@ -403,6 +405,14 @@ class Components:
             timeline=self.timeline,
             is_cut=lambda: self.run_control.is_spent,
         )
+
+    def introduce(self, resumed: str | None) -> None:
+        """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
+        log_banner(self._args, self.reward)
+        if self._args.record:
+            if self.instruments.recorder is not None:
+                self.instruments.recorder.close()
+            self.instruments.recorder = recorder_of(self._args, resumed)
 
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""

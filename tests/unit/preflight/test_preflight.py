@@ -191,7 +191,9 @@ def test_a_port_that_a_vllm_server_gets_its_weights_through_is_free(told):
         taken.listen()
         port = taken.getsockname()[1]
         server = ["--vllm_mode", "server", "--vllm_group_port", port]
-        assert f"`vllm_group_port` is {port}, and that port of this machine is in use" in told(*server, stages=CHEAP[:1])
+        assert f"`vllm_group_port` is {port}, and that port of this machine is in use" in told(
+            *server, stages=CHEAP[:1]
+        )
         assert told("--vllm_group_port", port, stages=CHEAP[:1]) == ""  # without a server
     assert told(*server, stages=CHEAP[:1]) == ""
 
