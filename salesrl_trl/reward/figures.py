@@ -152,7 +152,6 @@ class RewardFigures:
             *of_branches(reference_of(BRANCH), branches).values(), *map(saved_by, CACHES), *map(slowest_of, Stage),
             *(stage_of(stage, share) for stage in Stage for share in STAGE_SHARES),
         )  # fmt: skip
-        # What is not logged where functions of a user's own score
         self.not_logged = frozenset(of_the_chain if names.functions and not names.components else ())
 
     def names(self, with_baseline: bool = False) -> tuple[str, ...]:

@@ -200,21 +200,8 @@ class RewardFunction(Scorer):
             with noted_in(record):
                 reward = await self._scored(sample, stages)
         finally:
-            self._note(reward, record)
+            _note(self.__name__, reward, record)
         return reward
-
-    def _note(self, reward: Reward | None, record: CompletionRecord) -> None:
-        """Note what the function said of a completion, and what it logged. Parts are in the reward."""
-        name = self.__name__
-        if reward is None:  # cancelled
-            record.verdicts[name] = _said("was given up before it answered")
-            return
-        for key, value in reward.columns.items():
-            if key == f"{name}/reason":
-                record.verdicts[name] = _said(str(value), reward.value)
-            elif value is not None and key.removeprefix(f"{name}/") not in reward.components:
-                number = float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD else None
-                record.verdicts[key] = _said("" if number is not None else str(value), number)
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         if self._per is Per.COMPLETION:
@@ -362,6 +349,19 @@ class RewardFunction(Scorer):
         """An error about what the function returned, which is logged once."""
         self.faults.log_once(f"the reward function {self.__name__} returned {what}; such completions are missing")
         return FunctionError(f"{self.__name__} returned {what}.", f"{self.code}_{code}")
+
+
+def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
+    """Note what the function `name` said of a completion, and what it logged. Parts are in the reward."""
+    if reward is None:  # cancelled
+        record.verdicts[name] = _said("was given up before it answered")
+        return
+    for key, value in reward.columns.items():
+        if key == f"{name}/reason":
+            record.verdicts[name] = _said(str(value), reward.value)
+        elif value is not None and key not in {f"{name}/{part}" for part in reward.components}:
+            number = float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD else None
+            record.verdicts[key] = _said("" if number is not None else str(value), number)
 
 
 def _said(words: str, number: float | None = None) -> Judged:

@@ -145,7 +145,7 @@ class Transport:
         self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
         if self._quota is not None:
             self._quota.refuse_if_spent()
-        attempt, began = partial(self._noted, attempt) if self.notes else attempt, now()
+        attempt, began = partial(_noted, self.service, attempt) if self.notes else attempt, now()
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
@@ -174,10 +174,6 @@ class Transport:
 
     def bill(self) -> Bill:
         return Bill(self._quota)
-
-    async def _noted(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        with CallNote(self.service):
-            return await attempt()
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
         try:
@@ -319,6 +315,11 @@ class Transport:
         changed = self._changed.get()
         changed.set()
         changed.clear()
+
+
+async def _noted(service: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    with CallNote(service):
+        return await attempt()
 
 
 class _HeldBack(ServiceUnavailable):
