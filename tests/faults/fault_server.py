@@ -93,6 +93,9 @@ class Scenarios:
         transport.abort()
 
     async def status(self, path, transport, body):
+        """Refuses every request, or those after the first `after`."""
+        if self.stats["ok"] < self.settings.get("after", 0):
+            return self.ok(path, transport, body)
         self.refuse(transport, self.settings["status"], self.settings.get("body"), **self.settings.get("headers", {}))
 
     async def now_and_then(self, path, transport, body):

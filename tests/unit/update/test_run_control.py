@@ -117,6 +117,7 @@ def test_one_that_counts_begins_the_count_anew_and_the_next_run_has_nothing_of_t
     for _ in range(3):
         skip(control, 2)
         control.record_batch(1.0, NONE_MISSING)
+        control.record_urgency(1)  # of a rank that looked before the outage was over
         control.end_step(7, is_last=False)
     assert control.error is None
     control.record_micro_batch()
