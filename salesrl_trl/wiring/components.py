@@ -43,7 +43,6 @@ from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
-from salesrl_trl.recording.reader import as_json
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
@@ -140,8 +139,6 @@ class Components:
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
-        if (recorder := self.instruments.recorder) is not None and len(rewards.recorded_weights) > 1:
-            recorder.meta = {**recorder.meta, "weights": as_json(rewards.recorded_weights)}
         self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
         self.calls_tools = False
         """Whether tools of completions run now."""
@@ -412,7 +409,7 @@ class Components:
         if self._args.record:
             if self.instruments.recorder is not None:
                 self.instruments.recorder.close()
-            self.instruments.recorder = recorder_of(self._args, resumed)
+            self.instruments.recorder = recorder_of(self._args, self._rewards.recorded_weights, resumed)
 
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""

@@ -1,6 +1,7 @@
 """The recorder of one rank of a run: its file, the id of the run, and what a resume keeps. `components` calls it."""
 
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
@@ -10,14 +11,15 @@ from salesrl_trl import __version__
 from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.reader import record_files, run_of
+from salesrl_trl.recording.reader import as_json, record_files, run_of
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import Recorder
 
 
-def recorder_of(args: SalesGRPOConfig, resumed: str | None) -> Recorder:
-    """The recorder of this rank; a collective. A run that goes on from the checkpoint `resumed` has the id that its
-    first rank's file has. Raises `ConfigError` where that file can't be read."""
+def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None) -> Recorder:
+    """The recorder of this rank; a collective. Its file holds the weight of each reward function, if there are several.
+    A run that goes on from the checkpoint `resumed` has the id that its first rank's file has. Raises `ConfigError`
+    where that file can't be read."""
     folder = Path(args.output_dir)
     after, before = None, None
     if resumed is not None and Path(resumed).resolve().parent == folder.resolve():  # of a run in this folder
@@ -41,6 +43,7 @@ def recorder_of(args: SalesGRPOConfig, resumed: str | None) -> Recorder:
             "salesrl_trl": __version__,
             "process": str(args.process_index),
             "output_dir": args.output_dir,
+            **({"weights": as_json(weights)} if len(weights) > 1 else {}),
         },
         after=after,
         others=gone if args.local_process_index == 0 else (),

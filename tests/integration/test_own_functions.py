@@ -24,13 +24,11 @@ from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceUnavailable, Too
 from salesrl_trl.recording.completion_record import Judged
 from salesrl_trl.recording.reader import open_record, recorded
 from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 from salesrl_trl.view import queries
@@ -136,14 +134,18 @@ def test_the_record_names_rows_and_says_what_each_function_said_and_asked(tiny, 
         return [None if each == "2" else 0.0 for each in answer]
 
     rows = ROWS[:4]
-    recorder = Recorder(record_file(tmp_path, 0), meta={"run": "one"})
-    instruments = Instruments(InstrumentSettings(), torch.device("cpu"), tmp_path, recorder)
     args = settings(
-        tmp_path, num_generations=4, max_steps=8, beta=0.0, min_valid_reward_fraction=0.0, max_completion_length=8
+        tmp_path,
+        num_generations=4,
+        max_steps=8,
+        beta=0.0,
+        min_valid_reward_fraction=0.0,
+        max_completion_length=8,
+        record=True,
     )
     trainer = SalesGRPOTrainer(
         str(tiny), [graded, ranked, raises], SalesGRPOConfig(**args, reward_weights=[1.0, 2.0, 1.0]),
-        Dataset.from_list(rows), Dataset.from_list(rows[:1]), instruments=instruments,
+        Dataset.from_list(rows), Dataset.from_list(rows[:1]),
     )  # fmt: skip
     trainer.train()
     trainer.evaluate()

@@ -30,13 +30,16 @@ def session(tmp_path):
 
     def start(code):
         command = [forked.COLD_PYTHON, "-c", SESSION, code]
-        started.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
         return started[-1]
 
     yield start
     for process in started:
         process.kill()
         process.wait()
+        process.stdin.close()
         process.stdout.close()
     until(lambda: not [*tmp_path.glob("forks-*")])
 
