@@ -23,11 +23,11 @@ from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, trouble
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.reward.cache import AnswerStore
-from salesrl_trl.reward.chain import add_places
 from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
+from salesrl_trl.reward.judge_reward import add_places
 from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.telemetry.aggregates import percentile
 from salesrl_trl.types import Answer, Verdict

@@ -207,4 +207,5 @@ class JudgeClient(Judge):
             reference=merge(references) if references else None,
             reason=verdicts[0].reason,
             provider=verdicts[0].provider,
+            criteria=[merge(scores) for scores in zip(*(verdict.criteria for verdict in verdicts), strict=True)],
         )
