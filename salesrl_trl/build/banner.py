@@ -40,7 +40,9 @@ def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) 
     """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks, a line each."""
     data, reward, training = config.data, config.reward, config.training
     dataset = data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
-    services = [("RAG service", _rag(reward)), ("judge", _judge(reward))] if reward.uses_services else []
+    services = [("judge", _judge(reward))] if reward.uses_services else []
+    if reward.uses_rag:
+        services.insert(0, ("RAG service", _rag(reward)))
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from salesrl_trl.build.assembly import budget_of, build_services
 from salesrl_trl.build.checks.addresses import check_rag
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.checks.reward import JUDGE, check_judges
+from salesrl_trl.build.checks.reward import check_judges
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, trouble
@@ -30,7 +30,7 @@ from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.judge_reward import add_places
 from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.telemetry.aggregates import percentile
-from salesrl_trl.types import Answer, Verdict
+from salesrl_trl.types import JUDGE, Answer, Verdict
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan

@@ -257,14 +257,20 @@ def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None
 def judged_row(columns: Mapping[str, Any], branches: Sequence[str]) -> tuple[SalesRow, str | None]:
     """A row of the trainer's dataset as the judge reads it, and its reference answer. Raises `DataError` for a column
     of another form, without its text."""
-    reference, criteria = columns.get("reference"), columns.get("criteria")
-    if reference is not None and not (isinstance(reference, str) and is_unicode(reference)):
-        raise DataError(f"`reference` is {shape(reference)}. Expected a text, or nothing.")
-    record = {name: columns[name] for name in COLUMNS if columns.get(name) is not None}
+    reference, criteria = reference_and_criteria(columns)
+    record = {name: columns[name] for name in COLUMNS if columns.get(name)}  # a table has empty lists in its gaps
     if len(branches) == 1:
         record["branch"] = branches[0]
-    row = parse_row(record, 0, branches, "the dataset")
-    return replace(row, criteria=_criteria(criteria), columns={}), reference or None
+    row = parse_row(record, int(columns.get("row", 0)), branches, "the dataset")
+    return replace(row, criteria=criteria, columns={}), reference
+
+
+def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tuple[Criterion, ...]]:
+    """What the judge reads of these two columns of a row. Raises `DataError` as `judged_row` does."""
+    reference = columns.get("reference")
+    if reference is not None and not (isinstance(reference, str) and is_unicode(reference)):
+        raise DataError(f"`reference` is {shape(reference)}. Expected a text, or nothing.")
+    return reference or None, _criteria(columns.get("criteria"))
 
 
 def _criteria(value: object) -> tuple[Criterion, ...]:

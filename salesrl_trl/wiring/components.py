@@ -278,7 +278,12 @@ class Components:
         return [
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
-            StepLine(args.branches, names.providers if names.has_actions else None, failures),
+            StepLine(
+                args.branches,
+                names.providers if names.components else None,
+                failures,
+                are_actions=names.has_actions,
+            ),
             EpochLine(args.branches, failures, trl.log),
             HeldOut(
                 args.branches,

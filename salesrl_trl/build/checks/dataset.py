@@ -16,8 +16,9 @@ from salesrl_trl.data.form import Part, Records, part_of
 from salesrl_trl.data.lengths import LengthLimit
 from salesrl_trl.data.sources import is_file, load_records
 from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, read_template
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
+from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.reward.judge_reward import reference_and_criteria
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SalesRow
 
 SHOWN_ROWS = 5
 HELD_OUT_SHARE = 0.1
@@ -81,8 +82,13 @@ def settle_held_out(data: DataConfig) -> str | None:
 
 
 def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Raise `ConfigError` unless the packaged chain, if it scores, finds a conversation in every row. Returns lines
-    for the banner."""
+    """Raise `ConfigError` unless the packaged chain, if it scores, finds a conversation in every row, and the packaged
+    judge alone a `reference` and `criteria` that it can read. Returns lines for the banner."""
+    for row in rows if reward.judges_answers else ():
+        try:
+            reference_and_criteria(row.columns)
+        except DataError as error:
+            raise ConfigError(f"row {row.row_id!r}: {error} Correct the column; `{JUDGE}` reads it.") from None
     without = [row for row in rows if not row.conversation]
     if without and reward.has_chain:
         raise ConfigError(

@@ -24,11 +24,9 @@ from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
-from salesrl_trl.types import DEFAULT_FORMAT, SALES
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES
 
 logger = logging.getLogger(__name__)
-
-JUDGE = "judge"  # service name of the judge; each of `judge_providers` has its own name behind it
 
 
 @dataclass
@@ -51,15 +49,21 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
     `hybrid_reference_weight` is more than 0."""
     parts = read_reward(config, branches, hybrid_baseline)
     if not config.asks_nobody:
-        if config.rag_base_url is not None:
+        if config.rag_base_url is not None and config.uses_rag:
             check_rag(config.rag_base_url, parts.rag_key)
         check_judges(config, parts)
     return parts
 
 
-def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
-    """`prepare_reward` without a request to any address."""
-    functions = {path: reward_of(load_object(path, "reward_funcs")) for path in config.reward_funcs if path != SALES}
+def read_reward(
+    config: RewardConfig,
+    branches: Sequence[str],
+    hybrid_baseline: bool = False,
+    rubrics: Mapping[str, str] | None = None,
+) -> RewardParts:
+    """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
+    own = [path for path in config.reward_funcs if path not in (SALES, JUDGE)]
+    functions = {path: reward_of(load_object(path, "reward_funcs")) for path in own}
     if hybrid_baseline and functions:
         raise ConfigError(
             "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0."
@@ -96,9 +100,13 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
         provider.name: (provider.api_key_env, f"judge_providers[{provider.name}].api_key_env")
         for provider in providers
     } or {JUDGE: (config.judge_api_key_env, "judge_api_key_env")}
+    rubrics = dict(rubrics or {})
+    if needs_rubrics and not rubrics:
+        named, direct = _rubric_names(scoring.weights, branches), config.judges_answers
+        rubrics = load_rubrics(named, config.rubric_dir, direct=direct)
     return RewardParts(
         scoring=scoring,
-        rubrics=load_rubrics(_rubric_names(scoring.weights, branches), config.rubric_dir) if needs_rubrics else {},
+        rubrics=rubrics,
         rag_key=read_key(config.rag_api_key_env, "rag_api_key_env") if asks else None,
         judge_keys={name: read_key(*key) if asks else None for name, key in keys.items()},
         rag=rag,
@@ -144,7 +152,7 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
             f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
             "`rag_base_url`, or leave out `action_fields`."
         )
-    faults, packaged = [], packaged_rubrics()
+    faults, packaged = [], packaged_rubrics(config.judges_answers)
     if config.embeds_judge and own_fields:
         faults.append("The embedded judge does not read `action_fields` of yours. Set `judge_base_url`.")
     folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
