@@ -199,6 +199,10 @@ class Action:
         return dict(self.fields)
 
 
+NOTHING_WRITTEN = Action(fields={}, query_field="")
+"""The action of a policy that answers directly."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InvalidAction:
     """A completion that is no valid action."""

@@ -275,8 +275,8 @@ def judge_reward(
     config = RewardConfig(reward_funcs=[JUDGE], **settings)
     if config.embeds_judge:
         raise ConfigError(
-            "`judge_reward` names no judge. Expected `judge_base_url` and `judge_model`, `judge_providers`, or `judge`, "
-            "the path of a class."
+            "`judge_reward` names no judge. Expected `judge_base_url` and `judge_model`, `judge_providers`, or the "
+            "path of a class in `judge`."
         )
     if not output_dir and (config.max_calls is not None or config.max_usd is not None):
         raise ConfigError(

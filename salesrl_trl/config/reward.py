@@ -79,9 +79,9 @@ class RewardConfig:
     judge_aggregation: Annotated[str, (*AGGREGATIONS,)] = "mean"
     """The one score of several verdicts: their `mean`, `median` or `min`."""
     reward_funcs: list[str] = field(default_factory=list)
-    """Dotted paths of reward functions of your own, in place of the RAG service and the judge: of TRL's signature, or
-    with `@per_completion` or `@per_group`. `sales` among them is the packaged chain, `judge` the packaged judge of a
-    policy that answers directly, without a RAG service. `reward_weights` weighs them."""
+    """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
+    Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
+    answers, without a RAG service. `reward_weights` weighs them."""
     judge: str | None = None
     """Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
     above, which need no address then."""

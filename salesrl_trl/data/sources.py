@@ -112,18 +112,25 @@ def prompt_dataset(
         "id": [row.row_id for row in rows_of],
     }
     if for_functions:
-        if any(row.conversation or row.documents for row in rows_of):
-            columns |= {
-                "conversation": [[asdict(message) for message in row.conversation] for row in rows_of],
-                "documents": [list(row.documents) for row in rows_of],
-            }
-        further = dict.fromkeys(name for row in rows_of for name in row.columns)
-        columns = {name: [row.columns.get(name) for row in rows_of] for name in further} | columns
+        every = [columns_of(row) for row in rows_of]
+        gaps: dict[str, list[str]] = {"conversation": [], "documents": []}
+        further = dict.fromkeys(name for row in every for name in row)
+        columns = {name: [row.get(name, gaps.get(name)) for row in every] for name in further} | columns
     rows = Dataset.from_dict({"prompt": prompts, **columns})
     if not any(images):
         return rows
     files = [[{"path": picture.path or None, "bytes": picture.content} for picture in pictures] for pictures in images]
     return rows.add_column("images", files, feature=List(Image(mode="RGB")))  # read when a row is asked for
+
+
+def columns_of(row: SalesRow) -> dict[str, Any]:
+    """What a reward function may ask for of a row, beside its prompt."""
+    texts: dict[str, Any] = {}
+    if row.conversation:
+        texts["conversation"] = [asdict(message) for message in row.conversation]
+    if row.documents:
+        texts["documents"] = list(row.documents)
+    return {**row.columns, **texts, "branch": row.branch, "id": row.row_id}
 
 
 def is_file(source: str) -> bool:

@@ -64,7 +64,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.data.sources import check_rows
     from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
     from salesrl_trl.rejudge.score_changes import Baseline, changes
-    from salesrl_trl.types import SALES
+    from salesrl_trl.types import JUDGE, SALES
 
     stamina.instrumentation.set_on_retry_hooks([])
     own, data, reward, others = parse_part(
@@ -79,10 +79,11 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     functions = reward.reward_funcs or [SALES]
     weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
     unknown = sorted({completion.row for completion in completions} - {row.row_id for row in rows})
-    if SALES not in functions:
+    judged_alone = reward.judges_answers
+    if SALES not in functions and not judged_alone:
         raise ConfigError(
-            f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` among them: "
-            "the packaged reward is what is judged again."
+            f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` or `{JUDGE}` "
+            "among them: the packaged reward is what is judged again."
         )
     if not completions:
         raise ConfigError(f"the record of {run} has no completion of training. Expected some.")
@@ -96,7 +97,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 
     def work() -> int:
         judged = [
-            (of_all_functions(completion, new, weights), notes)
+            (of_all_functions(completion, new, weights, JUDGE if judged_alone else SALES), notes)
             for completion, (new, notes) in zip(
                 completions, rejudged(reward, completions, rows, branches), strict=True
             )

@@ -28,7 +28,7 @@ from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import (
     JUDGE,
-    Action,
+    NOTHING_WRITTEN,
     Answer,
     Criterion,
     InvalidAction,
@@ -42,8 +42,6 @@ T = TypeVar("T")
 
 Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
 """A part behind the answer: from a case to what is known then, or to a refusal."""
-NOTHING_WRITTEN = Action(fields={}, query_field="")
-"""The action of a policy that answers directly."""
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
 """What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
 texts, or of `{text, weight, name}`."""

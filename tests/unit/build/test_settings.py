@@ -126,7 +126,8 @@ def test_the_settings_of_help_are_those_of_the_classes_with_their_defaults():
         assert settings()[name].text, name
 
 
-def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys):
+def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit):
         parse(["--help"], ROOT / "recipes/debug.yaml")
     page = capsys.readouterr().out
