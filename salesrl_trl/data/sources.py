@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, load_dataset
 from datasets.exceptions import DatasetsError
 
@@ -116,11 +117,27 @@ def prompt_dataset(
         gaps: dict[str, list[str]] = {"conversation": [], "documents": []}
         further = dict.fromkeys(name for row in every for name in row)
         columns = {name: [row.get(name, gaps.get(name)) for row in every] for name in further} | columns
-    rows = Dataset.from_dict({"prompt": prompts, **columns})
+    rows = _table({"prompt": [*prompts], **columns})
     if not any(images):
         return rows
     files = [[{"path": picture.path or None, "bytes": picture.content} for picture in pictures] for pictures in images]
     return rows.add_column("images", files, feature=List(Image(mode="RGB")))  # read when a row is asked for
+
+
+def _table(columns: dict[str, list[Any]]) -> Dataset:
+    """The columns as a dataset. Raises `DataError` for one whose values are of several kinds."""
+    try:
+        return Dataset.from_dict(columns)
+    except pa.ArrowException:
+        for name, values in columns.items():
+            try:
+                Dataset.from_dict({name: values})
+            except pa.ArrowException:
+                raise DataError(
+                    f"the column `{name}` has values of several kinds, such as a text in one row and a number or an "
+                    "object in another. Expected one kind in all rows. Correct the column, or leave it out."
+                ) from None
+        raise
 
 
 def columns_of(row: SalesRow) -> dict[str, Any]:
