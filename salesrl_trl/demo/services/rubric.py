@@ -6,7 +6,7 @@ Owns the formula and its word lists. Refuses to know HTTP (`judge_app`) or rewar
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +127,11 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdic
     that is part of one of its words, or that has one of them as a part. A missing action mentions and claims nothing,
     so only the answer is judged. The same holds for an action that is no JSON object of exactly the three texts.
 
+    Without a section `action` the policy answers itself. Then
+
+        neutral(a)   = 0 if the answer has a content word of the conversation that is not in `D`, else 1
+        supported(a) = |content words of the answer that `D` or the conversation holds| / |its content words|
+
     The sections are `branch`, `conversation`, `documents` (a paragraph each), `action` (JSON), `candidate_answer` and
     perhaps `reference_answer`. A missing one counts as empty.
     """
@@ -143,11 +148,26 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdic
     else:
         share, name = COVERAGE_SHARE, "supported"
         manner, reference_manner = supported(action, sections.get("conversation", "")), 1.0
+    if "action" not in sections:  # the policy answers itself
+        shares = [
+            _share_known(text, known, sections, share == FAIRNESS_COVERAGE_SHARE) for text in (answer, reference)
+        ]
+        manner, reference_manner = shares
     return Verdict(
         candidate=_mix(share, covered, manner),
         reference=None if reference_covered is None else _mix(share, reference_covered, reference_manner),
         reason=f"coverage {covered:.2f}, {name} {manner:.2f}",
     )
+
+
+def _share_known(answer: str | None, known: Sequence[str], sections: Mapping[str, str], about_people: bool) -> float:
+    """Of an answer without an action: whether it names nothing of the conversation that the documents do not name, if
+    it is about people; else the share of its content words that documents or conversation hold."""
+    said, heard = set(content_words(answer or "")), set(content_words(sections.get("conversation", "")))
+    held = set(content_words("\n".join(known)))
+    if about_people:
+        return float(not (said & heard) - held)
+    return _weight(said & (held | heard), set()) / _weight(said, set()) if said else 1.0
 
 
 def _mix(share: float, covered: float, manner: float) -> float:
