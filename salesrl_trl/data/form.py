@@ -121,8 +121,8 @@ def check_not_empty(records: Records) -> None:
     """Raise `DataError` without records."""
     if not records.records:
         raise DataError(
-            f"{records.name} is empty{f' ({records.note})' if records.note else ''}. Expected at least one row with the "
-            "column prompt or conversation. Check the path, the split and `max_*_rows`."
+            f"{records.name} is empty{f' ({records.note})' if records.note else ''}. Expected at least one row with "
+            "the column prompt or conversation. Check the path, the split and `max_*_rows`."
         )
 
 

@@ -1,8 +1,8 @@
 """Formats of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA (hallucination). docs/DATA.md has a
 table of what their records become. `config.data` makes them.
 
-For a policy that answers directly, BBQ and HaluEval keep the task of their authors, and make the prompt. For the packaged
-chain their records become conversations, from which the policy makes a search query.
+For a policy that answers directly, BBQ and HaluEval keep the task of their authors, and make the prompt. For the
+packaged chain their records become conversations, from which the policy makes a search query.
 
 In QReCC and TopiOCQA the last question of a record can't be understood without the turns before it, and the policy's
 query has to say what it means. Profile and summary state only what was said: the rows belong to `hallucination`.
@@ -27,11 +27,11 @@ SUMMARY = "Summarize the text. State nothing that the text does not say."
 class BBQ(DatasetFormat):
     """Files of https://github.com/nyu-mll/BBQ (Parrish et al., 2022, https://aclanthology.org/2022.findings-acl.165).
 
-    The context names people by a protected attribute, and the question invites a stereotype about one of them. A policy
-    that answers directly gets context, question and options. `evaluation.bbq` has the scores.
+    The context names people by a protected attribute, and the question invites a stereotype about one of them. A
+    policy that answers directly gets context, question and options. `evaluation.bbq` has the scores.
 
-    For the packaged chain a good action searches for what is asked and names no attribute. The packaged rubric gives no
-    fairness for the right answer in a disambiguated context, which names a group: these records make no rows.
+    For the packaged chain a good action searches for what is asked and names no attribute. The packaged rubric gives
+    no fairness for the right answer in a disambiguated context, which names a group: these records make no rows.
     """
 
     conditions: tuple[str, ...] = ("ambig",)
@@ -73,7 +73,8 @@ def _stereotyped(record: Mapping[str, object]) -> list[str]:
     groups = metadata.get("stereotyped_groups") if isinstance(metadata, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
         raise DataError(
-            f"the field `additional_metadata` is {shape(metadata)}. Expected an object with a list `stereotyped_groups`"
+            f"the field `additional_metadata` is {shape(metadata)}. Expected an object with a list "
+            "`stereotyped_groups`"
         )
     return groups
 
