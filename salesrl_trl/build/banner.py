@@ -4,6 +4,7 @@ Owns their wording. `build.building` logs the banner, and `train` the last lines
 """
 
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,15 +32,16 @@ from salesrl_trl.names import LOG_FILE
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.reward.service.budget import read_account
 from salesrl_trl.telemetry.step_lines import calls_and_usd
-from salesrl_trl.types import ALL, SALES
+from salesrl_trl.types import ALL, SALES, SalesRow
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
 
-def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) -> list[str]:
+def banner(
+    config: RunConfig, rows: tuple[Sequence[SalesRow], Sequence[SalesRow]], notes: Sequence[str] = ()
+) -> list[str]:
     """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks, a line each."""
     data, reward, training = config.data, config.reward, config.training
-    dataset = data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
     services = [("judge", _judge(reward))] if reward.uses_services else []
     if reward.uses_rag:
         services.insert(0, ("RAG service", _rag(reward)))
@@ -47,8 +49,9 @@ def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) 
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [
         *_policy(config),
-        ("rows", f"{rows[0]} of {dataset} to train on, {rows[1]} held out"),
+        *(("rows", line) for line in _rows(data, *rows)),
         ("prompt", _prompt(data, reward)),
+        *(("prompt", line) for line in _instructions(data, reward)),
         ("step", _step(training)),
         ("rollouts", _rollouts(training)),
         *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
@@ -88,6 +91,31 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
     ends = dict.fromkeys([tokenizer.eos_token_id, *([ids] if isinstance(ids, int) else ids or [])])
     tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends if end is not None)
     return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
+
+
+def _rows(data: DataConfig, train: Sequence[SalesRow], held_out: Sequence[SalesRow]) -> list[str]:
+    """Of each dataset its rows. Among several its name stands before their ids."""
+    several = data.is_several
+    counts = [Counter(row.row_id.partition(":")[0] if several else "" for row in rows) for rows in (train, held_out)]
+    lines = []
+    for source in data.sources:
+        of_train, of_held_out = (count[source.name] for count in counts)
+        own_form = "" if source.dataset_format == ROWS else f" ({source.dataset_format})"
+        share = f" ({of_train / len(train):.0%})" if several and train else ""
+        lines.append(f"{of_train} of {source.dataset}{own_form} to train on{share}, {of_held_out} held out")
+    return lines
+
+
+def _instructions(data: DataConfig, reward: RewardConfig) -> list[str]:
+    """The system messages that formats of published datasets put before their prompts."""
+    if template_name(data, reward) is not None:
+        return []
+    forms = {source.dataset_format: source.form().format for source in data.sources}
+    return [
+        f"{name} puts a system message before it: {' | '.join(form.instructions)} (your own: --prompt_template FILE)"
+        for name, form in forms.items()
+        if form is not None and form.instructions
+    ]
 
 
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:

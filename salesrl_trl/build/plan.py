@@ -56,7 +56,8 @@ class Plan(ServicesPlan):
     @cached_property
     def held_out_records(self) -> Records | None:
         """The records to evaluate on. `None` if nothing is to be evaluated."""
-        return held_out_records(self.config.data, lambda: self.own_records) if self.evaluates else None
+        config = self.config
+        return held_out_records(config.data, config.reward, lambda: self.own_records) if self.evaluates else None
 
     @property
     def evaluates(self) -> bool:

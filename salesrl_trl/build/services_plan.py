@@ -78,10 +78,11 @@ class ServicesPlan:
         return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
-    def own_records(self) -> "Records":
+    def own_records(self) -> "list[Records]":
+        """All records of each dataset."""
         from salesrl_trl.build.checks.dataset import own_records  # brings pandas
 
-        return own_records(self.config.data)
+        return own_records(self.config.data, self.config.reward)
 
     @cached_property
     def train_records(self) -> "Records":

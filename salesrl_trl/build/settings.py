@@ -121,7 +121,8 @@ class RunConfig:
     @property
     def policy_path(self) -> str:
         """Folder or hub name of the policy: a packaged small one if no model is named."""
-        small = ARITHMETIC_POLICY if self.data.train_source[0] == ARITHMETIC else PACKAGED
+        sources = [source.train_source[0] for source in self.data.sources]
+        small = ARITHMETIC_POLICY if sources == [ARITHMETIC] else PACKAGED
         return self.model.model_name_or_path or str(small)
 
 
@@ -222,7 +223,8 @@ class SettingsParser(TrlParser):
         """Checks paths. Keeps the values: the classes change them while they check them."""
         namespace, unknown = super().parse_known_args(*args, **kwargs)
         for name in PATHS:
-            if isinstance(path := getattr(namespace, name, None), str):
+            path = getattr(namespace, name, None)
+            if isinstance(path, str) and not path.startswith(("[", "{")):  # JSON
                 check_path(name, path)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in self._given}
@@ -270,8 +272,8 @@ class SettingsParser(TrlParser):
 def _is_own_task(settings: Namespace) -> bool:
     """Whether functions of a user's own alone score rows of a user's own."""
     functions: list[str] = getattr(settings, "reward_funcs", None) or []
-    rows: str = getattr(settings, "dataset", DEMO)
-    return bool(functions) and SALES not in functions and rows.partition(":")[0] not in (DEMO, DEMO_PICTURES)
+    rows: object = getattr(settings, "dataset", DEMO)
+    return bool(functions) and SALES not in functions and str(rows).partition(":")[0] not in (DEMO, DEMO_PICTURES)
 
 
 def _options(argv: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 `train` and `evaluate` call `prepare`; `__main__` calls `examine`. Each subject has its checks in `build.checks`.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -68,8 +69,7 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 
 def _copy_data(plan: Plan, findings: Findings) -> None:
     """Read rows from copies, if `data_copy_dir` is set."""
-    data = plan.config.data
-    for name in ("dataset", "eval_dataset"):
+    for data, name in itertools.product(plan.config.data.sources, ("dataset", "eval_dataset")):
         path = getattr(data, name)
         if data.data_copy_dir is not None and path is not None and is_file(path):  # not `demo`, and none on the hub
             setattr(data, name, str(copied(Path(path), Path(data.data_copy_dir))))
@@ -81,9 +81,8 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     config, training, model = plan.config, plan.config.training, plan.config.model
     for source in config.data.own_sources:
         check_source(source)
-    notes = []
-    if plan.evaluates and (note := settle_held_out(config.data)):
-        notes.append(note)
+    settled = map(settle_held_out, config.data.sources if plan.evaluates else ())
+    notes = [note for note in settled if note]
     if not training.branches:  # of a task of one's own: those of the rows
         training.branches = sorted({str(record.get("branch", ALL)) for record in plan.train_records.records}) or [ALL]
         training.kl_targets()

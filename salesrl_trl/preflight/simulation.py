@@ -74,7 +74,7 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
             f"`action_fields` is {', '.join(reward.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: the "
             "simulation writes no other actions. Leave it out."
         )
-    rows = check_rows(training_records(data, own_records(data)), training.branches, data.max_train_rows)
+    rows = check_rows(training_records(data, own_records(data, reward)), training.branches, data.max_train_rows)
     if not reward.uses_rag:
         raise ConfigError(
             "`reward_funcs` has no `sales`, and made-up completions are actions for the packaged chain. Expected the "

@@ -75,7 +75,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
     branches = sorted({completion.branch for completion in completions})
-    rows = check_rows(training_records(data, own_records(data)), branches, data.max_train_rows)
+    rows = check_rows(training_records(data, own_records(data, reward)), branches, data.max_train_rows)
     functions = reward.reward_funcs or [SALES]
     weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
     unknown = sorted({completion.row for completion in completions} - {row.row_id for row in rows})

@@ -12,7 +12,7 @@ from transformers.utils import is_torchvision_available
 
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
-from salesrl_trl.data.form import Part, Records, part_of
+from salesrl_trl.data.form import Part, Records, drawn, mixed, part_of
 from salesrl_trl.data.lengths import LengthLimit
 from salesrl_trl.data.sources import is_file, load_records
 from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, read_template
@@ -25,21 +25,32 @@ HELD_OUT_SHARE = 0.1
 """Of a file for which the settings name no held-out rows."""
 
 
-def own_records(data: DataConfig) -> Records:
-    """All records of `dataset`, of which a share may be held out. Raises `DataError` as `load_rows` does."""
-    return load_records(*data.train_source, data.form())
+def own_records(data: DataConfig, reward: RewardConfig) -> list[Records]:
+    """All records of each dataset, of which a share may be held out. Raises `DataError` as `load_rows` does."""
+    return [load_records(*source.train_source, source.form(not reward.has_chain)) for source in data.sources]
 
 
-def training_records(data: DataConfig, own: Records) -> Records:
-    """The records to train on, of those of `own_records`. Raises `DataError` if there are none."""
-    return part_of(own, data.form(), Part.TRAINING if data.held_out_share else Part.ALL)
+def training_records(data: DataConfig, own: Sequence[Records]) -> Records:
+    """The records to train on, of those of `own_records`: of each dataset so many or its share, mixed. Raises
+    `DataError` if a dataset has none."""
+    parts, shares = [], [source.entry.share for source in data.sources]
+    for source, records in zip(data.sources, own, strict=True):
+        part = part_of(records, source.form(), Part.TRAINING if source.held_out_share else Part.ALL)
+        parts.append(drawn(part, source.entry.rows or len(part.records)))
+    return mixed(parts, [share for share in shares if share is not None])
 
 
-def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
-    """The records to evaluate on: a share of `own_records`, or a source of their own. Raises as `own_records` does."""
-    if data.held_out_share:
-        return part_of(own(), data.form(), Part.HELD_OUT)
-    return load_records(*data.eval_source, data.eval_form())
+def held_out_records(data: DataConfig, reward: RewardConfig, own: Callable[[], Sequence[Records]]) -> Records:
+    """The records to evaluate on, of each dataset a share of `own_records` or a source of their own, mixed. Raises as
+    `own_records` does."""
+    return mixed(
+        [
+            part_of(own()[number], source.form(), Part.HELD_OUT)
+            if source.held_out_share
+            else load_records(*source.eval_source, source.eval_form(not reward.has_chain))
+            for number, source in enumerate(data.sources)
+        ]
+    )
 
 
 def template_name(data: DataConfig, reward: RewardConfig) -> str | None:
@@ -64,9 +75,9 @@ def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | 
 
 
 def settle_held_out(data: DataConfig) -> str | None:
-    """Hold out a share of a local file, unless the settings say what is held out. Returns a line for the banner.
-    Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
-    if data.eval_dataset is not None or data.held_out_share or not is_file(data.dataset):
+    """Hold out a share of a local file, unless the settings of this dataset say what is held out. Returns a line for
+    the banner. Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
+    if data.eval_dataset is not None or data.held_out_share or not is_file(data.train_source[0]):
         return None
     if data.held_out_share is not None:
         raise ConfigError(
