@@ -96,6 +96,7 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._messages = 0  # from it
         self._silent_at: int | None = None  # messages when a wait was in vain
+        self._is_closing = False  # calls that it leaves without an answer were given up
 
     async def ask(self, kind: str, *what: object) -> object:
         """The answer to a question. Raises `ServiceUnavailable` where the child ends before."""
@@ -134,6 +135,7 @@ class _Child:
         channel = self._channel
         if channel is None or self._process is None or self._process.poll() is not None:
             return
+        self._is_closing = True
         with contextlib.suppress(TimeoutError, ServiceUnavailable):
             await self.within(ANSWER_S, partial(self.ask, "close"))
         channel.close()
@@ -216,7 +218,7 @@ class _Child:
         code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
         self._channel = self._starting = None
         lost, self._waiting = [waiting for waiting in self._waiting.values() if not waiting.done()], {}
-        if lost or code:
+        if code or (lost and not self._is_closing):
             again = f"; what it had in hand ({len(lost)} calls) is asked again of the next, once" if lost else ""
             logger.error(f"the reward process ended with code {code}{again}")
         for waiting in lost:

@@ -175,7 +175,7 @@ FAULTS: tuple[Fault, ...] = (
         "The attention that was asked for is not installed, does not exist, or does not run on this device.",
         (
             Sign(r"FlashAttention\S* has been toggled on|attn_implementation=.* is not supported"),
-            Sign(r"Unknown attention backend|No valid attention backend|attention backend .* is not valid"),
+            Sign(r"(Unknown|No valid) attention backend|attention backend .* (is not valid|does not have)"),
             Sign(r"FlashAttention only supports Ampere"),
         ),
         "For training take torch's own: `--attn_implementation sdpa`, which always works.",
@@ -216,6 +216,7 @@ FAULTS: tuple[Fault, ...] = (
         "Another run, or one that has not ended, listens at the port of the process group.",
         (Sign(r"EADDRINUSE|[Aa]ddress already in use|that port of this machine is in use"),),
         "Take a free port: `accelerate launch --main_process_port 0`. Without it several GPUs take 29500.",
+        "For a vLLM server, which gets its weights through another port: `--vllm_group_port 51217`.",
         "Find who has it: `ss -ltnp | grep 29500`.",
     ),
     Fault(

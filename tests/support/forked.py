@@ -6,11 +6,15 @@ One server of forks serves a session of pytest. The workers of pytest-xdist are 
 - `python()` is a command that stands for `python`. It starts a fork, hands signals on to it, and ends as it does. In a
   fork `sys.executable` is this command: in a worker too what a test or the package starts is a fork.
 
+A fork has a process group of its own. It is killed with its group when nobody waits for it any more, and when the
+session ends or is killed. A child that is to see its parent killed is no fork, but a `COLD_PYTHON`.
+
 What is about a start itself, such as what a module imports, starts `COLD_PYTHON`.
 """
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -45,6 +49,9 @@ _NUMBER = 4
 _HANDED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _HIGH = 500
 """Above the numbers of the file descriptors of any program here."""
+_LOOK_S = 1.0
+"""Seconds between two looks of the server at whether its session was killed."""
+_PR_SET_PDEATHSIG = 1
 
 _folder: list[str] = []
 """That of the server, once this process knows it."""
@@ -62,6 +69,11 @@ class Program(subprocess.Popen):
         self._connection, self.pid = _ask(server_folder(), args, descriptors, cwd, env)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    def kill(self):
+        """As with `Popen`, and its process group: what it has started does not outlive a test's timeout."""
+        if self.poll() is None:
+            _kill(self.pid)
 
     def _internal_poll(self, *_, **__):
         if self.returncode is None and (ended := self._try_wait(os.WNOHANG))[0]:
@@ -92,7 +104,7 @@ def server_folder():
             listener.bind(f"{folder}/socket")
             listener.listen(64)
             server = subprocess.Popen(
-                [COLD_PYTHON, __file__, "serve", folder, str(listener.fileno())],
+                [COLD_PYTHON, __file__, "serve", folder, str(listener.fileno()), *EVERYTHING],
                 pass_fds=[listener.fileno()],
                 env={
                     **os.environ,
@@ -152,8 +164,13 @@ def _stand_in(folder, words):
     connection, pid = _ask(folder, words, dict(sorted(handed.items())))
     for number in handed:
         os.close(number)
+
+    def hand_on(number, _):
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and its exit status is on the way
+            os.kill(pid, number)
+
     for number in _HANDED_ON:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, hand_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
     status = _status(connection)
     if os.WIFSIGNALED(status):
@@ -164,22 +181,31 @@ def _stand_in(folder, words):
     os._exit(os.WEXITSTATUS(status))
 
 
-def _serve(listener):
+def _kill(pid):
+    """Kill a fork that nobody has waited for, and its process group once it has one."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _serve(listener, folder):
     """Fork for each connection, and send how the fork ended. Returns in the fork: its request, its descriptors."""
+    session, server = os.getppid(), os.getpid()
     ended, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     forks = {}
     while True:
-        ready, _, _ = select.select([0, listener, ended, *forks.values()], [], [])
-        if 0 in ready:  # the session has ended
+        ready, _, _ = select.select([0, listener, ended, *forks.values()], [], [], _LOOK_S)
+        if 0 in ready or os.getppid() != session:  # it has ended; a child of it may hold the other end of 0
             for pid in forks:
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
         for pid, connection in forks.items():
             if connection in ready:  # closed: nobody waits for it any more
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
         if ended in ready:
             os.read(ended, 4096)
             while forks and (end := os.waitpid(-1, os.WNOHANG))[0]:
@@ -194,6 +220,9 @@ def _serve(listener):
                 content += connection.recv(1 << 20)
             pid = os.fork()
             if not pid:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != server:
+                    os._exit(1)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for one_of_server in (listener, connection, *forks.values()):
@@ -223,9 +252,10 @@ def _become(request, descriptors, folder, set_by_imports):
     os.environ.update({**set_by_imports, **request["environment"]})
     paths = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[1:] = [*dict.fromkeys((*paths, *sys.path[1:]))]
-    import torch._dynamo
+    if "torch" in sys.modules:
+        import torch._dynamo
 
-    torch._dynamo.config.disable = request["environment"].get("TORCHDYNAMO_DISABLE") == "1"  # as its import has it
+        torch._dynamo.config.disable = request["environment"].get("TORCHDYNAMO_DISABLE") == "1"  # as its import has it
     sys.executable = f"{folder}/python"
     if registry := sys.modules.get("vllm.model_executor.models.registry"):
         registry._SUBPROCESS_COMMAND[0] = sys.executable
@@ -275,11 +305,11 @@ def _exit_code(end):
     return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
-def _import_everything():
+def _import(modules):
     from salesrl_trl.ground import process
 
     process.remember_packages()
-    for module in EVERYTHING:
+    for module in modules:
         try:
             importlib.import_module(module)
         except (
@@ -294,8 +324,9 @@ if __name__ == "__main__":
     kind, folder, *rest = sys.argv[1:]
     if kind == "serve":
         before = dict(os.environ)
-        _import_everything()
+        number, *modules = rest
+        _import(modules)
         set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
-        listener = socket.socket(fileno=int(rest[0]))
-        _run(_become(*_serve(listener), folder, set_by_imports))
+        listener = socket.socket(fileno=int(number))
+        _run(_become(*_serve(listener, folder), folder, set_by_imports))
     _stand_in(folder, rest)

@@ -1,6 +1,6 @@
-"""Checks of the machine: versions, GPUs, disk, shared memory, and locks that were left behind.
+"""Checks of the machine: versions, GPUs, disk, shared memory, ports, compilers, and locks that were left behind.
 
-What other libraries refuse at once with a clear message is left to them: ports, compilers.
+Other libraries would refuse these too, but minutes later, after the model is loaded. `preflight.runner` calls it.
 """
 
 import ast
@@ -12,8 +12,10 @@ import os
 import platform
 import re
 import shutil
+import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.engine import Start, engine_start
 from salesrl_trl.ground.process import installed
 from salesrl_trl.telemetry.device import GIB
 
@@ -36,6 +39,8 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL takes tens of MiB for each process. Docker gives 64 MiB to all.
 OPTIMIZERS = {"bitsandbytes": r"bnb|paged|ademamix|lion|^adamw_8bit", "torchao": r"^adamw_torch_[48]bit"}
 """Packages to the names of their optimizers in transformers."""
+COMPILERS = {"C": ("CC", "gcc", "cc", "clang"), "C++": ("CXX", "g++", "c++", "clang++")}
+"""Language to the environment variable that names a compiler, and to the commands of usual ones."""
 STALE_S = 120.0  # age of a lock of a DeepSpeed build that was left behind; a younger one may be of another machine
 
 
@@ -47,6 +52,8 @@ def check_environment(plan: Plan, findings: Findings) -> None:
     _devices(training, in_depth, findings)
     _disk(training.output_dir, in_depth, findings)
     _shared_memory(training, findings)
+    _group_port(training, findings)
+    _compilers(training, findings)
     _locks(training, in_depth, findings)
 
 
@@ -79,11 +86,23 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
             f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{near}",
             "Expected arguments of `vllm.LLM`: see its documentation, or leave this one out.",
         )
+    config, backends = arguments.get("attention_config"), attention_backends()
+    for backend in (arguments.get("attention_backend"), config.get("backend") if isinstance(config, dict) else None):
+        if isinstance(backend, str) and backends and backend.upper() not in (*backends, "AUTO"):
+            close = difflib.get_close_matches(backend.upper(), backends, n=1)
+            findings.fail(
+                f"`vllm_engine_kwargs` has the attention backend {backend!r}, which the installed vLLM does not have."
+                f"{f' Did you mean {close[0]}?' if close else ''} Expected one of: {', '.join(backends)}.",
+                "Leave it out, and vLLM chooses one.",
+            )
     variables = {name for name in os.environ if name.startswith("VLLM_")}
     for name in sorted(variables - vllm_variables() if variables else ()):
         remedy = "Remove it, or correct its name."
         if name == "VLLM_ATTENTION_BACKEND":
-            remedy = 'Set `vllm_engine_kwargs: \'{"attention_backend": "NAME"}\'`; or remove it, and vLLM chooses one.'
+            remedy = (
+                'Set `vllm_engine_kwargs: \'{"attention_backend": "NAME"}\'` with one of '
+                f"{', '.join(backends)}; or remove it, and vLLM chooses one."
+            )
         findings.note(f"The environment variable {name} is set, and the installed vLLM does not read it.", remedy)
 
 
@@ -134,14 +153,25 @@ def vllm_variables() -> set[str]:
 def engine_arguments() -> set[str]:
     """The arguments of `vllm.LLM`. Empty where its source is not found."""
     names = set[str]()
-    for place, name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
-        classes = [node for node in _vllm_module(place).body if isinstance(node, ast.ClassDef) and node.name == name]
-        for line in (line for node in classes for line in node.body):
-            if isinstance(line, ast.FunctionDef) and line.name == "__init__":
-                names |= {argument.arg for argument in (*line.args.args[1:], *line.args.kwonlyargs)}
-            elif isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                names.add(line.target.id)
+    for line in (*_class_body("engine/arg_utils.py", "EngineArgs"), *_class_body("entrypoints/llm.py", "LLM")):
+        if isinstance(line, ast.FunctionDef) and line.name == "__init__":
+            names |= {argument.arg for argument in (*line.args.args[1:], *line.args.kwonlyargs)}
+        elif isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            names.add(line.target.id)
     return names
+
+
+def attention_backends() -> tuple[str, ...]:
+    """The members of vLLM's `AttentionBackendEnum`, in its order. Empty where its source is not found."""
+    members = _class_body("v1/attention/backends/registry.py", "AttentionBackendEnum")
+    targets = [member.targets[0] for member in members if isinstance(member, ast.Assign)]
+    return tuple(target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _class_body(place: str, name: str) -> Iterator[ast.stmt]:
+    for node in _vllm_module(place).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            yield from node.body
 
 
 def _vllm_module(place: str) -> ast.Module:
@@ -168,6 +198,22 @@ def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> N
     if training.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(training.device)
         findings.figures |= {"device": torch.cuda.get_device_name(training.device), "capability": f"{major}.{minor}"}
+        kernels = torch.cuda.get_arch_list()
+        if torch.version.hip is None and not any(_runs(kernel, major, minor) for kernel in kernels):
+            findings.fail(
+                f"torch {torch.__version__} has no kernels for this GPU's compute capability {major}.{minor}. "
+                f"Expected one of {', '.join(kernels)}.",
+                "Install a torch that has them, or use another GPU (CUDA_VISIBLE_DEVICES).",
+            )
+
+
+def _runs(kernel: str, major: int, minor: int) -> bool:
+    """Whether a GPU runs kernels such as `sm_86`, or compiles such as `compute_86` for itself."""
+    kind, _, number = kernel.partition("_")
+    version = int("".join(filter(str.isdigit, number)))
+    if kind == "compute":
+        return version <= major * 10 + minor
+    return version // 10 == major and version % 10 <= minor
 
 
 def _disk(output_dir: str, in_depth: bool, findings: Findings) -> None:
@@ -212,6 +258,39 @@ def _shared_memory(training: SalesGRPOConfig, findings: Findings) -> None:
             f"{USUAL_SHARED_GIB:g} GiB.",
             "Start the container with `--shm-size 8g`, or delete what earlier runs left there.",
             is_failure=free < LEAST_SHARED_GIB,
+        )
+
+
+def _group_port(training: SalesGRPOConfig, findings: Findings) -> None:
+    """Check that the first process can listen where a vLLM server gets its weights."""
+    if not training.use_vllm or training.vllm_mode != "server" or training.process_index != 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the group does: ended listeners do not count
+        try:
+            probe.bind(("", training.vllm_group_port))
+        except OSError as error:
+            findings.fail(
+                f"`vllm_group_port` is {training.vllm_group_port}, and that port of this machine is in use "
+                f"({error.strerror}). Expected a free one: the vLLM server gets its weights through it.",
+                "Set another, or end the program that has it (`ss -ltnp`).",
+            )
+
+
+def _compilers(training: SalesGRPOConfig, findings: Findings) -> None:
+    on_gpu = training.device.type == "cuda"
+    colocated = training.use_vllm and training.vllm_mode == "colocate"
+    builds = colocated and (on_gpu or engine_start(training) is not Start.EAGER)  # vLLM's kernels of Triton
+    if not (training.torch_compile or builds):
+        return
+    language = "C" if on_gpu else "C++"
+    variable, *commands = COMPILERS[language]
+    named = os.environ.get(variable, "").split()[:1]
+    if not any(map(shutil.which, [*named, *commands])):
+        findings.fail(
+            f"There is no {language} compiler on PATH. Expected one: {'Triton' if on_gpu else 'torch.compile'} needs "
+            "it to build kernels for this run.",
+            f"Install gcc and g++ (apt-get install build-essential), or name one in {variable}.",
         )
 
 

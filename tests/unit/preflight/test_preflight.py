@@ -1,5 +1,6 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -82,6 +83,10 @@ def told(tmp_path, monkeypatch):
     return messages
 
 
+def on_a_gpu(training):
+    training.__dict__["_setup_devices"] = torch.device("cuda")  # cached by transformers
+
+
 def packages(monkeypatch, **installed):
     real = software.installed
     for module in (software, environment):
@@ -111,13 +116,10 @@ def test_variables_that_vllm_does_not_read_are_told(told, monkeypatch):
     monkeypatch.setenv("VLLM_LOGING_LEVEL", "a-key")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     one, other = told(stages=CHEAP[:1]).splitlines()
-    assert re.search(r"VLLM_ATTENTION_BACKEND is set, and .* does not read it. Set .*attention_backend", one)
+    assert re.search(r"VLLM_ATTENTION_BACKEND is set, and .* does not read it. Set .*attention_backend.*FLASH_A", one)
     assert other.startswith("The environment variable VLLM_LOGING_LEVEL is set")
     assert "a-key" not in other
     assert told("--use_vllm", "false", stages=CHEAP[:1]) == ""
-    from vllm.envs import environment_variables as variables
-
-    assert {name for name in variables if name.startswith("VLLM_")} <= environment.vllm_variables()
 
 
 def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
@@ -159,12 +161,66 @@ def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, ar
     ("given", "message"),
     [
         ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean max_num_batc"),
+        ('{"attention_backend": "FLASHINFR"}', "backend 'FLASHINFR', which .* mean FLASHINFER. Expected .*FLASH_ATTN"),
+        ('{"attention_config": {"backend": "XFORMERS"}}', "the attention backend 'XFORMERS', which the installed"),
         ('{"attention_backend": "flash_attn", "seed": 1}', None),
+        ('{"attention_backend": "auto"}', None),
     ],
 )
 def test_names_that_vllm_does_not_have_are_told(told, given, message):
     found = told("--vllm_engine_kwargs", given, stages=CHEAP[:1])
     assert re.search(message, found) if message else found == ""
+
+
+def test_the_names_of_vllm_are_those_that_it_has(monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.envs import environment_variables as variables
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert {field.name for field in dataclasses.fields(EngineArgs)} <= environment.engine_arguments()
+    assert environment.attention_backends() == tuple(AttentionBackendEnum.__members__)
+    assert {name for name in variables if name.startswith("VLLM_")} <= environment.vllm_variables()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # then nothing is compared
+    assert not environment.engine_arguments() and not environment.attention_backends()
+    assert environment.vllm_variables() >= {*os.environ}
+
+
+def test_a_port_that_a_vllm_server_gets_its_weights_through_is_free(told):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = ["--vllm_mode", "server", "--vllm_group_port", port]
+        assert f"`vllm_group_port` is {port}, and that port of this machine is in use" in told(*server)
+        assert told("--vllm_group_port", port, stages=CHEAP[:1]) == ""  # without a server
+    assert told(*server, stages=CHEAP[:1]) == ""
+
+
+def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    compiled = ["--vllm_engine_kwargs", '{"enforce_eager": false}']
+    assert "There is no C++ compiler on PATH. Expected one" in told(*compiled)
+    assert "There is no C++ compiler on PATH" in told("--torch_compile", "true", "--use_vllm", "false")
+    monkeypatch.setattr(environment, "_devices", lambda *_: None)
+    assert "There is no C compiler on PATH. Expected one: Triton" in told(stages=CHEAP[:1], change=on_a_gpu)
+    assert told(stages=CHEAP[:1]) == ""  # on a CPU nothing is compiled unless it is asked for
+    (tmp_path / "my-cxx").touch(0o755)
+    monkeypatch.setenv("CXX", f"{tmp_path}/my-cxx -O2")
+    assert told(*compiled, stages=CHEAP[:1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "runs"),
+    [(["sm_80", "sm_90"], True), (["sm_86"], False), (["sm_70", "compute_70"], True), (["sm_90a"], False)],
+)
+def test_a_gpu_without_kernels_in_torch_is_told(told, monkeypatch, kernels, runs):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: kernels)
+    found = told("--use_vllm", "false", stages=CHEAP[:1], change=on_a_gpu)
+    assert ("has no kernels for this GPU's compute capability 8.0. Expected one of" in found) != runs
 
 
 def test_weights_are_there_and_whole(told, policy):

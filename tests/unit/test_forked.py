@@ -1,0 +1,103 @@
+"""Programs of tests as forks of one server: each test of it has a session of its own, whose server imports nothing."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support import forked
+from support.seconds import until
+
+SESSION = "import subprocess, sys, time; from support import forked; forked.EVERYTHING = (); exec(sys.argv[1])"
+HANGS = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+CRASHES = {"import os; os.abort()": -signal.SIGABRT, "1 / 0": 1, "import sys; sys.exit(5)": 5, "pass": 0}
+WAYS = {"a program": "forked.Program", "the command": "subprocess.Popen"}
+"""To start a fork, whose words come behind those of `START`."""
+COMMANDS = {"a program": "['-c', {!r}]", "the command": "[forked.server_folder() + '/python', '-c', {!r}]"}
+
+
+@pytest.fixture
+def session(tmp_path):
+    """Starts a session with this code, where `{...}` begins a fork. Its folder is in `tmp_path`."""
+    paths = os.pathsep.join((str(forked.ROOT), str(forked.ROOT / "tests")))
+    variables = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": paths}
+    variables.pop(forked._FOLDER, None)
+    started = []
+
+    def start(code):
+        command = [forked.COLD_PYTHON, "-c", SESSION, code]
+        started.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    until(lambda: not [*tmp_path.glob("forks-*")])
+
+
+def begun(way, code, *more):
+    return f"{WAYS[way]}({', '.join((COMMANDS[way].format(code), *more))})"
+
+
+def is_gone(pid):
+    """Whether a process has ended, reaped or not."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fork_ends_as_its_program_does(session, tmp_path, way):
+    codes = ", ".join(begun(way, crash, "stderr=subprocess.DEVNULL") + ".wait(30)" for crash in CRASHES)
+    process = session(f"print(repr([{codes}]))")
+    assert process.communicate(timeout=60)[0] == f"{[int(code) for code in CRASHES.values()]}\n"
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fork_that_is_killed_at_its_timeout_takes_its_children_along(session, way):
+    hangs = begun(way, HANGS, "stdout=subprocess.PIPE")
+    process = session(f"p = {hangs}; print(int(p.stdout.readline()), flush=True); p.kill(); p.wait(); input()")
+    child = int(process.stdout.readline())
+    until(lambda: is_gone(child))
+    assert process.poll() is None
+
+
+def test_a_session_that_is_killed_leaves_no_process_and_no_folder(session, tmp_path):
+    process = session(
+        f"a = {begun('a program', HANGS)}; import os; holds_stdin_of_server = os.fork()\n"
+        "if holds_stdin_of_server: print(holds_stdin_of_server, flush=True)\n"
+        "else: os.close(1)\n"
+        "time.sleep(600)"
+    )
+    others = {int(process.stdout.readline()) for _ in range(2)}
+    (server,) = [each for each in psutil.Process(process.pid).children() if "serve" in each.cmdline()]
+    forks = {each.pid for each in server.children(recursive=True)}
+    (holder,) = others - forks
+    process.kill()
+    try:
+        until(lambda: all(map(is_gone, {server.pid, *forks})))
+    finally:
+        os.kill(holder, signal.SIGKILL)
+    assert len(forks) == 2
+    assert [*tmp_path.glob("forks-*")] == []
+
+
+def test_a_signal_that_comes_behind_a_forks_end_changes_no_exit_code(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{tmp_path}/socket")
+        server.listen()
+        process = subprocess.Popen([forked.COLD_PYTHON, "-I", "-S", forked.__file__, "ask", str(tmp_path), "-c", ""])
+        connection, _ = server.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            connection.sendall(ended.pid.to_bytes(4, sys.byteorder))
+            until(lambda: not int(Path(f"/proc/{process.pid}/status").read_text().split("SigPnd:")[1].split()[0], 16))
+            connection.sendall((2 << 8).to_bytes(4, sys.byteorder))
+            assert process.wait(30) == 2
