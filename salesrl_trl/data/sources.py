@@ -20,10 +20,11 @@ from salesrl_trl.data.files import DEMO, ENDINGS, Placed, Record, demo_records, 
 from salesrl_trl.data.form import Form, Part, Records, check_not_empty, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
+from salesrl_trl.data.two_tasks import DEMO_BBQ, DEMO_HALUEVAL, two_task_records
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import Prompt, SalesRow
 
-PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC)
+PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL)
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 
@@ -173,6 +174,8 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     if source == DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
+    elif source in (DEMO_BBQ, DEMO_HALUEVAL):
+        placed = [Placed(record) for record in two_task_records(source, split)]
     elif source == ARITHMETIC:
         placed = [Placed(record) for record in arithmetic_records(split)]
     elif source == DEMO_PICTURES:

@@ -57,8 +57,8 @@ _YEARS = ("1931", "1954", "1978", "1986", "2003")
 _FACTS = (
     ("{film} is a film of {year}. It was shot in {city} and directed by {director}.", "Where was {film} shot?",
      "Who directed {film}?", "When was {film} made?"),
-    ("《{film}》是{year}年的电影，在{city}拍摄，导演是{director}。", "《{film}》在哪里拍摄？", "《{film}》的导演是谁？",
-     "《{film}》是哪一年的？"),
+    ("《{film}》是{year}年的电影，在{city}拍摄，导演是{director}。", "《{film}》在哪里拍摄？",
+     "《{film}》的导演是谁？", "《{film}》是哪一年的？"),
 )  # fmt: skip
 
 

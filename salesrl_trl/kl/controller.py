@@ -175,8 +175,8 @@ class BranchController:
         return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked, steps=grown)
 
     _STATE = (
-        "_kl_sum", "_tokens", "_steps", "_last", "_squares", "_pairs", "_noise", "_seen", "_cooldown", "_measured_steps",
-        "_steps_in_band",
+        "_kl_sum", "_tokens", "_steps", "_last", "_squares", "_pairs", "_noise", "_seen", "_cooldown",
+        "_measured_steps", "_steps_in_band",
     )  # fmt: skip
 
     def state_dict(self) -> State:
