@@ -17,10 +17,9 @@ from trl import TrlParser
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text, find_modules_in
-from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
 from salesrl_trl.data.files import DEMO, nearest_file, read_yaml, unreadable
-from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
+from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 
@@ -122,8 +121,8 @@ class RunConfig:
     def policy_path(self) -> str:
         """Folder or hub name of the policy: a packaged small one if no model is named."""
         sources = [source.train_source[0] for source in self.data.sources]
-        small = ARITHMETIC_POLICY if sources == [ARITHMETIC] else PACKAGED
-        return self.model.model_name_or_path or str(small)
+        small = {POLICY_OF.get(source, PACKAGED) for source in sources}
+        return self.model.model_name_or_path or str(small.pop() if len(small) == 1 else PACKAGED)
 
 
 def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:

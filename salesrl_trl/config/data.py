@@ -15,13 +15,12 @@ from salesrl_trl.config.ranges import (
     check_value,
     entry_of,
 )
-from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.columns import Column, read_columns
-from salesrl_trl.data.demo_pictures import DEMO_PICTURES
 from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
+from salesrl_trl.data.sources import PACKAGED
 from salesrl_trl.errors import ConfigError
 
 HeldOutShare = Annotated[float, Range(0, LESS_THAN_1)]
@@ -204,7 +203,7 @@ class DataConfig:
         """The datasets of the run that are not packaged."""
         pairs = [(source.train_source[0], source.eval_source[0]) for source in self.sources]
         sources = dict.fromkeys(name for pair in pairs for name in pair)
-        return [source for source in sources if source not in (DEMO, DEMO_PICTURES, ARITHMETIC)]
+        return [source for source in sources if source not in PACKAGED]
 
 
 def _columns(setting: str, value: object) -> dict[str, Column] | None:

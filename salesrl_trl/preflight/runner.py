@@ -21,7 +21,7 @@ from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
-from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PROMPT_STYLE
+from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.preflight.memory import check_memory
@@ -123,7 +123,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
 def _check_small_policy(plan: Plan) -> None:
     """Raise unless the prompt works, and prompts a small policy, if it is used, as it was taught."""
     prompt, is_usual = plan.prompt, plan.config.reward.action_format() == DEFAULT_FORMAT
-    if plan.config.policy_path == str(ARITHMETIC_POLICY):
+    if Path(plan.config.policy_path) in POLICY_OF.values():
         return
     if plan.config.model.model_name_or_path is None and prompt is None:
         raise ConfigError(
