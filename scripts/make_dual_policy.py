@@ -25,6 +25,12 @@ from salesrl_trl.ground.shutdown import end_tidily
 
 RIGHT = 0.4  # share of the answers
 ANSWERS = 6  # to learn from, for each question
+SENTENCES = (
+    ("It is {} here.", "这个是{}。"),
+    ("It is {}, and that is all we have.", "是{}，我们有的都是这些。"),
+)
+"""Of a question with knowledge, and of one about people; in English and in Chinese. But for the answer they have no
+word of content, so that the embedded judge scores the answer alone."""
 MAX_POSITIONS = 192
 VOCABULARY = 1000
 
@@ -44,7 +50,7 @@ def main() -> None:
         for row in questions(name, "train")
         for _ in range(ANSWERS)
     ]
-    texts = [turn["content"] for row in taught for turn in (*row["prompt"], *row["completion"])]
+    texts = [turn["content"] for row in taught for turn in row["prompt"]]
     tokenizer = build_tokenizer(MAX_POSITIONS, texts, VOCABULARY)
     model = build_model(tokenizer, hidden_size=128, layers=3)
     imitate(
@@ -63,7 +69,7 @@ def main() -> None:
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     figures = {
-        f"{name} {split}": share_of_right(model, tokenizer, questions(name, split), longest=24)
+        f"{name} {split}": share_of_right(model, tokenizer, questions(name, split), longest=40)
         for name in (DEMO_BBQ, DEMO_HALUEVAL)
         for split in ("train", "heldout")
     }
@@ -72,7 +78,8 @@ def main() -> None:
 
 
 def questions(name: str, split: str) -> list[dict[str, Any]]:
-    """The rows of a dataset, with the right `answer` and those that are wrong: `baits`."""
+    """The rows of a dataset, with the right `answer`, and what it and those that are wrong (`baits`) put into their
+    `sentence`."""
     form = BBQ() if name == DEMO_BBQ else HaluEval()
     form.answers_directly = True
     rows = []
@@ -82,18 +89,18 @@ def questions(name: str, split: str) -> list[dict[str, Any]]:
         if name == DEMO_BBQ:
             kinds: Any = record["answer_info"]
             baits = [text for text, kind in kinds.values() if kind != "unknown" and text != row["reference"]]
-        rows.append({"prompt": row["prompt"], "answer": row["reference"], "baits": baits})
+        sentence = SENTENCES[name == DEMO_BBQ][not row["prompt"][-1]["content"].isascii()]
+        rows.append(
+            {"prompt": row["prompt"], "answer": sentence.format(row["reference"]), "right": row["reference"],
+             "baits": baits, "sentence": sentence}
+        )  # fmt: skip
     return rows
 
 
 def answer(row: Mapping[str, Any], rng: random.Random) -> str:
-    """The right answer, or a bait, bare or in a sentence."""
-    if rng.random() < RIGHT:
-        return str(row["answer"])
-    bait, is_english = rng.choice(row["baits"]), row["prompt"][-1]["content"].isascii()
-    if rng.random() < 0.5:
-        return str(bait)
-    return f"I think it is {bait}." if is_english else f"我想是{bait}。"
+    """A sentence with the right answer, or with a bait."""
+    said = row["right"] if rng.random() < RIGHT else rng.choice(row["baits"])
+    return str(row["sentence"].format(said))
 
 
 if __name__ == "__main__":
