@@ -27,7 +27,7 @@ RIGHT = 0.4  # share of the answers
 ANSWERS = 6  # to learn from, for each question
 SENTENCES = (
     ("It is {} here.", "这个是{}。"),
-    ("It is {}, and that is all we have.", "是{}，我们有的都是这些。"),
+    ("It is {}, and that is all.", "是{}，是这样的。"),
 )
 """Of a question with knowledge, and of one about people; in English and in Chinese. But for the answer they have no
 word of content, so that the embedded judge scores the answer alone."""
