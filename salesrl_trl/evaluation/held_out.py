@@ -52,6 +52,7 @@ class HeldOut(TrainerCallback):
     num_generations: int
     examples: int = 0
     are_actions: bool = True
+    figures: Sequence[str] = ()  # names of further figures in the log
     is_cut: Callable[[], bool] = bool
     _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
 
@@ -70,6 +71,7 @@ class HeldOut(TrainerCallback):
         if self.are_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
+        figures |= {name: logged.get(name) for name in self.figures}
         rewards, written = self.drain_rewards(), self.drain_written()
         scored = sum(not math.isnan(reward) for reward in rewards)
         share = f"{scored} of {len(rewards)} completions were scored"

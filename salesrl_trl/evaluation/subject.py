@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
@@ -17,11 +17,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
-    """One held-out row and the policy's greedy answer to it."""
+class Written:
+    """One held-out row and an answer of the policy to it."""
 
     branch: str
     text: str  # the policy's answer, without special tokens. It may quote a customer: not for logs.
+    columns: Example = field(default_factory=dict)
+    """The row's columns for figures, without prompt and pictures."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered(Written):
+    """One held-out row and the policy's greedy answer to it."""
+
     reward: Reward
     tokens: int
     truncated: bool  # whether it reached `max_completion_length` without an end

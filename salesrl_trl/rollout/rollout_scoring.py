@@ -19,6 +19,7 @@ from accelerate.utils import gather, gather_object, reduce
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
+from salesrl_trl.evaluation.subject import Written
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import BASELINE_FALLBACK, SINGLE_SCORED, SKIPPED_UPDATE, STALENESS, STALENESS_MAX, Phase
 from salesrl_trl.recording.writer import Batch, Entry
@@ -60,6 +61,8 @@ class ScoringSettings:
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
     held_out_examples: int
+    figure_columns: Sequence[str]
+    """Columns of held-out rows for figures of evaluations. Empty: there are no such figures."""
     leaves_out_failed: bool
     sampler_correction: tuple[str, float | None, float | None]
 
@@ -261,6 +264,16 @@ class RolloutScoring:
         if mode == "eval" and self.settings.held_out_examples:
             prompts = [example.get("prompt") for example in rollout.inputs]
             ledger.record_written("eval", map(EvaluatedCompletion, prompts, rollout.completions, result.values))
+        if mode == "eval" and (names := self.settings.figure_columns):
+            branches = map(self.settings.branches.of, rollout.inputs)
+            texts = map(completion_text, rollout.completions)
+            ledger.record_answers(
+                "eval",
+                (
+                    Written(branch=branch, text=text, columns={name: row.get(name) for name in names})
+                    for branch, text, row in zip(branches, texts, rollout.inputs, strict=True)
+                ),
+            )
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self.device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])
