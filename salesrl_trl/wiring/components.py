@@ -259,7 +259,7 @@ class Components:
                 weights=trl.reward_weights,
                 answered=trl.reward_answered,
                 figure_columns=(*bbq.COLUMNS, bbq.TARGET) if self._bbq else (),
-            ),  # fmt: skip
+            ),
             device=trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
