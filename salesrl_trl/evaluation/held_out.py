@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from salesrl_trl.evaluation.row_statistics import standard_error
 from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.names import HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
-from salesrl_trl.types import Outcome
+from salesrl_trl.types import Example, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,14 @@ Figures = Mapping[str, float | None]
 
 class EvaluatedCompletion(NamedTuple):
     """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for. Both
-    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored."""
+    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored. `text` and `columns`,
+    the completion and what figures read of its row, are for these."""
 
     prompt: object
     completion: object
     reward: float | None
+    text: str = ""
+    columns: Example = {}
 
 
 @dataclass(eq=False, repr=False)

@@ -22,13 +22,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.names import REWARD
-
-T = TypeVar("T")
 
 WORST_BRANCH = "worst_branch"
 """The lowest score of any branch: raise it so that no branch gets better at another one's cost."""
@@ -52,7 +50,7 @@ class Figure(Protocol):
         """Python's format of the figure in the line: `".2f"`, `".0%"`."""
         ...
 
-    def __call__(self, answers: Sequence[Answered], /) -> float | None:
+    def __call__(self, answers: Sequence[Answered]) -> float | None:
         """The figure of at least one answer; `None` if it could not be measured. If it selects the best policy, higher
         is better."""
         ...
@@ -89,7 +87,7 @@ OWN_FIGURES: tuple[Figure, ...] = (
 TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *(figure.name for figure in OWN_FIGURES)})
 
 
-def measure(figure: Callable[[Sequence[T]], float | None], answers: Sequence[T]) -> float | None:
+def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
     """A figure of some answers; `None` without answers, or if the figure is not finite."""
     value = figure(answers) if answers else None
     return float(value) if value is not None and math.isfinite(value) else None

@@ -17,25 +17,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """One held-out row and an answer of the policy to it."""
+class Answered:
+    """One held-out row and the policy's greedy answer to it."""
 
     branch: str
     text: str  # the policy's answer, without special tokens. It may quote a customer: not for logs.
-    columns: Example = field(default_factory=dict)
-    """The row's columns for figures, without prompt and pictures."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answered(Written):
-    """One held-out row and the policy's greedy answer to it."""
-
     reward: Reward
     tokens: int
     truncated: bool  # whether it reached `max_completion_length` without an end
     kl: float | None = None
     """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0
+    columns: Example = field(default_factory=dict)
+    """The row's columns, without prompt and pictures."""
 
 
 class Subject(Protocol):

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
-from salesrl_trl.evaluation.subject import Written
 from salesrl_trl.kl.controller import KLControl
 from salesrl_trl.names import ALL_KL, BOUNDED, FAILURE_REASONS, LEFT_OUT, beta_of, kl_of, line_names
 from salesrl_trl.reward.figures import VALUE, JudgeBias, RewardFigures
@@ -33,7 +32,6 @@ class _ModeFigures:
         self.failures: Counter[str] = Counter()
         self.rewards: list[float] = []  # by completion; of evaluations only
         self.written: list[EvaluatedCompletion] = []
-        self.answers: list[Written] = []  # for figures of evaluations
 
 
 class Ledger:
@@ -98,14 +96,10 @@ class Ledger:
     def record_written(self, mode: str, written: Iterable[EvaluatedCompletion]) -> None:
         self._modes[mode].written += written
 
-    def record_answers(self, mode: str, answers: Iterable[Written]) -> None:
-        self._modes[mode].answers += answers
-
-    def drain_answers(self) -> list[Written]:
-        """The answers of evaluations on this rank since the last call, for figures."""
-        figures = self._modes["eval"]
-        answers, figures.answers = figures.answers, []
-        return answers
+    @property
+    def written(self) -> list[EvaluatedCompletion]:
+        """What `drain_written` will return."""
+        return self._modes["eval"].written
 
     def drain_written(self) -> list[EvaluatedCompletion]:
         """What the policy wrote in evaluations on this rank since the last call."""

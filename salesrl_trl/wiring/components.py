@@ -38,7 +38,6 @@ from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.evaluation import bbq
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
-from salesrl_trl.evaluation.quick_figures import measure
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.evaluation.subject import Processes
 from salesrl_trl.generation.sampler import Ask, Generate, Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
@@ -349,8 +348,8 @@ class Components:
     def figures(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
         if mode == "eval" and self._bbq:
-            answers = Processes().gather(self.ledger.drain_answers())
-            measured = {figure.name: measure(figure, answers) for figure in (*self._bbq, *self._bbq_by_category)}
+            answers = Processes().gather([(each.text, each.columns) for each in self.ledger.written])
+            measured = {figure.name: figure.of(answers) for figure in (*self._bbq, *self._bbq_by_category)}
             figures |= {name: math.nan if value is None else value for name, value in measured.items()}
         if mode == "train":
             figures |= self.spending.figures(self._trl.step(), self._trl.last_step())

@@ -2,12 +2,12 @@
 
 import pytest
 from datasets import Dataset
+from support.answers import answered
 from support.published import bbq
 
 from salesrl_trl.data.formats import BBQ
 from salesrl_trl.evaluation.bbq import BBQFigure, figures_of, named_option, target_of
 from salesrl_trl.evaluation.quick_figures import checked_figures, measure
-from salesrl_trl.evaluation.subject import Written
 
 OPTIONS = ("The Muslim neighbour", "Not known", "The Hindu neighbour")
 
@@ -72,11 +72,11 @@ def test_the_option_of_the_stereotype_follows_from_the_groups(groups, stereotype
 def rows(*records):
     format_ = BBQ()
     format_.answers_directly = True
-    return [format_.row(record) for record in records]
+    return [{**record, **format_.row(record)} for record in records]
 
 
 def written(text, **changes):
-    return Written(branch="fairness", text=text, columns=rows(bbq(**changes))[0])
+    return answered("fairness", 0.5, text, columns=rows(bbq(**changes))[0])
 
 
 DISAMBIG = {"context_condition": "disambig", "label": 2}
@@ -100,7 +100,7 @@ def test_the_scores_are_those_of_the_paper():
 
 
 def test_what_can_not_be_measured_is_no_number():
-    of_others = Written(branch="hallucination", text="(A)", columns={"answer_info": None, "category": None})
+    of_others = answered("hallucination", 0.5, "(A)", columns={"answer_info": None, "category": None})
     for answers in ([of_others], [], [written("Perhaps.")]):
         for kind in ("accuracy_ambig", "bias_ambig", "bias_disambig"):
             assert measure(BBQFigure(kind), answers) is None
