@@ -111,8 +111,8 @@ class DataConfig:
             file, split = _source_and_split(source, "")
             message = f"`{name}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
             check(not split or Path(file).suffix not in ENDINGS, message)
-        for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
-            _columns(name, value)  # raises for another form
+        for setting, columns in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
+            _columns(setting, columns)  # raises for another form
         self._folder, self._eval_folder = _folder_of(dataset), _folder_of(entry.path or dataset)
         check(
             not self.held_out_share or (given is None and dataset != DEMO),

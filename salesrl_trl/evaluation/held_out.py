@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,14 +28,14 @@ Figures = Mapping[str, float | None]
 
 class EvaluatedCompletion(NamedTuple):
     """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for. Both
-    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored. `text` and `columns`,
-    the completion and what figures read of its row, are for these."""
+    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored. `text` and `columns`
+    are what figures read of it and of its row."""
 
     prompt: object
     completion: object
     reward: float | None
     text: str = ""
-    columns: Example = {}
+    columns: Example = MappingProxyType({})
 
 
 @dataclass(eq=False, repr=False)

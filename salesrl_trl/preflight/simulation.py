@@ -21,7 +21,7 @@ from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.files import DEMO
-from salesrl_trl.data.sources import check_rows, load_drafts
+from salesrl_trl.data.sources import load_drafts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, batches

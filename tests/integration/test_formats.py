@@ -83,7 +83,8 @@ def test_the_banner_says_the_rows_of_each_dataset_and_the_system_messages_that_f
         and f"bbq.jsonl (bbq) to train on ({count / (count + 3):.0%}), {16 - count} held out" in own
     )
     assert "3 of " in others and "halueval.json (halueval) to train on" in others and "3 held out" in others
-    assert any("bbq puts a system message before it: Answer with one of the options." in line for line in lines)
+    (prompt,) = (line for line in lines if "[Run] prompt " in line)
+    assert "of the rows, with a system message of their format: Answer with one of the options." in prompt
 
 
 def test_an_evaluation_logs_bbqs_scores_over_all_rows_by_category_and_quickly(plan, policy, tmp_path):
@@ -102,7 +103,7 @@ def test_an_evaluation_logs_bbqs_scores_over_all_rows_by_category_and_quickly(pl
     trainer.texts = ("(C)",)
     trainer.train()
     (line,) = (line for line in trainer.state.log_history if "eval_bbq_unread" in line)
-    # (C) is never right in an ambiguous context, and always in a disambiguated one. It names whom no stereotype is about
+    # (C) is never right in an ambiguous context, and always in a disambiguated one. No stereotype is about it
     expected = {
         "accuracy_ambig": 0.0,
         "accuracy_disambig": 1.0,

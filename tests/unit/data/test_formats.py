@@ -99,10 +99,14 @@ def test_a_policy_that_answers_halueval_itself_gets_the_knowledge(load):
     assert not any(text in str((qa, dialogue, summary)) for text in ("Marseille", "Peter Hall", "tunnel"))
 
 
-def test_fields_that_are_not_published_stay_with_every_format_and_published_ones_do_not(load):
+def test_a_records_fields_stay_for_reward_functions_and_no_field_of_a_row_is_taken_by_them(load):
     for format_, record in ((BBQ(), bbq()), (HaluEval(), QA), (QReCC(), qrecc()), (TopiOCQA(), TOPIOCQA)):
         (row,) = load(format_, {**record, "note": "mine", "tenant_id": "t", "prompt": "another"})
-        assert (row.columns, row.tenant_id, row.prompt) == ({"note": "mine"}, "", None)
+        assert (row.columns["note"], row.tenant_id, row.prompt) == ("mine", "", None)
+        assert {name: row.columns[name] for name in record if name not in format_.hidden} == {
+            name: value for name, value in record.items() if name not in format_.hidden
+        }
+        assert not format_.hidden & row.columns.keys()
 
 
 def test_ids_of_halueval_follow_from_the_content_alone(load):

@@ -6,9 +6,15 @@ from collections import Counter
 import pytest
 from support.published import DIALOGUE, QA, bbq, write
 
-from salesrl_trl.build.checks.dataset import held_out_records, own_records, settle_held_out, training_records
+from salesrl_trl.build.checks.dataset import (
+    held_out_records,
+    held_out_rows,
+    own_records,
+    settle_held_out,
+    training_records,
+    training_rows,
+)
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.data.sources import check_rows
 from salesrl_trl.errors import ConfigError, DataError
 
 DIRECTLY = RewardConfig(reward_funcs=["judge"], judge_base_url="http://127.0.0.1:1/v1")
@@ -18,13 +24,11 @@ def names(rows):
     return Counter(row.row_id.partition(":")[0] for row in rows)
 
 
-def loaded(data, limit=None):
+def loaded(data):
     """Training rows and held-out rows."""
     own = own_records(data, DIRECTLY)
-    return [
-        check_rows(records, (), limit)
-        for records in (training_records(data, own), held_out_records(data, DIRECTLY, lambda: own))
-    ]
+    train, held_out = training_records(data, own), held_out_records(data, DIRECTLY, lambda: own)
+    return training_rows(data, train, ()), held_out_rows(data, held_out, ())
 
 
 @pytest.fixture
@@ -47,13 +51,13 @@ def test_each_dataset_has_its_format_its_branch_and_its_held_out_rows(files):
     train, held_out = loaded(DataConfig(dataset=entries))
     assert names(train)["own"] == 10
     assert names(train)["bbq"] + names(held_out)["bbq"] == 80
-    assert names(train)["own-2"] + names(held_out)["own-2"] == 40
+    assert names(train)["own-3"] + names(held_out)["own-3"] == 40
     assert names(held_out)["own"] == 2  # the rows of HaluEval that were named for this entry
     assert {row.branch for row in train if row.row_id.startswith("own:")} == {"tone"}
     assert {row.branch for row in train} == {"fairness", "tone", "style"}
     of_bbq = next(row for row in train if row.row_id.startswith("bbq:"))
     assert of_bbq.row_id.startswith("bbq:bbq-Religion-") and of_bbq.prompt[0]["role"] == "system"
-    ids = [row.row_id for row in (*train, *held_out) if not row.row_id.startswith("own-2:")]
+    ids = [row.row_id for row in (*train, *held_out) if not row.row_id.startswith("own-3:")]
     assert len({*ids}) == len(ids)  # also of rows without an id, which have their place
 
 
@@ -66,7 +70,7 @@ def test_shares_are_those_of_the_training_rows_and_a_beginning_has_them_too(file
     train, _ = loaded(data)
     # All 40 rows of one's own are 0.75 of the run: 40 / 0.75 x 0.25 = 13.3 of BBQ's 80
     assert names(train) == {"own": 40, "bbq": 13}
-    assert names(loaded(data, limit=16)[0]) == {"own": 12, "bbq": 4}
+    assert names(loaded(DataConfig(dataset=entries, max_train_rows=16))[0]) == {"own": 12, "bbq": 4}
     of_bbq = [int(row.row_id.rpartition("-")[2]) for row in train if row.row_id.startswith("bbq")]
     assert of_bbq == sorted(of_bbq) and of_bbq[-1] > 40  # from all over the file
     assert loaded(DataConfig(dataset=entries))[0] == train  # the same for a run that goes on
@@ -85,17 +89,17 @@ def test_a_row_is_named_by_its_own_file_and_an_empty_file_is_told(files, tmp_pat
     with pytest.raises(
         DataError, match=r"bad.jsonl, line 2, row 1 \(counted from 0; id 'bad:row-1'\): `prompt` is int"
     ):
-        check_rows(training_records(data, own_records(data, DIRECTLY)), ())
+        loaded(data)
     (tmp_path / "none.jsonl").touch()
     data = DataConfig(dataset=[{"path": files["own"]}, {"path": str(tmp_path / "none.jsonl")}])
     with pytest.raises(DataError, match=r"none\.jsonl is empty"):
-        training_records(data, own_records(data, DIRECTLY))
+        loaded(data)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": []}, "`dataset` is an empty list"),
+        ({"dataset": []}, "`dataset` has 0 entries"),
         ({"dataset": [{"format": "bbq"}]}, r"`dataset\[0\]` lacks path"),
         ({"dataset": [{"path": "a.json", "formt": "bbq"}]}, r"`dataset\[0\]` has an unknown .formt."),
         ({"dataset": [{"path": "a.json", "format": "bqq"}]}, r"`dataset\[0\]`: `dataset_format` is 'bqq'"),
