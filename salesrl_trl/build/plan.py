@@ -10,7 +10,7 @@ from functools import cached_property
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from salesrl_trl.build.checks.addresses import check_vllm_server
-from salesrl_trl.build.checks.dataset import held_out_records, held_out_rows, prompt_limit, prompt_of
+from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of, rows_of
 from salesrl_trl.build.checks.model import (
     check_model,
     generation_config_of,
@@ -68,7 +68,7 @@ class Plan(ServicesPlan):
     @cached_property
     def held_out_rows(self) -> list[SalesRow]:
         """All held-out rows. None if nothing is to be evaluated."""
-        return held_out_rows(self.config.data, self.held_out_records, self.config.training.branches)
+        return rows_of(self.held_out_records, self.config.training.branches, self.config.data.max_eval_rows)
 
     @cached_property
     def model_config(self) -> PretrainedConfig:

@@ -31,23 +31,16 @@ class EvalEntry:
 class DatasetEntry:
     """An entry of `dataset`, where it is a list."""
 
-    path: str
-    """A source, as `dataset` names it."""
-    format: str = ROWS
-    """As `dataset_format`."""
-    columns: dict[str, object] | None = None
-    """As the setting `columns`."""
-    branch: str | None = None
-    """Branch of its rows. Defaults to that of the format or of the rows."""
-    rows: Count | None = None
-    """Most training rows, drawn from all over the source. Defaults to all."""
+    path: str  # a source, as `dataset` names it
+    format: str = ROWS  # as `dataset_format`
+    columns: dict[str, object] | None = None  # as `columns`
+    branch: str | None = None  # of all its rows. Defaults to that of the format or of the rows
+    rows: Count | None = None  # most training rows, drawn from all over the source
     share: Annotated[float, Range(MORE_THAN_0, 1)] | None = None
     """Share of the run's training rows: in each entry, or in none. As many rows are drawn as the scarcest source
     allows, and none comes twice."""
-    held_out_share: HeldOutShare | None = None
-    """As the setting `held_out_share`, which is its default without `eval`."""
-    eval: dict[str, object] | str | None = None
-    """As `eval_dataset`."""
+    held_out_share: HeldOutShare | None = None  # defaults to the setting of this name, without `eval`
+    eval: dict[str, object] | str | None = None  # as `eval_dataset`
 
 
 @dataclass

@@ -109,8 +109,7 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
         raise DataError(f"{where} is no record of {kind}: {error}. Correct it, or `dataset_format`.") from None
     if isinstance(made, LeftOut):
         return made
-    hidden = record if form.format.hidden is None else KNOWN | form.format.hidden
-    others = {name: value for name, value in record.items() if name not in hidden}
+    others = {name: value for name, value in record.items() if name not in KNOWN | form.format.hidden}
     return {**others, **made, **mapped(form.columns, record)}
 
 

@@ -383,9 +383,8 @@ class Components:
         if settings is None or not settings.steps:
             return None
         args, kl, ranks = self._args, self.kl, Processes()
-        taken = {figure.name for figure in settings.figures}
-        own = [figure for figure in self._bbq if figure.name not in taken]
-        settings = replace(settings, figures=(*settings.figures, *own))
+        by_name = {figure.name: figure for figure in (*settings.figures, *self._bbq)}
+        settings = replace(settings, figures=tuple(by_name.values()))
 
         @contextlib.contextmanager
         def set_aside() -> Iterator[None]:

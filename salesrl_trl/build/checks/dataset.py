@@ -12,6 +12,7 @@ from transformers.utils import is_torchvision_available
 
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
+from salesrl_trl.config.data import DatasetEntry
 from salesrl_trl.data.form import Part, Records, drawn, mixed, part_of
 from salesrl_trl.data.lengths import LengthLimit
 from salesrl_trl.data.sources import check_rows, is_file, load_records
@@ -49,20 +50,22 @@ def held_out_records(data: DataConfig, reward: RewardConfig, own: Callable[[], S
     ]
 
 
+def rows_of(
+    records: Sequence[Records], branches: Sequence[str], limit: int | None, entries: Sequence[DatasetEntry] = ()
+) -> list[SalesRow]:
+    """The rows of records by dataset, mixed: for training, of each so many or its share as its entry says. At most
+    `limit`. Raises `DataError` for a bad one."""
+    parts: list[Sequence[SalesRow]] = [
+        check_rows(part, branches, limit if len(records) == 1 else None) for part in records
+    ]
+    for number, entry in enumerate(entries):
+        parts[number] = drawn(parts[number], entry.rows or len(parts[number]))
+    return mixed(parts, [entry.share for entry in entries if entry.share is not None])[:limit]
+
+
 def training_rows(data: DataConfig, records: Sequence[Records], branches: Sequence[str]) -> list[SalesRow]:
-    """The rows of `training_records`: of each dataset so many or its share, mixed. Raises `DataError` for bad ones."""
-    entries, parts = [source.entry for source in data.sources], _checked(records, branches, data.max_train_rows)
-    parts = [drawn(part, entry.rows or len(part)) for part, entry in zip(parts, entries, strict=True)]
-    return mixed(parts, [entry.share for entry in entries if entry.share is not None])[: data.max_train_rows]
-
-
-def held_out_rows(data: DataConfig, records: Sequence[Records], branches: Sequence[str]) -> list[SalesRow]:
-    """The rows of `held_out_records`, mixed. Raises `DataError` for a bad one."""
-    return mixed(_checked(records, branches, data.max_eval_rows))[: data.max_eval_rows]
-
-
-def _checked(records: Sequence[Records], branches: Sequence[str], limit: int | None) -> list[Sequence[SalesRow]]:
-    return [check_rows(part, branches, limit if len(records) == 1 else None) for part in records]
+    """The rows of `training_records`. Raises as `rows_of` does."""
+    return rows_of(records, branches, data.max_train_rows, [source.entry for source in data.sources])
 
 
 def template_name(data: DataConfig, reward: RewardConfig) -> str | None:

@@ -49,6 +49,11 @@ class BBQ(DatasetFormat):
             raise DataError(f"the field `label` is {label}. Expected one of: {', '.join(map(str, LABELS))}")
         row = {"id": f"bbq-{category}-{example}", "branch": "fairness", "group": f"bbq-{category}-{template}"}
         if self.answers_directly:
+            metadata = record.get("additional_metadata")
+            groups = metadata.get("stereotyped_groups") if isinstance(metadata, Mapping) else None
+            if not isinstance(groups, list):
+                expected = "Expected an object with a list `stereotyped_groups`"
+                raise DataError(f"the field `additional_metadata` is {shape(metadata)}. {expected}")
             options = [f"({letter}) {answer}" for letter, answer in zip("ABC", answers, strict=True)]
             user = "\n".join([f"{context}\n", question, *options])
             return {
@@ -57,22 +62,12 @@ class BBQ(DatasetFormat):
                 "documents": [answers[label]],
                 "reference": answers[label],
                 "label": label,
-                "stereotyped_groups": _stereotyped(record),
+                "stereotyped_groups": groups,
             }
         if condition not in self.conditions:
             return LeftOut(f"have a context of the condition {condition!r}")
         turns = [{"role": "customer", "content": f"{context} {question}"}]
         return {**row, "conversation": turns, "documents": [f"{question} {answers[label]}"]}
-
-
-def _stereotyped(record: Mapping[str, object]) -> list[object]:
-    """The groups that the stereotype is about."""
-    metadata = record.get("additional_metadata")
-    groups = metadata.get("stereotyped_groups") if isinstance(metadata, Mapping) else None
-    if not isinstance(groups, list):
-        expected = "Expected an object with a list `stereotyped_groups`"
-        raise DataError(f"the field `additional_metadata` is {shape(metadata)}. {expected}")
-    return groups
 
 
 SUMMARY_REQUEST = "Please summarize this text for me."
@@ -143,8 +138,6 @@ class QReCC(DatasetFormat):
     """Files of https://github.com/apple/ml-qrecc (Anantha et al., 2021, https://arxiv.org/abs/2010.04898). `Rewrite`,
     a person's query, is not used: many others find the same answer, and the judge sees what was found."""
 
-    hidden = frozenset[str]()
-
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         row = _turn_of_conversation("qrecc", record)
         answer = text_of(record, "Answer", may_be_blank=True)
@@ -154,8 +147,6 @@ class QReCC(DatasetFormat):
 class TopiOCQA(DatasetFormat):
     """Files of https://huggingface.co/datasets/McGill-NLP/TopiOCQA (Adlakha et al., 2022,
     https://arxiv.org/abs/2110.00768). The judge gets every text that answers: those of other annotators too."""
-
-    hidden = frozenset[str]()
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         row = _turn_of_conversation("topiocqa", record)

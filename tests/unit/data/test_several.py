@@ -8,8 +8,8 @@ from support.published import DIALOGUE, QA, bbq, write
 
 from salesrl_trl.build.checks.dataset import (
     held_out_records,
-    held_out_rows,
     own_records,
+    rows_of,
     settle_held_out,
     training_records,
     training_rows,
@@ -28,7 +28,7 @@ def loaded(data):
     """Training rows and held-out rows."""
     own = own_records(data, DIRECTLY)
     train, held_out = training_records(data, own), held_out_records(data, DIRECTLY, lambda: own)
-    return training_rows(data, train, ()), held_out_rows(data, held_out, ())
+    return training_rows(data, train, ()), rows_of(held_out, (), data.max_eval_rows)
 
 
 @pytest.fixture
