@@ -383,7 +383,7 @@ class Components:
         if settings is None or not settings.steps:
             return None
         args, kl, ranks = self._args, self.kl, Processes()
-        by_name = {figure.name: figure for figure in (*settings.figures, *self._bbq)}
+        by_name = {figure.name: figure for figure in (*self._bbq, *settings.figures)}
         settings = replace(settings, figures=tuple(by_name.values()))
 
         @contextlib.contextmanager
