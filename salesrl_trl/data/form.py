@@ -109,7 +109,8 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
         raise DataError(f"{where} is no record of {kind}: {error}. Correct it, or `dataset_format`.") from None
     if isinstance(made, LeftOut):
         return made
-    others = {name: value for name, value in record.items() if name not in KNOWN | form.format.hidden}
+    known = KNOWN | form.format.hidden
+    others = {name: value for name, value in record.items() if name not in known}
     return {**others, **made, **mapped(form.columns, record)}
 
 
