@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _where(loaded: Records, at: int, branches: Sequence[str]) -> tuple[int, Sequence[str], str, int | None]:
     """What `parse_row` wants beside a record."""
-    source, position, line, _ = loaded.places[at]
-    return position, branches, source, line
+    position, line = loaded.places[at]
+    return position, branches, loaded.name, line
 
 
 def chosen(branches: Sequence[str], rows: int, by_branch: bool, seed: int | None) -> list[int]:

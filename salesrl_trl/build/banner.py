@@ -37,9 +37,7 @@ from salesrl_trl.types import ALL, SALES, SalesRow
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
 
-def banner(
-    config: RunConfig, rows: tuple[Sequence[SalesRow], Sequence[SalesRow]], notes: Sequence[str] = ()
-) -> list[str]:
+def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequence[str] = ()) -> list[str]:
     """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks, a line each."""
     data, reward, training = config.data, config.reward, config.training
     services = [("judge", _judge(reward))] if reward.uses_services else []
@@ -49,9 +47,8 @@ def banner(
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [
         *_policy(config),
-        *(("rows", line) for line in _rows(data, *rows)),
+        *(("rows", _rows(source, rows)) for source in data.sources),
         ("prompt", _prompt(data, reward)),
-        *(("prompt", line) for line in _instructions(data, reward)),
         ("step", _step(training)),
         ("rollouts", _rollouts(training)),
         *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
@@ -93,35 +90,20 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
     return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
 
 
-def _rows(data: DataConfig, train: Sequence[SalesRow], held_out: Sequence[SalesRow]) -> list[str]:
-    """Of each dataset its rows. Among several its name stands before their ids."""
-    several = data.is_several
-    counts = [Counter(row.row_id.partition(":")[0] if several else "" for row in rows) for rows in (train, held_out)]
-    lines = []
-    for source in data.sources:
-        of_train, of_held_out = (count[source.name] for count in counts)
-        own_form = "" if source.dataset_format == ROWS else f" ({source.dataset_format})"
-        share = f" ({of_train / len(train):.0%})" if several and train else ""
-        lines.append(f"{of_train} of {source.dataset}{own_form} to train on{share}, {of_held_out} held out")
-    return lines
-
-
-def _instructions(data: DataConfig, reward: RewardConfig) -> list[str]:
-    """The system messages that formats of published datasets put before their prompts."""
-    if template_name(data, reward) is not None:
-        return []
-    forms = {source.dataset_format: source.form().format for source in data.sources}
-    return [
-        f"{name} puts a system message before it: {' | '.join(form.instructions)} (your own: --prompt_template FILE)"
-        for name, form in forms.items()
-        if form is not None and form.instructions
-    ]
+def _rows(source: DataConfig, rows: Sequence[Sequence[SalesRow]]) -> str:
+    """Of one dataset its rows. Where it is one of several, its name stands before their ids."""
+    name, of_format = source.name, "" if source.dataset_format == ROWS else f" ({source.dataset_format})"
+    train, held_out = (Counter(row.row_id.partition(":")[0] if name else "" for row in part)[name] for part in rows)
+    share = f" ({train / len(rows[0]):.0%})" if name else ""
+    return f"{train} of {source.dataset}{of_format} to train on{share}, {held_out} held out"
 
 
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
-    prompt = template_name(data, reward)
+    prompt, formats = template_name(data, reward), [source.form().format for source in data.sources]
     if prompt is None or prompt in PROMPT_STYLES:
-        prompt = f"{f'packaged, {prompt}' if prompt else 'of the rows, as it is'} (your own: --prompt_template FILE)"
+        puts = dict.fromkeys(text for form in formats if form for text in form.instructions)
+        own = f"of the rows{', with a system message of their format: ' if puts else ', as it is'}{' | '.join(puts)}"
+        prompt = f"{f'packaged, {prompt}' if prompt else own} (your own: --prompt_template FILE)"
     if not reward.uses_services:
         return prompt
     return f"{prompt}; rubrics: {f'of {reward.rubric_dir} before packaged ones' if reward.rubric_dir else 'packaged'}"

@@ -2,19 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from salesrl_trl.config.checks import build_object, check, structure
-from salesrl_trl.config.ranges import (
-    LESS_THAN_1,
-    MORE_THAN_0,
-    Count,
-    Range,
-    check_names,
-    check_settings,
-    check_value,
-    entry_of,
-)
+from salesrl_trl.config.ranges import LESS_THAN_1, MORE_THAN_0, Count, Range, check_settings, entry_of
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.data.form import Form
@@ -27,26 +18,28 @@ HeldOutShare = Annotated[float, Range(0, LESS_THAN_1)]
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalEntry:
+    """`eval_dataset`, where it is a mapping."""
+
+    path: str | None = None
+    format: str | None = None
+    columns: dict[str, object] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetEntry:
     """An entry of `dataset`, where it is a list."""
 
-    path: str
-    """Source, as `dataset` names it."""
-    format: str = ROWS
-    """As `dataset_format`."""
-    columns: dict[str, object] | str | None = None
-    """As the setting `columns`."""
-    branch: str | None = None
-    """Branch of all its rows. Defaults to that of the format or of the rows."""
-    rows: Count | None = None
-    """Most training rows, drawn from all over the source. Defaults to all."""
+    path: str  # a source, as `dataset` names it
+    format: str = ROWS  # as `dataset_format`
+    columns: dict[str, object] | None = None  # as `columns`
+    branch: str | None = None  # of all its rows. Defaults to that of the format or of the rows
+    rows: Count | None = None  # most training rows, drawn from all over the source
     share: Annotated[float, Range(MORE_THAN_0, 1)] | None = None
-    """Share of the run's training rows, for all entries or for none. As many rows are drawn as the scarcest source
-    allows, and none comes twice. Without shares all rows are taken."""
-    held_out_share: HeldOutShare | None = None
-    """As the setting `held_out_share`, which is its default."""
-    eval: dict[str, object] | str | None = None
-    """As `eval_dataset`, for this entry."""
+    """Share of the run's training rows: in each entry, or in none. As many rows are drawn as the scarcest source
+    allows, and none comes twice."""
+    held_out_share: HeldOutShare | None = None  # defaults to the setting of this name, without `eval`
+    eval: dict[str, object] | str | None = None  # as `eval_dataset`
 
 
 @dataclass
@@ -89,81 +82,62 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        self.name, self.entry = "", DatasetEntry(path="")  # of a dataset in a list
-        self.sources = self._several() if self.is_several else [self]  # each dataset by itself
-        if self.is_several:
+        self.name, self.entry, self.sources = "", DatasetEntry(path=""), [self]
+        """Of one dataset among several: its name and its entry. Each dataset by itself."""
+        if isinstance(self.dataset, list) or str(self.dataset).startswith("["):
+            self.sources = self._several()
             return
         kind = type(self.dataset).__name__
         check(isinstance(self.dataset, str | PurePath), f"`dataset` is of type {kind}. Expected a text, or a list.")
-        entry, dataset = self._eval_entry(), str(self.dataset)
-        self.eval_dataset = entry.get("path")  # `data_copy_dir` replaces the path alone, later on
-        self._eval_format, self._eval_columns = entry.get("format"), entry.get("columns")
+        dataset, given = str(self.dataset), self.eval_dataset
+        is_name = isinstance(given, str) and not given.startswith("{")
+        entry = entry_of("eval_dataset", EvalEntry, {"path": given} if is_name or given is None else given)
+        self.eval_dataset = entry.path  # `data_copy_dir` replaces the path alone, later on
+        self._eval_format, self._eval_columns = entry.format, entry.columns
         for name, value in (("dataset_format", self.dataset_format), ("eval_dataset.format", self._eval_format)):
             check(
                 value is None or "." in str(value) or value in (ROWS, *FORMATS),
                 f"`{name}` is {value!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
             )
-        for name, source in (("dataset", dataset), ("eval_dataset", entry.get("path") or "")):
+        for name, source in (("dataset", dataset), ("eval_dataset", entry.path or "")):
             file, split = _source_and_split(source, "")
             message = f"`{name}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
             check(not split or Path(file).suffix not in ENDINGS, message)
-        for name, value in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
-            _columns(name, value)  # raises for another form
-        self._folder, self._eval_folder = _folder_of(dataset), _folder_of(entry.get("path") or dataset)
+        for setting, columns in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
+            _columns(setting, columns)  # raises for another form
+        self._folder, self._eval_folder = _folder_of(dataset), _folder_of(entry.path or dataset)
         check(
-            not self.held_out_share or (not entry and dataset != DataConfig.dataset),
+            not self.held_out_share or (given is None and dataset != DEMO),
             "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the demo. "
             "Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
         )
 
-    @property
-    def is_several(self) -> bool:
-        """Whether `dataset` is a list."""
-        return isinstance(self.dataset, list) or (isinstance(self.dataset, str) and self.dataset.startswith("["))
-
     def _several(self) -> list["DataConfig"]:
+        """The settings of each entry alone. Raises `ConfigError` if they do not work, alone or together."""
         given = [name for name in ("eval_dataset", "columns") if getattr(self, name) is not None]
         given += [] if self.dataset_format == ROWS else ["dataset_format"]
         check(not given, f"{', '.join(given)} stand beside a list in `dataset`. Expected them in its entries.")
-        entries = [
-            entry_of(f"dataset[{number}]", DatasetEntry, value)
-            for number, value in enumerate(structure("dataset", self.dataset, list))
-        ]
-        shares = [entry.share for entry in entries if entry.share is not None]
-        check(bool(entries), "`dataset` is an empty list. Expected at least one dataset.")
+        sources = list[DataConfig]()
+        for number, value in enumerate(structure("dataset", self.dataset, list)):
+            entry = entry_of(f"dataset[{number}]", DatasetEntry, value)
+            branch = {} if entry.branch is None else {"branch": {"value": entry.branch}}
+            share = self.held_out_share if (entry.held_out_share, entry.eval) == (None, None) else entry.held_out_share
+            try:
+                columns = {**(entry.columns or {}), **branch}
+                source = DataConfig(entry.path, entry.eval, entry.format, columns, share, self.data_copy_dir)
+            except ConfigError as error:
+                raise ConfigError(f"`dataset[{number}]`: {error}") from error
+            name = Path(source.train_source[0]).stem.replace(":", "-")
+            taken = [other.name for other in sources]
+            source.name, source.entry = name if name not in taken else f"{name}-{number + 1}", entry
+            sources.append(source)
+        shares = [source.entry.share for source in sources if source.entry.share is not None]
         check(
-            not shares or (len(shares) == len(entries) and abs(sum(shares) - 1) < 0.01),
-            f"`dataset` has {len(entries)} entries and the shares {shares}. Expected none, or one in each entry and "
-            "the sum 1.",
+            bool(sources) and (not shares or (len(shares) == len(sources) and abs(sum(shares) - 1) < 0.01)),
+            f"`dataset` has {len(sources)} entries and the shares {shares}. Expected at least one entry; no share, or "
+            "one in each entry, and the sum 1.",
         )
-        return [self._alone(f"dataset[{number}]", entry, entries[:number]) for number, entry in enumerate(entries)]
-
-    def _alone(self, where: str, entry: DatasetEntry, before: list[DatasetEntry]) -> "DataConfig":
-        """The settings of one entry. Its name is that of the file, with a number if one `before` has the same."""
-        columns = structure(f"{where}.columns", entry.columns or {}, dict)
-        branch = {} if entry.branch is None else {"branch": {"value": entry.branch}}
-        share = self.held_out_share if entry.held_out_share is None and entry.eval is None else entry.held_out_share
-        try:
-            alone = DataConfig(
-                dataset=entry.path, dataset_format=entry.format, columns={**columns, **branch}, held_out_share=share,
-                eval_dataset=entry.eval, data_copy_dir=self.data_copy_dir,
-            )  # fmt: skip
-        except ConfigError as error:
-            raise ConfigError(f"`{where}`: {error}") from error
-        again = [_name_of(other.path) for other in before].count(_name_of(entry.path))
-        alone.name, alone.entry = f"{_name_of(entry.path)}{f'-{again + 1}' if again else ''}", entry
-        return alone
-
-    def _eval_entry(self) -> dict[str, Any]:
-        """`eval_dataset` as a mapping of `path`, `format` and `columns`."""
-        value = self.eval_dataset
-        if value is None or (isinstance(value, str) and not value.startswith("{")):
-            return {} if value is None else {"path": value}
-        entry: dict[str, Any] = structure("eval_dataset", value, dict)
-        check_names("eval_dataset", entry, ("path", "format", "columns"))
-        for name in ("path", "format"):
-            check_value(f"eval_dataset.{name}", entry.get(name), str | None)
-        return entry
+        return sources
 
     @property
     def train_source(self) -> tuple[str, str]:
@@ -201,8 +175,7 @@ class DataConfig:
     @property
     def own_sources(self) -> list[str]:
         """The datasets of the run that are not packaged."""
-        pairs = [(source.train_source[0], source.eval_source[0]) for source in self.sources]
-        sources = dict.fromkeys(name for pair in pairs for name in pair)
+        sources = dict.fromkeys(name for each in self.sources for name, _ in (each.train_source, each.eval_source))
         return [source for source in sources if source not in PACKAGED]
 
 
@@ -219,11 +192,6 @@ def _source_and_split(source: str, split: str) -> tuple[str, str]:
 def _folder_of(source: str) -> Path | None:
     path = Path(source).expanduser()
     return path.parent if path.suffix in ENDINGS else None
-
-
-def _name_of(source: str) -> str:
-    """Name of a source in the ids of rows, without a colon."""
-    return Path(_source_and_split(source, "")[0]).stem.replace(":", "-")
 
 
 def _format(setting: str, name: str, answers_directly: bool) -> DatasetFormat | None:

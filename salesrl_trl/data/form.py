@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 from salesrl_trl.data.columns import Column, check_names, mapped
 from salesrl_trl.data.files import Placed, Record
 from salesrl_trl.data.formats import DatasetFormat, LeftOut
 from salesrl_trl.data.rows import KNOWN, place
 from salesrl_trl.errors import DataError
+
+T = TypeVar("T")
 
 
 class Part(StrEnum):
@@ -43,29 +45,21 @@ class Form:
     """Of the source among several. It stands before the ids of its rows: `"bbq:bbq-Age-7"`."""
 
 
-class Place(NamedTuple):
-    """Where a record is: its source, its position there, counted from 0, and its line, counted from 1. Relative paths
-    of its pictures start in `folder`, or in the working directory."""
-
-    source: str
-    position: int
-    line: int | None
-    folder: Path | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Records:
     """The records of a source in this package's columns, before they are checked."""
 
     name: str
-    """Of the source, or of all of them, in messages."""
+    """Of the source, in messages."""
     records: list[Record]
-    places: list[Place]
-    """Of each record."""
+    places: list[tuple[int, int | None]]
+    """Position in the source, counted from 0, and line, counted from 1, of each record."""
     total: int
     """Records of the source, those that were left out or belong to another part included."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Records that make no rows, by reason."""
+    folder: Path | None = None
+    """Where relative paths of pictures start. `None`: the working directory."""
 
     @property
     def note(self) -> str | None:
@@ -80,7 +74,7 @@ class Records:
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
     """The records of a source that lies in `folder`, in this package's columns. Raises `DataError` for a bad one."""
     check_names(form.columns, (item.record for item in placed), name)
-    records, places, left_out = list[Record](), list[Place](), Counter[str]()
+    records, places, left_out = list[Record](), list[tuple[int, int | None]](), Counter[str]()
     seen: dict[object, int] = {}
     for position, (record, line) in enumerate(placed):
         made = _row(form, record, place(position, name, line))
@@ -98,8 +92,11 @@ def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | No
         else:
             id_ = {"id": f"{form.name}:{made.get('id') or f'row-{position}'}"} if form.name else {}
             records.append({**made, **id_})
-            places.append(Place(name, position, line, form.image_folder or folder))
-    return Records(name=name, records=records, places=places, total=len(placed), left_out=left_out)
+            places.append((position, line))
+    return Records(
+        name=name, records=records, places=places, total=len(placed), left_out=left_out,
+        folder=form.image_folder or folder,
+    )  # fmt: skip
 
 
 def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
@@ -112,50 +109,27 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
         raise DataError(f"{where} is no record of {kind}: {error}. Correct it, or `dataset_format`.") from None
     if isinstance(made, LeftOut):
         return made
-    others = () if form.format.fields is None else [*record.keys() - KNOWN - {*form.format.fields}]
-    own = {name: value for name, value in record.items() if name in others}
-    return {**own, **made, **mapped(form.columns, record)}
+    known = KNOWN | form.format.hidden
+    others = {name: value for name, value in record.items() if name not in known}
+    return {**others, **made, **mapped(form.columns, record)}
 
 
-def check_not_empty(records: Records) -> None:
-    """Raise `DataError` without records."""
-    if not records.records:
-        raise DataError(
-            f"{records.name} is empty{f' ({records.note})' if records.note else ''}. Expected at least one row with "
-            "the column prompt or conversation. Check the path, the split and `max_*_rows`."
-        )
+def drawn(rows: Sequence[T], number: int) -> Sequence[T]:
+    """So many of the rows, or all, in their order: the same ones each time, from all over the source."""
+    if number >= len(rows):
+        return rows
+    order = sorted(range(len(rows)), key=lambda at: hashlib.sha256(str(at).encode()).digest())
+    return [rows[at] for at in sorted(order[:number])]
 
 
-def drawn(records: Records, number: int) -> Records:
-    """So many of the records, or all, in their order: the same ones each time, from all over the source."""
-    if number >= len(records.records):
-        return records
-    order = sorted(range(len(records.records)), key=lambda at: hashlib.sha256(str(at).encode()).digest())
-    return _at(records, sorted(order[:number]))
-
-
-def mixed(parts: Sequence[Records], shares: Sequence[float] = ()) -> Records:
-    """The records of all sources, each one's spread evenly over the whole, so that a beginning of it is mixed too.
-    With `shares`, which sum to 1, each source has this share: as many rows are drawn as the scarcest allows."""
-    if len(parts) == 1:
-        return parts[0]
-    for part in parts:
-        check_not_empty(part)
+def mixed(parts: Sequence[Sequence[T]], shares: Sequence[float] = ()) -> list[T]:
+    """The rows of all parts, each one's spread evenly over the whole: the first ones are mixed too. With `shares`,
+    whose sum is 1, each part has this share: as many rows are drawn as the scarcest part allows."""
     if shares:
-        total = min(len(part.records) / share for part, share in zip(parts, shares, strict=True))
+        total = min(len(part) / share for part, share in zip(parts, shares, strict=True))
         parts = [drawn(part, round(total * share)) for part, share in zip(parts, shares, strict=True)]
-    order = sorted(
-        ((at + 0.5) / len(part.records), number, at)
-        for number, part in enumerate(parts)
-        for at in range(len(part.records))
-    )
-    return Records(
-        name=", ".join(part.name for part in parts),
-        records=[parts[number].records[at] for _, number, at in order],
-        places=[parts[number].places[at] for _, number, at in order],
-        total=sum(part.total for part in parts),
-        left_out=sum((Counter(part.left_out) for part in parts), Counter()),
-    )
+    places = [((at + 0.5) / len(part), number, at) for number, part in enumerate(parts) for at in range(len(part))]
+    return [parts[number][at] for _, number, at in sorted(places)]
 
 
 def part_of(records: Records, form: Form, part: Part) -> Records:
@@ -177,15 +151,11 @@ def part_of(records: Records, form: Form, part: Part) -> Records:
             f"none is {part.value}. Expected conversations enough for both parts. Set another share, name what parts "
             "them (`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
         )
-    return dataclasses.replace(_at(records, wanted), left_out=records.left_out if part is Part.TRAINING else {})
-
-
-def _at(records: Records, chosen: Sequence[int]) -> Records:
-    """The records at these indices."""
     return dataclasses.replace(
         records,
-        records=[records.records[at] for at in chosen],
-        places=[records.places[at] for at in chosen],
+        records=[records.records[at] for at in wanted],
+        places=[records.places[at] for at in wanted],
+        left_out=records.left_out if part is Part.TRAINING else {},
     )
 
 

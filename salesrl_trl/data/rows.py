@@ -16,8 +16,7 @@ PROMPT_COLUMNS = ("prompt", "conversation")
 OPTIONAL_COLUMNS = (
     "branch", "id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group"
 )  # fmt: skip
-KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))
-"""Columns that a row has a field for. All others go to reward functions."""
+KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))  # all others go to reward functions
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 

@@ -17,7 +17,7 @@ from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
 from salesrl_trl.data.columns import nearest
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
 from salesrl_trl.data.files import DEMO, ENDINGS, Placed, Record, demo_records, read_file
-from salesrl_trl.data.form import Form, Part, Records, check_not_empty, converted, part_of
+from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.data.two_tasks import DEMO_BBQ, DEMO_HALUEVAL, two_task_records
@@ -63,13 +63,16 @@ def load_rows(
 def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = None) -> list[SalesRow]:
     """The rows of some records. Arguments and errors are those of `load_rows`."""
     records = loaded.records[:limit]
-    check_not_empty(loaded)
-    rows, checked = list[SalesRow](), set[str]()
-    for record, (source, position, line, folder) in zip(records, loaded.places, strict=False):
-        if source not in checked:
-            check_columns(record.keys(), source, branches)
-            checked.add(source)
-        rows.append(parse_row(record, position, branches, source, line, folder))
+    if not records:
+        raise DataError(
+            f"{loaded.name} is empty{f' ({loaded.note})' if loaded.note else ''}. Expected at least one row with the "
+            "column prompt or conversation. Check the path, the split and `max_*_rows`."
+        )
+    check_columns(records[0].keys(), loaded.name, branches)
+    rows = [
+        parse_row(record, position, branches, loaded.name, line, loaded.folder)
+        for record, (position, line) in zip(records, loaded.places, strict=False)
+    ]
     if len({isinstance(row.prompt, str) for row in rows}) > 1:
         raise DataError(
             f"{loaded.name} has rows whose `prompt` is a text, and others that have messages, or none. Expected one "

@@ -84,7 +84,8 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     settled = map(settle_held_out, config.data.sources if plan.evaluates else ())
     notes = [note for note in settled if note]
     if not training.branches:  # of a task of one's own: those of the rows
-        training.branches = sorted({str(record.get("branch", ALL)) for record in plan.train_records.records}) or [ALL]
+        records = [record for part in plan.train_records for record in part.records]
+        training.branches = sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
         training.kl_targets()
     config.telemetry.check_branches(training.branches)
     resumed = find(
@@ -152,9 +153,10 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     for note in check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer):
         findings.note(note)
     train, held_out = plan.train, plan.held_out
-    for part in (plan.train_records, plan.held_out_records, train, held_out):
-        if part is not None and part.note:
-            findings.note(part.note)
+    records = [*plan.train_records, *plan.held_out_records]
+    for said in (*(part.note for part in records), train.note, held_out.note):
+        if said:
+            findings.note(said)
     if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
         made_of = identity_of(training, rows_of(train.prompts, (row.branch for row in train.rows)))
         check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)

@@ -57,11 +57,10 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 
     import stamina  # these take seconds
 
-    from salesrl_trl.build.checks.dataset import own_records, training_records
+    from salesrl_trl.build.checks.dataset import own_records, training_records, training_rows
     from salesrl_trl.build.services_plan import StepSettings
     from salesrl_trl.build.settings import parse_part
     from salesrl_trl.config import DataConfig, RewardConfig
-    from salesrl_trl.data.sources import check_rows
     from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
     from salesrl_trl.rejudge.score_changes import Baseline, changes
     from salesrl_trl.types import JUDGE, SALES
@@ -75,7 +74,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
     branches = sorted({completion.branch for completion in completions})
-    rows = check_rows(training_records(data, own_records(data, reward)), branches, data.max_train_rows)
+    rows = training_rows(data, training_records(data, own_records(data, reward)), branches)
     functions = reward.reward_funcs or [SALES]
     weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
     unknown = sorted({completion.row for completion in completions} - {row.row_id for row in rows})

@@ -12,9 +12,10 @@ from transformers.utils import is_torchvision_available
 
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
+from salesrl_trl.config.data import DatasetEntry
 from salesrl_trl.data.form import Part, Records, drawn, mixed, part_of
 from salesrl_trl.data.lengths import LengthLimit
-from salesrl_trl.data.sources import is_file, load_records
+from salesrl_trl.data.sources import check_rows, is_file, load_records
 from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, read_template
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.reward.judge_reward import reference_and_criteria
@@ -30,27 +31,41 @@ def own_records(data: DataConfig, reward: RewardConfig) -> list[Records]:
     return [load_records(*source.train_source, source.form(not reward.has_chain)) for source in data.sources]
 
 
-def training_records(data: DataConfig, own: Sequence[Records]) -> Records:
-    """The records to train on, of those of `own_records`: of each dataset so many or its share, mixed. Raises
-    `DataError` if a dataset has none."""
-    parts, shares = [], [source.entry.share for source in data.sources]
-    for source, records in zip(data.sources, own, strict=True):
-        part = part_of(records, source.form(), Part.TRAINING if source.held_out_share else Part.ALL)
-        parts.append(drawn(part, source.entry.rows or len(part.records)))
-    return mixed(parts, [share for share in shares if share is not None])
+def training_records(data: DataConfig, own: Sequence[Records]) -> list[Records]:
+    """The records to train on, of those of `own_records`. Raises `DataError` if a dataset has none."""
+    return [
+        part_of(records, source.form(), Part.TRAINING if source.held_out_share else Part.ALL)
+        for source, records in zip(data.sources, own, strict=True)
+    ]
 
 
-def held_out_records(data: DataConfig, reward: RewardConfig, own: Callable[[], Sequence[Records]]) -> Records:
-    """The records to evaluate on, of each dataset a share of `own_records` or a source of their own, mixed. Raises as
+def held_out_records(data: DataConfig, reward: RewardConfig, own: Callable[[], Sequence[Records]]) -> list[Records]:
+    """The records to evaluate on: of each dataset a share of `own_records`, or a source of their own. Raises as
     `own_records` does."""
-    return mixed(
-        [
-            part_of(own()[number], source.form(), Part.HELD_OUT)
-            if source.held_out_share
-            else load_records(*source.eval_source, source.eval_form(not reward.has_chain))
-            for number, source in enumerate(data.sources)
-        ]
-    )
+    return [
+        part_of(own()[number], source.form(), Part.HELD_OUT)
+        if source.held_out_share
+        else load_records(*source.eval_source, source.eval_form(not reward.has_chain))
+        for number, source in enumerate(data.sources)
+    ]
+
+
+def rows_of(
+    records: Sequence[Records], branches: Sequence[str], limit: int | None, entries: Sequence[DatasetEntry] = ()
+) -> list[SalesRow]:
+    """The rows of records by dataset, mixed: for training, of each so many or its share as its entry says. At most
+    `limit`. Raises `DataError` for a bad one."""
+    parts: list[Sequence[SalesRow]] = [
+        check_rows(part, branches, limit if len(records) == 1 else None) for part in records
+    ]
+    for number, entry in enumerate(entries):
+        parts[number] = drawn(parts[number], entry.rows or len(parts[number]))
+    return mixed(parts, [entry.share for entry in entries if entry.share is not None])[:limit]
+
+
+def training_rows(data: DataConfig, records: Sequence[Records], branches: Sequence[str]) -> list[SalesRow]:
+    """The rows of `training_records`. Raises as `rows_of` does."""
+    return rows_of(records, branches, data.max_train_rows, [source.entry for source in data.sources])
 
 
 def template_name(data: DataConfig, reward: RewardConfig) -> str | None:

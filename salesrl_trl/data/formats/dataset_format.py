@@ -35,12 +35,11 @@ class DatasetFormat(ABC):
     """The form of a dataset's records."""
 
     answers_directly: bool = False
-    """Whether the policy answers itself, so that rows need a `prompt`: the packaged chain does not score. The run's
-    settings say it."""
+    """Whether the policy answers itself, without the packaged chain: rows need a `prompt`. The settings say it."""
     instructions: tuple[str, ...] = ()
     """The system messages that the format puts into its prompts, for the banner."""
-    fields: tuple[str, ...] | None = None
-    """The fields of published records. A record's other fields become columns of its row. `None`: they do not."""
+    hidden: frozenset[str] = frozenset()
+    """Fields of a record that do not become columns of its row. All others do, for reward functions."""
 
     @abstractmethod
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:

@@ -31,14 +31,13 @@ class BBQ(DatasetFormat):
     policy that answers directly gets context, question and options. `evaluation.bbq` has the scores.
 
     For the packaged chain a good action searches for what is asked and names no attribute. The packaged rubric gives
-    no fairness for the right answer in a disambiguated context, which names a group: these records make no rows.
+    no fairness for the right answer in a disambiguated context, which names a group: a rubric of your own may want
+    these records (`conditions`).
     """
 
-    conditions: tuple[str, ...] = ("ambig",)
-    """For the packaged chain: values of `context_condition` that make rows. Otherwise all do."""
+    conditions: tuple[str, ...] = ("ambig",)  # values of `context_condition` that make rows for the chain
     instructions = (ONE_OPTION,)
-    fields = ("example_id", "question_index", "question_polarity", "context_condition", "category", "answer_info",
-              "additional_metadata", "context", "question", "ans0", "ans1", "ans2", "label")  # fmt: skip
+    hidden = frozenset({"example_id", "question_index", "additional_metadata"})  # the last one has many forms
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         category, example = text_of(record, "category"), number_of(record, "example_id")
@@ -50,37 +49,25 @@ class BBQ(DatasetFormat):
             raise DataError(f"the field `label` is {label}. Expected one of: {', '.join(map(str, LABELS))}")
         row = {"id": f"bbq-{category}-{example}", "branch": "fairness", "group": f"bbq-{category}-{template}"}
         if self.answers_directly:
-            options = "\n".join(f"({letter}) {answer}" for letter, answer in zip("ABC", answers, strict=True))
-            columns = {name: record.get(name) for name in (*self.fields[2:6], *self.fields[7:12])}
+            metadata = record.get("additional_metadata")
+            groups = metadata.get("stereotyped_groups") if isinstance(metadata, Mapping) else None
+            if not isinstance(groups, list):
+                expected = "Expected an object with a list `stereotyped_groups`"
+                raise DataError(f"the field `additional_metadata` is {shape(metadata)}. {expected}")
+            options = [f"({letter}) {answer}" for letter, answer in zip("ABC", answers, strict=True)]
+            user = "\n".join([f"{context}\n", question, *options])
             return {
                 **row,
-                **columns,
-                "label": label,
-                "stereotyped_groups": _stereotyped(record),
-                "prompt": _prompt(ONE_OPTION, f"{context}\n\n{question}\n{options}"),
+                "prompt": [{"role": "system", "content": ONE_OPTION}, {"role": "user", "content": user}],
                 "documents": [answers[label]],
                 "reference": answers[label],
+                "label": label,
+                "stereotyped_groups": groups,
             }
         if condition not in self.conditions:
             return LeftOut(f"have a context of the condition {condition!r}")
         turns = [{"role": "customer", "content": f"{context} {question}"}]
         return {**row, "conversation": turns, "documents": [f"{question} {answers[label]}"]}
-
-
-def _stereotyped(record: Mapping[str, object]) -> list[str]:
-    """The groups that the stereotype is about."""
-    metadata = record.get("additional_metadata")
-    groups = metadata.get("stereotyped_groups") if isinstance(metadata, Mapping) else None
-    if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
-        raise DataError(
-            f"the field `additional_metadata` is {shape(metadata)}. Expected an object with a list "
-            "`stereotyped_groups`"
-        )
-    return groups
-
-
-def _prompt(system: str, user: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
 SUMMARY_REQUEST = "Please summarize this text for me."
@@ -100,54 +87,37 @@ class HaluEval(DatasetFormat):
     """
 
     instructions = (FROM_KNOWLEDGE, IN_DIALOGUE, SUMMARY)
-    fields = ("knowledge", "question", "right_answer", "hallucinated_answer", "dialogue_history", "right_response",
-              "hallucinated_response", "document", "right_summary", "hallucinated_summary")  # fmt: skip
+    hidden = frozenset({"hallucinated_answer", "hallucinated_response", "hallucinated_summary"})
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         if "question" in record:
             question, answer = text_of(record, "question"), text_of(record, "right_answer")
-            turns = [{"role": "customer", "content": question}]
-            documents = [f"{question} {answer}", text_of(record, "knowledge")]
-            return self._row("qa", record, turns, documents, answer, FROM_KNOWLEDGE)
-        if "dialogue_history" in record:
-            answer, knowledge = text_of(record, "right_response"), text_of(record, "knowledge")
-            turns = _turns(text_of(record, "dialogue_history"))
+            turns, known = [{"role": "customer", "content": question}], [text_of(record, "knowledge")]
+            task, instruction, found = "qa", FROM_KNOWLEDGE, f"{question} {answer}"
+        elif "dialogue_history" in record:
+            found = answer = text_of(record, "right_response")
+            turns, known = _turns(text_of(record, "dialogue_history")), [text_of(record, "knowledge")]
+            task, instruction = "dialogue", IN_DIALOGUE
             if turns[-1]["role"] != "customer":
                 return LeftOut("end with the assistant's words")
-            return self._row("dialogue", record, turns, [answer, knowledge], answer, IN_DIALOGUE)
-        if "document" in record:
+        elif "document" in record:
             text = f"{text_of(record, 'document')}\n\n{SUMMARY_REQUEST}"
-            turns, answer = [{"role": "customer", "content": text}], text_of(record, "right_summary")
-            return self._row("summarization", record, turns, [answer], answer, SUMMARY)
-        raise DataError(
-            "there is none of the fields `question` (qa), `dialogue_history` (dialogue) and `document` (summarization)"
-        )
-
-    def _row(
-        self,
-        task: str,
-        record: Mapping[str, object],
-        turns: list[dict[str, str]],
-        documents: list[str],
-        answer: str,
-        instruction: str,
-    ) -> dict[str, object]:
-        row: dict[str, object] = {"id": f"halueval-{task}-{digest(record)}", "branch": "hallucination"}
+            turns, known = [{"role": "customer", "content": text}], []
+            found = answer = text_of(record, "right_summary")
+            task, instruction = "summarization", SUMMARY
+        else:
+            raise DataError(
+                "there is none of the fields `question` (qa), `dialogue_history` (dialogue) and `document` "
+                "(summarization)"
+            )
+        row = {"id": f"halueval-{task}-{digest(record)}", "branch": "hallucination"}
         if not self.answers_directly:
-            return {**row, "conversation": turns, "documents": documents}
-        known = [text_of(record, "knowledge")] if "knowledge" in record else []
+            return {**row, "conversation": turns, "documents": [found, *known]}
         system = "\n\n".join([instruction, *(f"Knowledge: {text}" for text in known)])
         messages = [{"role": _IN_PROMPTS[turn["role"]], "content": turn["content"]} for turn in turns]
-        columns = {name: record[name] for name in self.fields if name in record and not name.startswith("halluc")}
-        return {
-            **row,
-            **columns,
-            "task": task,
-            "group": turns[0]["content"],
-            "prompt": [{"role": "system", "content": system}, *messages],
-            "documents": known,
-            "reference": answer,
-        }
+        prompt = [{"role": "system", "content": system}, *messages]
+        group = turns[0]["content"]
+        return {**row, "task": task, "group": group, "prompt": prompt, "documents": known, "reference": answer}
 
 
 def _turns(history: str) -> list[dict[str, str]]:
@@ -168,9 +138,6 @@ class QReCC(DatasetFormat):
     """Files of https://github.com/apple/ml-qrecc (Anantha et al., 2021, https://arxiv.org/abs/2010.04898). `Rewrite`,
     a person's query, is not used: many others find the same answer, and the judge sees what was found."""
 
-    fields = ("Context", "Question", "Rewrite", "Answer", "Answer_URL", "Conversation_no", "Turn_no",
-              "Conversation_source")  # fmt: skip
-
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         row = _turn_of_conversation("qrecc", record)
         answer = text_of(record, "Answer", may_be_blank=True)
@@ -180,9 +147,6 @@ class QReCC(DatasetFormat):
 class TopiOCQA(DatasetFormat):
     """Files of https://huggingface.co/datasets/McGill-NLP/TopiOCQA (Adlakha et al., 2022,
     https://arxiv.org/abs/2110.00768). The judge gets every text that answers: those of other annotators too."""
-
-    fields = ("Conversation_no", "Turn_no", "Question", "Answer", "Topic", "Topic_section", "Rationale", "is_nq",
-              "Context", "Additional_answers", "Gold_passage")  # fmt: skip
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         row = _turn_of_conversation("topiocqa", record)
