@@ -5,6 +5,7 @@ Owns the keys of a recipe and the order of precedence. The classes of `config` c
 
 import copy
 import difflib
+import itertools
 from argparse import SUPPRESS, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 import yaml
 from trl import TrlParser
 
+from salesrl_trl.build import coming_from
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text, find_modules_in
@@ -33,6 +35,7 @@ SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own wh
 SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged reward chain and the demo's rows need
 ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
 PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
+MOST_NAMES = 12  # unknown names in a message
 PATHS = (
     "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
     "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file",
@@ -194,7 +197,7 @@ class SettingsParser(TrlParser):
         known = {"--config", *(option for action in self._actions for option in action.option_strings)}
         for name in self._unread:
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
-        if unknown := [name for name in _options(argv) if name not in known]:
+        if unknown := {name: value for name, value in _arguments(argv).items() if name not in known}:
             raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
         argv, names = _without_presets(argv)
         self._presets = {name: _checked_recipe(FOLDER / f"{name}.yaml", self.keys) for name in names}
@@ -279,6 +282,20 @@ def _options(argv: Sequence[str]) -> list[str]:
     return [word.split("=")[0] for word in argv if word.startswith("--")]
 
 
+def _arguments(argv: Sequence[str]) -> dict[str, object]:
+    """The arguments with their values, and words such as verl's `trainer.nnodes=1`."""
+    found = dict[str, object]()
+    for word, following in itertools.pairwise([*argv, ""]):
+        name, is_set, text = word.partition("=")
+        if word.startswith("--") or (is_set and "." in name and coming_from.known_as(name)):
+            text = text if is_set or following.startswith("--") else following
+            try:
+                found[name] = yaml.safe_load(text) if text else None
+            except yaml.YAMLError:
+                found[name] = text
+    return found
+
+
 def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments without `--preset`, and the names that it had. Raises `ConfigError` for an unknown one."""
     rest, names, is_name, option = list[str](), list[str](), False, f"--{PRESET}"
@@ -329,14 +346,13 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
         raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-    names = set(recipe)
+    given = dict(recipe)
     for key in (SMALL_POLICY, SALES_CHAIN):
         part = recipe.get(key) or {}
         if not isinstance(part, dict):
             raise ConfigError(f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
-        names |= set(part)
-    unknown = sorted(names - known, key=str)
-    if unknown:
+        given |= part
+    if unknown := {name: given[name] for name in sorted(given.keys() - known, key=str)}:
         raise ConfigError(
             f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "
             "RewardConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
@@ -345,12 +361,24 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     return recipe
 
 
-def _with_guesses(names: Sequence[object], known: set[str]) -> str:
-    """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting."""
-    texts = []
-    for name in names:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        setting = str(name).removeprefix("--").replace("-", "_").removeprefix("no_")
-        note = REPLACED.get(setting, f"did you mean {near[0]}?" if near else "")
+def _with_guesses(unknown: Mapping[Any, object], known: set[str]) -> str:
+    """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting, or what a name of another system is
+    here. Of many names the first ones."""
+    entries = coming_from.flat(unknown)
+    if not any(map(coming_from.known_as, map(str, entries.keys() - unknown.keys()))):
+        entries = dict(unknown)
+    given = {coming_from.known_as(_bare(name)): value for name, value in entries.items()}
+    settings, texts = {option.removeprefix("--") for option in known}, []
+    for name, value in itertools.islice(entries.items(), MOST_NAMES):
+        bare, near = _bare(name), difflib.get_close_matches(str(name), known, n=1)
+        note = REPLACED.get(bare) or coming_from.answer(bare, value, given)
+        note = note or (f"here {bare.lower()}" if bare.isupper() and bare.lower() in settings else "")
+        note = note or (f"did you mean {near[0]}?" if near else "")
         texts.append(f"{name} ({note})" if note else str(name))
-    return ", ".join(texts)
+    rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
+    is_verl = any("(of verl;" in text for text in texts)
+    return ", ".join(texts) + rest + "; `salesrl translate FILE` makes a recipe of verl's" * is_verl
+
+
+def _bare(name: object) -> str:
+    return str(name).removeprefix("--").replace("-", "_").removeprefix("no_")
