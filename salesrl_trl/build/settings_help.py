@@ -301,11 +301,8 @@ def _unknown(words: Sequence[str]) -> str:
     name = "_".join(words).replace("-", "_")
     replaced: Any = _Names("salesrl_trl.build.settings")["REPLACED"]
     near = difflib.get_close_matches(name, [*settings(), *GROUPS], n=3)
-    guess = (
-        replaced.get(name)
-        or answer("_".join(words), None, {})
-        or (f"did you mean {', '.join(near)}?" if near else "`--help` lists all groups.")
-    )
+    guess = replaced.get(name) or answer(name, None, {})
+    guess = guess or (f"did you mean {', '.join(near)}?" if near else "`--help` lists all groups.")
     return f"no setting has {' '.join(words)!r}: {guess}"
 
 
