@@ -31,6 +31,7 @@ class Name(NamedTuple):
     values: Mapping[object, object] | None = None
     by: str = "each"
     when: str = ""
+    default: object = None
 
 
 @functools.cache
@@ -143,6 +144,7 @@ def _trackers(here: str, value: Any, _: Given) -> dict[str, object]:
 
 CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
     "each": lambda here, value, _: dict.fromkeys(here.split(", "), value),
+    "within": lambda *_: {},
     "text": lambda here, value, _: {here: str(value)},
     "positive": lambda here, value, _: {here: value} if value > 0 else {},
     "not_negative": lambda here, value, _: {here: max(value, 0)},
