@@ -15,22 +15,12 @@ from typing import Any
 
 import yaml
 
-from salesrl_trl.build.coming_from import converted, flat, flow, known_as, names, processes, updates
+from salesrl_trl.build.coming_from import beside, converted, flat, flow, known_as, names, processes, updates
 from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 
 PROGRAM = "python -m salesrl_trl.translate"
-BESIDE = """
-vllm_mode: colocate
-vllm_importance_sampling_mode: token_truncate
-rollout_lookahead: 0 # on-policy as in verl. 1 hides the time of rewards: while a step trains, those of the next one come in
-dtype: bfloat16
-bf16: null # true on a GPU that has it, else float32
-per_device_eval_batch_size: 64
-logging_steps: 1
-record: true # every completion, for `salesrl view`
-"""
 _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$\{?([\w.]+)(?::-([^}]*))?\}?")
 _OFF = (None, False, 0, -1, "", [])  # values of what is not used
@@ -72,51 +62,52 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
 
 
 def recipe(given: Mapping[str, Any], source: str) -> str:
-    """The recipe of these values. What could not be converted is in comments."""
+    """The recipe of these values. Its comments have what could not be converted."""
     every = {name: line.default for name, line in names().items() if line.default is not None}
     every |= {name: value for name, value in given.items() if "$" not in str(value)}
-    look = [f"{name}: {given[name]} is not known here." for name in given.keys() & names() if name not in every]
+    look = [f"{name}: {given[name]} is not known here" for name in names() if name in given and name not in every]
     if every[_GROUP] < 2:
         every[_GROUP] = 8
-        look.append("num_generations: 8 is a guess, for GRPO compares the completions of a prompt.")
-    settings, comments, left = dict[str, object](), dict[str, str](), list[str]()
+        look.append("num_generations: 8 is a guess. GRPO compares the completions of a prompt")
+    settings, origins, left = dict[str, object](), dict[str, str](), list[str]()
     for name, line in names().items():
         value = every.get(name)
         made = {} if value is None else converted(name, value, every)
-        for setting, here in (made or {}).items():
-            if settings.get(setting, ...) != here:
-                comments[setting.split(".")[0]] = f"{name} {flow({'': value})[4:]}" + " by default" * (
-                    name not in given
-                )
-            settings[setting] = here
+        for setting in made or {}:
+            origin = f"{name}: {flow({'v': value})[3:]}{'' if name in given else ', the default'}"
+            origins[setting] = origin if settings.get(setting, ...) != (made or {})[setting] else origins[setting]
+        settings |= made or {}
         if made is None and (line.here or line.values):
-            look.append(f"{name}: {value}. {': '.join(filter(None, (line.here, line.note)))}.")
+            look.append(f"{name}: {value}. {': '.join(filter(None, (line.here, line.note)))}")
         elif made is None and value not in _OFF:
             left.append(f"{name}: {': '.join(filter(None, (line.see, line.note)))}")
     if "reward_funcs" not in settings:
-        look.append(
-            "reward_funcs: verl has functions of its own for a row's data_source. Write [my_rewards.my_function]."
-        )
-    count, steps = processes(every), updates(every)
-    head = [
-        f"Made of {source} by `salesrl translate`, for {count} processes. With {steps} optimizer steps in a step of verl:",
-        f"  accelerate launch --num_processes {count} -m salesrl_trl.train --config RECIPE.yaml",
-    ]
-    body = [
-        f"{line} # verl: {comments[line.split(':')[0]]}"
-        for line in (flow({name: value for name, value in settings.items() if name.split(".")[0] == first})
-                     for first in comments)
-    ]  # fmt: skip
-    unknown = sorted(given.keys() - names())
-    parts = {"Look at these": look, "Left out": left, "Not known, and left out": [", ".join(unknown)] * bool(unknown)}
-    tail = [
-        text for title, texts in parts.items() if texts for text in ("", f"{title}:", *(f"  {one}" for one in texts))
-    ]
-    return "\n".join([*_comment(head), "", *body, "", "# Beside what verl has", BESIDE.strip(), *_comment(tail), ""])
+        look.append("reward_funcs: verl scores by a row's data_source. Name a function: [my_rewards.my_function]")
+    entries = dict[str, dict[str, object]]()
+    for setting, here in settings.items():
+        entries.setdefault(setting.split(".")[0], {})[setting] = here
+    count, unknown = processes(every), sorted(given.keys() - names())
+    return "\n".join(
+        [
+            f"# Made of {source} by `salesrl translate`. A step of verl is here {updates(every)} optimizer steps.",
+            f"#   accelerate launch --num_processes {count} -m salesrl_trl.train RECIPE.yaml",
+            "",
+            *(
+                f"{flow(entry)} # {'; '.join(dict.fromkeys(origins[each] for each in entry))}"
+                for entry in entries.values()
+            ),
+            *_part("verl has no word for these", [], [f"{flow({name: value})}" for name, value in beside().items()]),
+            *_part("Look at these", look),
+            *_part("Left out", left),
+            *_part("Left out, for these names are not known", [", ".join(unknown)] * bool(unknown)),
+            "",
+        ]
+    )
 
 
-def _comment(lines: Sequence[str]) -> list[str]:
-    return [f"# {' '.join(line.splitlines())}" if line else "" for line in lines]
+def _part(title: str, comments: Sequence[str], lines: Sequence[str] = ()) -> list[str]:
+    texts = [*(f"#   {' '.join(comment.splitlines())}" for comment in comments), *lines]
+    return ["", f"# {title}", *texts] if texts else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:

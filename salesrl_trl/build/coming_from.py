@@ -1,4 +1,5 @@
-"""Names of verl's configuration (0.5 to 0.9), and of scripts with upper-case names: what each is here.
+"""Names that are no settings: of verl's configuration (0.5 to 0.9), of scripts with upper-case names, and of earlier
+versions. What each is here.
 
 `coming_from.yaml` is the table. Owns how a value is converted. `settings` and `settings_help` answer an unknown name
 by it, `translate` converts a configuration, and `scripts/make_coming_from.py` makes docs/COMING_FROM.md. Imports no
@@ -10,12 +11,14 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from math import ceil
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import yaml
 
 from salesrl_trl.data.files import read_yaml
 
+GONE = "gone"
+"""The part of the table with the settings of earlier versions."""
 Given = Mapping[str, Any]
 """Values by the keys of the table."""
 UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError)
@@ -35,12 +38,22 @@ class Name(NamedTuple):
 
 
 @functools.cache
+def _content() -> dict[str, dict[str, Any]]:
+    return cast(dict[str, dict[str, Any]], read_yaml(Path(__file__).with_suffix(".yaml")))
+
+
+def beside() -> dict[str, object]:
+    """The settings for which verl has no word."""
+    return _content()["beside"]
+
+
+@functools.cache
 def names() -> dict[str, Name]:
-    """The table by the names of the other systems."""
-    content: Any = read_yaml(Path(__file__).with_suffix(".yaml"))
+    """The table."""
     return {
         key: Name(system, **({"here": line} if isinstance(line, str) else line))
-        for system, lines in content.items()
+        for system, lines in _content().items()
+        if system != "beside"
         for key, line in lines.items()
     }
 
@@ -48,7 +61,7 @@ def names() -> dict[str, Name]:
 def known_as(name: str) -> str | None:
     """The key in the table for a name, whose first parts may be left out: `"optim.lr"`. `None` for another name."""
     name = name.lstrip("+").removeprefix("actor_rollout_ref.")
-    ends = [key for key in names() if key == name or key.endswith(f".{name}")]
+    ends = [name] if name in names() else [key for key in names() if key.endswith(f".{name}")]
     return ends[0] if len(ends) == 1 else next((key for key in names() if fnmatchcase(name, key)), None)
 
 
@@ -59,21 +72,24 @@ def converted(key: str, value: object, given: Given) -> dict[str, object] | None
         if not given.get(name.when, True):
             return {}
         if name.values is not None:
-            return {name.here: name.values[value]} if name.here or name.values[value] is None else {}
+            here = name.values[value]
+            return {name.here: here} if name.here and here is not None else {}
         return CONVERTERS[name.by](name.here, value, given) if name.here else None
     except UNCONVERTED:
         return None
 
 
 def answer(name: str, value: object, given: Given) -> str:
-    """What a name of another system is here, with the converted value if there is one. Empty for other names."""
+    """What to do instead of a name, with the converted value if there is one. Empty for a name that is not known."""
     if (key := known_as(name)) is None:
         return ""
-    found = names()[key]
+    line = names()[key]
+    if line.system == GONE:
+        return f"gone: {line.note}"
     settings = None if value is None else converted(key, value, given)
-    here = flow(settings) if settings else found.here or found.see
-    text = ": ".join(filter(None, (f"here {here}" if here else "not here", "" if settings else found.note)))
-    return f"of verl; {text}" if found.system == "verl" else text
+    here = flow(settings) if settings else line.here or line.see
+    text = ": ".join(filter(None, (f"here {here}" if here else "not here", "" if settings else line.note)))
+    return f"of verl; {text}" if line.system == "verl" else text
 
 
 def flat(given: Mapping[Any, Any], before: str = "") -> dict[str, Any]:

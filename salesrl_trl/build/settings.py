@@ -49,55 +49,6 @@ FIRST = (
     "allow_stand_ins", "knowledge_file",
 )  # fmt: skip
 """The settings of the README's table of one's own, which `--help` shows first."""
-REPLACED = {
-    **dict.fromkeys(
-        ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
-        "gone: the law steps in proportion to the distance, at most by max_step of kl_law_settings; "
-        "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
-    ),
-    **dict.fromkeys(
-        ("vector_store_path", "embedding_base_url", "embedding_model", "embedding_api_key_env", "embedding_max_chars"),
-        "gone: run examples/vector_store.py, and set rag_base_url to its address",
-    ),
-    **{
-        f"vllm_{name}": f"gone: vllm_engine_kwargs takes {name}"
-        for name in (
-            "enforce_eager", "load_format", "dtype", "quantization", "enable_prefix_caching", "enable_chunked_prefill"
-        )
-    },
-    "replay_on_miss": "gone: replay takes a mapping: {run: FOLDER, on_miss: nearest}",
-    "replay_delays": "gone: replay takes a mapping: {run: FOLDER, delays: true}",
-    "train_split": "gone: dataset: NAME:SPLIT takes it",
-    "eval_split": "gone: eval_dataset: NAME:SPLIT takes it",
-    "eval_dataset_format": "gone: eval_dataset takes a mapping: {path: NAME, format: rows}",
-    "eval_columns": "gone: eval_dataset takes a mapping: {path: NAME, columns: {}}",
-    "judge_max_attempts": "gone: max_attempts takes a mapping: {rag: 3, judge: 1}",
-    "reference_cache": "gone: SALESRL_CACHE_DIR is the folder of references.sqlite; cache_answers: false keeps none",
-    "preflight_calls": "gone: --calls of python -m salesrl_trl.preflight takes its place",
-    "references_ahead": "gone: the 32B endpoint is always asked one step before",
-    "kl_cooldown_steps": "gone: kl_law_settings: {cooldown_steps: 5} takes it",
-    "max_outage_s": "gone: it is an hour",
-    "heartbeat_s": "gone: it is 10 seconds; timing: false has no heartbeats",
-    "record_gib": "gone: record_settings takes a mapping: {gib: 4}",
-    "record_filter": "gone: record_settings takes a mapping: {filter: my_package.privacy.mask}",
-    "kl_control": "gone: kl_law: fixed takes its place",
-    "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
-    "branch_column": "gone: rename the dataset's column to branch",
-    "min_changed_weights": "gone: it is a constant, a share of 0.5",
-    "max_kl": "gone: it is a constant, 1000 nats per token",
-    **dict.fromkeys(
-        ("judge_tokens_per_minute", "judge_response_format", "judge_max_completion_tokens"),
-        "gone: an entry of judge_providers takes it without judge_",
-    ),
-    "denied_cooldown_s": "gone: it is a minute",
-    "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
-    "keep_samples": "gone: gib of record_settings bounds the record",
-    "shared_prompts_tokens": "gone: shared_prompts takes the number",
-    "prompt_style": "gone: prompt_template takes instruct and compact too",
-    "query_field": "gone: rewritten_query is searched with, or else the first of action_fields",
-    "image_folder": "gone: paths of pictures are relative to the data file, or absolute",
-}  # fmt: skip
-"""Settings of earlier versions, and what to do instead."""
 
 
 def all_kinds() -> tuple[type, ...]:
@@ -371,7 +322,7 @@ def _with_guesses(unknown: Mapping[Any, object], known: set[str]) -> str:
     settings, texts = {option.removeprefix("--") for option in known}, []
     for name, value in itertools.islice(entries.items(), MOST_NAMES):
         bare, near = _bare(name), difflib.get_close_matches(str(name), known, n=1)
-        note = REPLACED.get(bare) or coming_from.answer(bare, value, given)
+        note = coming_from.answer(bare, value, given)
         note = note or (f"here {bare.lower()}" if bare.isupper() and bare.lower() in settings else "")
         note = note or (f"did you mean {near[0]}?" if near else "")
         texts.append(f"{name} ({note})" if note else str(name))
