@@ -83,20 +83,18 @@ def recipe(given: Mapping[str, Any], source: str) -> str:
             left.append(f"{name}: {': '.join(filter(None, (line.see, line.note)))}")
     if "reward_funcs" not in settings:
         look.append("reward_funcs: verl scores by a row's data_source. Name a function: [my_rewards.my_function]")
-    entries = dict[str, dict[str, object]]()
-    for setting, here in settings.items():
-        entries.setdefault(setting.split(".")[0], {})[setting] = here
+    lines = list[str]()
+    for first in dict.fromkeys(setting.split(".")[0] for setting in settings):
+        entry = {setting: here for setting, here in settings.items() if setting.split(".")[0] == first}
+        lines.append(f"{flow(entry)} # {'; '.join(dict.fromkeys(origins[setting] for setting in entry))}")
     count, unknown = processes(every), sorted(given.keys() - names())
     return "\n".join(
         [
             f"# Made of {source} by `salesrl translate`. A step of verl is here {updates(every)} optimizer steps.",
             f"#   accelerate launch --num_processes {count} -m salesrl_trl.train RECIPE.yaml",
             "",
-            *(
-                f"{flow(entry)} # {'; '.join(dict.fromkeys(origins[each] for each in entry))}"
-                for entry in entries.values()
-            ),
-            *_part("verl has no word for these", [], [f"{flow({name: value})}" for name, value in beside().items()]),
+            *lines,
+            *_part("verl has no word for these", [], [flow({name: value}) for name, value in beside().items()]),
             *_part("Look at these", look),
             *_part("Left out", left),
             *_part("Left out, for these names are not known", [", ".join(unknown)] * bool(unknown)),
