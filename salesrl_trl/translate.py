@@ -23,6 +23,7 @@ from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 PROGRAM = "python -m salesrl_trl.translate"
 _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$\{?([\w.]+)(?::-([^}]*))?\}?")
+_EXPONENT = re.compile(r"\d+e-?\d+")  # a number for Hydra, and a text for PyYAML
 _OFF = (None, False, 0, -1, "", [])  # values of what is not used
 
 
@@ -56,7 +57,7 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
     if isinstance(value, list):
         return [_resolved(item, values, depth) for item in value]
     if not isinstance(value, str) or "$" not in value or not depth:
-        return value
+        return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
     text = _REFERENCE.sub(lambda found: str(values.get(found[1], found[0] if found[2] is None else found[2])), value)
     return _resolved(yaml.safe_load(text), values, depth - 1)
 
@@ -64,13 +65,16 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
 def recipe(given: Mapping[str, Any], source: str) -> str:
     """The recipe of these values. Its comments have what could not be converted."""
     every = {name: line.default for name, line in names().items() if line.default is not None}
-    every |= {name: value for name, value in given.items() if "$" not in str(value)}
-    look = [f"{name}: {given[name]} is not known here" for name in names() if name in given and name not in every]
+    every |= {name: value for name, value in given.items() if not _is_unknown(value)}
+    lines = names().items()
+    look = [
+        f"{name}: {given[name]} is not known" for name, line in lines if line.here and _is_unknown(given.get(name))
+    ]
     if every[_GROUP] < 2:
         every[_GROUP] = 8
         look.append("num_generations: 8 is a guess. GRPO compares the completions of a prompt")
     settings, origins, left = dict[str, object](), dict[str, str](), list[str]()
-    for name, line in names().items():
+    for name, line in lines:
         value = every.get(name)
         made = {} if value is None else converted(name, value, every)
         for setting in made or {}:
@@ -83,17 +87,17 @@ def recipe(given: Mapping[str, Any], source: str) -> str:
             left.append(f"{name}: {': '.join(filter(None, (line.see, line.note)))}")
     if "reward_funcs" not in settings:
         look.append("reward_funcs: verl scores by a row's data_source. Name a function: [my_rewards.my_function]")
-    lines = list[str]()
+    body = list[str]()
     for first in dict.fromkeys(setting.split(".")[0] for setting in settings):
         entry = {setting: here for setting, here in settings.items() if setting.split(".")[0] == first}
-        lines.append(f"{flow(entry)} # {'; '.join(dict.fromkeys(origins[setting] for setting in entry))}")
+        body.append(f"{flow(entry)} # {'; '.join(dict.fromkeys(origins[setting] for setting in entry))}")
     count, unknown = processes(every), sorted(given.keys() - names())
     return "\n".join(
         [
             f"# Made of {source} by `salesrl translate`. A step of verl is here {updates(every)} optimizer steps.",
             f"#   accelerate launch --num_processes {count} -m salesrl_trl.train RECIPE.yaml",
             "",
-            *lines,
+            *body,
             *_part("verl has no word for these", [], [flow({name: value}) for name, value in beside().items()]),
             *_part("Look at these", look),
             *_part("Left out", left),
@@ -101,6 +105,11 @@ def recipe(given: Mapping[str, Any], source: str) -> str:
             "",
         ]
     )
+
+
+def _is_unknown(value: object) -> bool:
+    """Whether it refers to what is not known, or is what Hydra's command line has to give."""
+    return "$" in str(value) or value == "???"
 
 
 def _part(title: str, comments: Sequence[str], lines: Sequence[str] = ()) -> list[str]:
