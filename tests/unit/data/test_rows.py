@@ -259,9 +259,6 @@ def test_nothing_but_the_prompt_an_index_and_the_branch_travels_through_the_trai
 
 
 def test_a_column_of_values_of_several_kinds_is_told_by_its_name():
-    rows = [
-        SalesRow(row_id="r", branch="all", prompt="?", columns={"fine": 1, "mixed": value})
-        for value in ("a", {})
-    ]
+    rows = [SalesRow(row_id="r", branch="all", prompt="?", columns={"fine": 1, "mixed": value}) for value in ("a", {})]
     with pytest.raises(DataError, match="the column `mixed` has values of several kinds"):
         prompt_dataset(["?", "?"], rows, for_functions=True)
