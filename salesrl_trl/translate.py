@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} can't be read ({unreadable(error)}).{nearest_file(path)} Correct it.") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is neither YAML nor a script of a shell ({type(error).__name__}).") from None
+        raise ConfigError(f"{path} is no YAML ({type(error).__name__}). Expected that of verl, or a script.") from None
     values = flat(content) if isinstance(content, Mapping) else {}
     found = dict[str, Any]()
     for name, value in values.items():

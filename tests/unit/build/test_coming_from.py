@@ -57,7 +57,7 @@ def test_a_recipe_with_names_of_other_systems_is_told_those_here(tmp_path):
         "K_ROLLOUTS (here num_generations: 4)",
         "SEED (here seed)",
         "learning_rat (did you mean learning_rate?)",
-        "rollout.unheard_of,",
+        "rollout.unheard_of",
         "`salesrl translate FILE`",
     ):
         assert told in str(caught.value)
