@@ -2,8 +2,11 @@
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from salesrl_trl.build.settings import parse
+from salesrl_trl.data.sources import load_rows, prompt_dataset
+from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.translate import main
 
 VERL = """
@@ -128,3 +131,17 @@ def test_a_file_that_is_no_configuration_of_verl_is_refused(tmp_path, capsys, te
     assert "Expected" in capsys.readouterr().err
     assert main([str(tmp_path / "othr.yaml")]) == 2
     assert "Did you mean" in capsys.readouterr().err
+
+
+def test_a_parquet_of_verl_is_read_with_its_system_turn_and_its_columns(tmp_path):
+    row = {
+        "data_source": "sums",
+        "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    Dataset.from_list([row]).to_parquet(str(tmp_path / "train.parquet"))
+    rows = load_rows(str(tmp_path / "train.parquet"), "train")
+    dataset = prompt_dataset([build_prompt(row, None) for row in rows], rows, for_functions=True)
+    assert {name: dataset[0][name] for name in row} == row
