@@ -5,6 +5,7 @@ Owns the keys of a recipe and the order of precedence. The classes of `config` c
 
 import copy
 import difflib
+import itertools
 from argparse import SUPPRESS, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 import yaml
 from trl import TrlParser
 
+from salesrl_trl.build import coming_from
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text, find_modules_in
@@ -32,6 +34,7 @@ SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own wh
 SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged reward chain and the demo's rows need
 ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
 PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
+MOST_NAMES = 12  # unknown names in a message
 PATHS = (
     "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
     "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file",
@@ -45,55 +48,6 @@ FIRST = (
     "allow_stand_ins", "knowledge_file",
 )  # fmt: skip
 """The settings of the README's table of one's own, which `--help` shows first."""
-REPLACED = {
-    **dict.fromkeys(
-        ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
-        "gone: the law steps in proportion to the distance, at most by max_step of kl_law_settings; "
-        "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
-    ),
-    **dict.fromkeys(
-        ("vector_store_path", "embedding_base_url", "embedding_model", "embedding_api_key_env", "embedding_max_chars"),
-        "gone: run examples/vector_store.py, and set rag_base_url to its address",
-    ),
-    **{
-        f"vllm_{name}": f"gone: vllm_engine_kwargs takes {name}"
-        for name in (
-            "enforce_eager", "load_format", "dtype", "quantization", "enable_prefix_caching", "enable_chunked_prefill"
-        )
-    },
-    "replay_on_miss": "gone: replay takes a mapping: {run: FOLDER, on_miss: nearest}",
-    "replay_delays": "gone: replay takes a mapping: {run: FOLDER, delays: true}",
-    "train_split": "gone: dataset: NAME:SPLIT takes it",
-    "eval_split": "gone: eval_dataset: NAME:SPLIT takes it",
-    "eval_dataset_format": "gone: eval_dataset takes a mapping: {path: NAME, format: rows}",
-    "eval_columns": "gone: eval_dataset takes a mapping: {path: NAME, columns: {}}",
-    "judge_max_attempts": "gone: max_attempts takes a mapping: {rag: 3, judge: 1}",
-    "reference_cache": "gone: SALESRL_CACHE_DIR is the folder of references.sqlite; cache_answers: false keeps none",
-    "preflight_calls": "gone: --calls of python -m salesrl_trl.preflight takes its place",
-    "references_ahead": "gone: the 32B endpoint is always asked one step before",
-    "kl_cooldown_steps": "gone: kl_law_settings: {cooldown_steps: 5} takes it",
-    "max_outage_s": "gone: it is an hour",
-    "heartbeat_s": "gone: it is 10 seconds; timing: false has no heartbeats",
-    "record_gib": "gone: record_settings takes a mapping: {gib: 4}",
-    "record_filter": "gone: record_settings takes a mapping: {filter: my_package.privacy.mask}",
-    "kl_control": "gone: kl_law: fixed takes its place",
-    "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
-    "branch_column": "gone: rename the dataset's column to branch",
-    "min_changed_weights": "gone: it is a constant, a share of 0.5",
-    "max_kl": "gone: it is a constant, 1000 nats per token",
-    **dict.fromkeys(
-        ("judge_tokens_per_minute", "judge_response_format", "judge_max_completion_tokens"),
-        "gone: an entry of judge_providers takes it without judge_",
-    ),
-    "denied_cooldown_s": "gone: it is a minute",
-    "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
-    "keep_samples": "gone: gib of record_settings bounds the record",
-    "shared_prompts_tokens": "gone: shared_prompts takes the number",
-    "prompt_style": "gone: prompt_template takes instruct and compact too",
-    "query_field": "gone: rewritten_query is searched with, or else the first of action_fields",
-    "image_folder": "gone: paths of pictures are relative to the data file, or absolute",
-}  # fmt: skip
-"""Settings of earlier versions, and what to do instead."""
 
 
 def all_kinds() -> tuple[type, ...]:
@@ -194,7 +148,7 @@ class SettingsParser(TrlParser):
         known = {"--config", *(option for action in self._actions for option in action.option_strings)}
         for name in self._unread:
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
-        if unknown := [name for name in _options(argv) if name not in known]:
+        if unknown := {name: value for name, value in _arguments(argv).items() if name not in known}:
             raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
         argv, names = _without_presets(argv)
         self._presets = {name: _checked_recipe(FOLDER / f"{name}.yaml", self.keys) for name in names}
@@ -280,6 +234,20 @@ def _options(argv: Sequence[str]) -> list[str]:
     return [word.split("=")[0] for word in argv if word.startswith("--")]
 
 
+def _arguments(argv: Sequence[str]) -> dict[str, object]:
+    """The arguments with their values, and words such as verl's `trainer.nnodes=1`."""
+    found = dict[str, object]()
+    for word, following in itertools.pairwise([*argv, ""]):
+        name, is_set, text = word.partition("=")
+        if word.startswith("--") or (is_set and "." in name and coming_from.known_as(name)):
+            text = text if is_set or following.startswith("--") else following
+            try:
+                found[name] = yaml.safe_load(text) if text else None
+            except yaml.YAMLError:
+                found[name] = text
+    return found
+
+
 def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments without `--preset`, and the names that it had. Raises `ConfigError` for an unknown one."""
     rest, names, is_name, option = list[str](), list[str](), False, f"--{PRESET}"
@@ -330,14 +298,13 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
         raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-    names = set(recipe)
+    given = dict(recipe)
     for key in (SMALL_POLICY, SALES_CHAIN):
         part = recipe.get(key) or {}
         if not isinstance(part, dict):
             raise ConfigError(f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
-        names |= set(part)
-    unknown = sorted(names - known, key=str)
-    if unknown:
+        given |= part
+    if unknown := {name: given[name] for name in sorted(given.keys() - known, key=str)}:
         raise ConfigError(
             f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "
             "RewardConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
@@ -346,12 +313,24 @@ def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
     return recipe
 
 
-def _with_guesses(names: Sequence[object], known: set[str]) -> str:
-    """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting."""
-    texts = []
-    for name in names:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        setting = str(name).removeprefix("--").replace("-", "_").removeprefix("no_")
-        note = REPLACED.get(setting, f"did you mean {near[0]}?" if near else "")
+def _with_guesses(unknown: Mapping[Any, object], known: set[str]) -> str:
+    """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting, or what a name of another system is
+    here. Of many names the first ones."""
+    entries = coming_from.flat(unknown)
+    if not any(map(coming_from.known_as, map(str, entries.keys() - unknown.keys()))):
+        entries = dict(unknown)
+    given = {coming_from.known_as(_bare(name)): value for name, value in entries.items()}
+    settings, texts = {option.removeprefix("--") for option in known}, []
+    for name, value in itertools.islice(entries.items(), MOST_NAMES):
+        bare, near = _bare(name), difflib.get_close_matches(str(name), known, n=1)
+        note = coming_from.answer(bare, value, given)
+        note = note or (f"here {bare.lower()}" if bare.isupper() and bare.lower() in settings else "")
+        note = note or (f"did you mean {near[0]}?" if near else "")
         texts.append(f"{name} ({note})" if note else str(name))
-    return ", ".join(texts)
+    rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
+    is_verl = any("(of verl;" in text for text in texts)
+    return ", ".join(texts) + rest + "; `salesrl translate FILE` makes a recipe of verl's" * is_verl
+
+
+def _bare(name: object) -> str:
+    return str(name).removeprefix("--").replace("-", "_").removeprefix("no_")
