@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.judge.judge_interface import Judge as Judge
     from salesrl_trl.reward.judge_reward import JudgeReward as JudgeReward
     from salesrl_trl.reward.rag_client import RagBackend as RagBackend
+    from salesrl_trl.reward.service.budget import Budget as Budget
+    from salesrl_trl.reward.service.budget import Limit as Limit
+    from salesrl_trl.reward.service.budget import Price as Price
     from salesrl_trl.reward.service.transport import Transport as Transport
     from salesrl_trl.reward.stage import Added as Added
     from salesrl_trl.reward.stage import Case as Case
@@ -67,6 +70,9 @@ _MODULES = {
     "RewardFunction": "reward.functions",
     "Reward": "types",
     "Transport": "reward.service.transport",
+    "Budget": "reward.service.budget",
+    "Limit": "reward.service.budget",
+    "Price": "reward.service.budget",
     # from rows to the packaged reward
     "load_rows": "data.sources",
     "build_dataset": "data.sources",

@@ -4,13 +4,13 @@ Owns the words. Standard library only: the process becomes that of the command, 
 folder on the path, text and exit code as by `python -m`.
 """
 
-import difflib
 import os
 import sys
 from importlib.util import find_spec
 from typing import NoReturn
 
 from salesrl_trl import __version__
+from salesrl_trl.errors import nearest
 from salesrl_trl.ground.shutdown import end_tidily
 
 COMMANDS = {
@@ -42,8 +42,7 @@ def main() -> NoReturn:
         print(f"salesrl_trl {__version__}")
         sys.exit()
     if word not in offered:
-        near = difflib.get_close_matches(word, offered, n=1)
-        guess = f" Did you mean {near[0]}?" if near else ""
+        guess = nearest(word, offered)
         print(f"salesrl: unknown command {word!r}.{guess} Expected one of: {', '.join(offered)}.", file=sys.stderr)
         sys.exit(BAD_INPUT)
     os.execv(sys.executable, [sys.executable, "-m", offered[word][0], *rest])

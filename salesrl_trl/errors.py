@@ -2,6 +2,7 @@
 
     SalesRLError
     ├── ConfigError            a setting, recipe or accelerate configuration that cannot work
+    │   └── ConfigErrors           several refusals of one start, whatever their classes
     ├── DataError              a dataset that is empty, lacks a column or holds a bad row
     ├── ModelNotFoundError     the policy's path or hub name does not exist
     ├── ServiceError           a RAG service or judge failed
@@ -27,16 +28,38 @@
 A message says what was found, what was expected, and what to do. It never contains a key or a customer's text.
 """
 
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+Settings = TypeVar("Settings")
+E = TypeVar("E", bound=BaseException)
+
 
 class SalesRLError(Exception):
     """Base of every error this package raises on purpose."""
 
     is_resumable = False
     """Whether the same command goes on where the run ended."""
+    settings: object = None
+    """The object whose check raised it, as far as its values are right."""
 
 
 class ConfigError(SalesRLError, ValueError):
     """A setting, recipe or accelerate configuration that cannot work."""
+
+
+class ConfigErrors(ConfigError):
+    """Several refusals of one start. `errors` holds them, and the message is a numbered list of theirs."""
+
+    def __init__(self, errors: "Sequence[SalesRLError]") -> None:
+        super().__init__(errors)
+        self.errors = tuple(errors)
+
+    def __str__(self) -> str:
+        lines = [f"  {number}. {' '.join(str(error).split())}" for number, error in enumerate(self.errors, 1)]
+        return "\n".join([f"{len(lines)} things can't work. Correct all of them:", *lines])
 
 
 class DataError(SalesRLError, ValueError):
@@ -188,3 +211,91 @@ class RunStopped(SalesRLError):
 
 class StopRequested(KeyboardInterrupt):
     """A signal asks this process to stop. Raised in its main thread, wherever it is."""
+
+
+class RefusedRead(Exception):
+    """A check reads a setting that was refused. `Refusals` leave this check out."""
+
+
+class Refusals:
+    """Collects what is refused at a start, so that one message tells all of it.
+
+    Each check stands in a `with` of its own. Behind it the start goes on, also where the check raised a
+    `SalesRLError`. The same message is kept once: several checks read one part that can't be made. `tell` comes last.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[SalesRLError] = []
+        self.names = set[str]()
+        """Settings that were refused before there was an object of theirs."""
+        self.is_partial = False
+        """Whether settings are half built: then any other error of a check comes of that, and is left out too."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if isinstance(error, SalesRLError) and not error.is_resumable:
+            self.errors += [part for part in parts_of(error) if str(part) not in map(str, self.errors)]
+            return True
+        return isinstance(error, Exception if self.is_partial else RefusedRead)
+
+    def check(self, holds: Callable[[], bool], message: str) -> None:
+        """Keep a `ConfigError` with this message, unless the condition holds."""
+        with self:
+            if not holds():
+                raise ConfigError(message)
+
+    @contextmanager
+    def of(self, settings: object, name: str) -> Iterator[None]:
+        """As `with` alone. If the block refuses this attribute of `settings`, no later check reads it."""
+        with self:
+            try:
+                yield
+            except (SalesRLError, RefusedRead):
+                if settings is None:
+                    self.names.add(name)
+                else:
+                    hide(settings, name)
+                raise
+
+    def each(self, *checks: Callable[[], object]) -> None:
+        """Make the checks in turn, and keep what each of them refuses."""
+        for check in checks:
+            with self:
+                check()
+
+    def tell(self, settings: object = None) -> None:
+        """Raise the error of a single refusal, or `ConfigErrors`. It carries `settings`, whose other values a later
+        check may read. Does nothing where all is well."""
+        if self.errors:
+            error = self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
+            error.settings = settings
+            raise error
+
+
+def parts_of(error: E) -> "Sequence[E | SalesRLError]":
+    """The refusals that an error tells: those of `ConfigErrors`, or itself."""
+    return error.errors if isinstance(error, ConfigErrors) else [error]
+
+
+def hide(settings: object, name: str) -> None:
+    """Let every later look at this attribute of an object raise `RefusedRead`. Its class becomes one of its own."""
+    object.__setattr__(settings, "__class__", without(type(settings), {name}))
+
+
+def without(kind: type[Settings], names: Collection[str]) -> type[Settings]:
+    """A class like `kind`, in whose objects a look at one of these attributes raises `RefusedRead`."""
+
+    def look(self: object, name: str) -> object:
+        if name in names:
+            raise RefusedRead(name)
+        return kind.__getattribute__(self, name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": look})
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """For a message: `" Did you mean 'branch'?"`, with the space before it; empty if no known name is near."""
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

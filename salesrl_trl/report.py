@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.report OUTPUT_DIR [--html FILE] [--text FILE] [--logging_dir DIR]`.
+"""`python -m salesrl_trl.report OUTPUT_DIR [--html FILE] [--text FILE] [--logging_dir DIR] [--lang en|zh]`.
 
 Reads a run's folder, finished or not, writes one HTML page and one text, and prints the text. Imports neither torch
 nor TRL. Exit code: 0; 2, with one message, for a wrong folder.
@@ -14,6 +14,7 @@ from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 from salesrl_trl.names import REPORT_PAGE_FILE, REPORT_TEXT_FILE
 from salesrl_trl.view.report_page import html_page, text_page
 from salesrl_trl.view.run_folder import read_run
+from salesrl_trl.view.wording import LANGUAGES
 
 PROGRAM = "python -m salesrl_trl.report"
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = read_run(args.output_dir, args.logging_dir)
         page = text_page(run)
-        for path, content in ((text, page), (html, html_page(run))):
+        for path, content in ((text, page), (html, html_page(run, args.lang))):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
     except (ConfigError, OSError) as error:
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's folder")
     parser.add_argument("--html", type=Path, metavar="FILE", help=f"defaults to OUTPUT_DIR/{REPORT_PAGE_FILE}")
     parser.add_argument("--text", type=Path, metavar="FILE", help=f"defaults to OUTPUT_DIR/{REPORT_TEXT_FILE}")
+    parser.add_argument("--lang", choices=LANGUAGES, default="en", help="of the page; en by default")
     parser.add_argument(
         "--logging_dir", type=Path, metavar="DIR", help="where the TensorBoard files are, if not below OUTPUT_DIR"
     )

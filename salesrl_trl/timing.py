@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
@@ -125,9 +124,7 @@ class TimingContext:
         _open.set((*under_way, (self, timing)))
         return timing
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         ended = time.perf_counter()
         under_way = _open.get()
         mine = [index for index, (owner, _) in enumerate(under_way) if owner is self]
@@ -150,9 +147,7 @@ class TimingContext:
     async def __aenter__(self) -> Timing:
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

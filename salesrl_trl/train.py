@@ -33,7 +33,7 @@ from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
-from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable
+from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.preflight.runner import prepare
@@ -64,7 +64,10 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         try:
             with start.phase(StartUp.CHECKS):
-                config = parse(argv, default_recipe)
+                config = parse(argv, default_recipe, refused := Refusals())
+                if refused.errors and config.recipe.get("mode") != "rewards":
+                    prepare(config, refused)  # what else can't work is told in the same message
+                refused.tell()
                 set_log_level(config.training.log_level)
                 if config.training.mode == "rewards":
                     raise SystemExit(_simulate(config, default_recipe, argv))
@@ -85,8 +88,8 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                     command, processes = [sys.argv[0], *argv], config.training.world_size
                     write_record(Path(config.training.output_dir), config.recipe, command, processes)
         except (Exception, KeyboardInterrupt) as error:
-            is_outage = resumes and isinstance(error, (ServiceUnavailable, ServiceTimeout))
-            exit_with(error, EXIT_RESUMABLE if is_outage else EXIT_BAD_INPUT)
+            is_outage = all(isinstance(part, (ServiceUnavailable, ServiceTimeout)) for part in parts_of(error))
+            exit_with(error, EXIT_RESUMABLE if resumes and is_outage else EXIT_BAD_INPUT)
         try:
             run(plan, services, start)
         except (Exception, KeyboardInterrupt) as error:
@@ -125,14 +128,12 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
         keep_freed_memory()
     with contextlib.ExitStack() as end:
         with contextlib.ExitStack() as stack:
-            instruments = stack.enter_context(
-                contextlib.closing(build_instruments(config, records=config.telemetry.record))
-            )
+            instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
             instruments.start(PartialState().is_main_process)
             take_policy(plan, instruments)
             with instruments.timeline.phase(StartUp.SERVICES):
                 opened = open_reward(
-                    config.reward, config.training, plan.rows, plan.reward, services, records=config.telemetry.record
+                    config.reward, config.training, plan.rows, plan.reward, services, records=config.training.record
                 )
                 reward_loop = RewardLoop(stack.enter_context(opened))
             if asks_first:

@@ -32,6 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
+from salesrl_trl.data.sources import with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -111,6 +112,9 @@ class SalesGRPOTrainer(TRLAccess):
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
+        if not has_more:  # an environment gets all columns, and may not know this one
+            for name, row in (("train_dataset", "row"), ("eval_dataset", "held-out")):
+                setattr(self, name, with_ids(getattr(self, name), row))
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         take_over_the_console(self, *components.connect(self._hooks(), sampler, quick_eval))
@@ -133,14 +137,18 @@ class SalesGRPOTrainer(TRLAccess):
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
             resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset)
+            self.components.introduce(resumed)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)
 
-    def _init_training_state(self, *args, **kwargs):
-        """Counts micro-steps on from where the run stands: generation batches begin where they did."""
-        epochs, micro_steps = super()._init_training_state(*args, **kwargs)  # micro-steps of the epoch to go on with
+    def _init_training_state(self, max_steps, *args, **kwargs):
+        """Counts micro-steps on from where the run stands: generation batches begin where they did. The steps between
+        log lines, evaluations and checkpoints are those of the settings: transformers takes the checkpoint's."""
+        epochs, micro_steps = super()._init_training_state(max_steps, *args, **kwargs)  # of the epoch to go on with
         self._step, self._buffered_inputs = micro_steps, None  # TRL counts from 0, and epochs are whole windows
+        self.state.compute_steps(self.args, max_steps)
+        self.components.keeper.report(self.state)
         return epochs, micro_steps
 
     def request_stop(self, reason: str) -> None:

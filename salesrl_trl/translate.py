@@ -24,7 +24,7 @@ PROGRAM = "python -m salesrl_trl.translate"
 _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$\{?([\w.]+)(?::-([^}]*))?\}?")
 _EXPONENT = re.compile(r"\d+e-?\d+")  # a number for Hydra, and a text for PyYAML
-_OFF = (None, False, 0, -1, "", [])  # values of what is not used
+_OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not used
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
 
 def recipe(given: Mapping[str, Any], source: str) -> str:
     """The recipe of these values. Its comments have what could not be converted."""
-    every = {name: line.default for name, line in names().items() if line.default is not None}
+    every: dict[str, Any] = {name: line.default for name, line in names().items() if line.default is not None}
     every |= {name: value for name, value in given.items() if not _is_unknown(value)}
     lines = names().items()
     look = [

@@ -21,18 +21,14 @@ from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.engine import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import ReplaySettings
-from salesrl_trl.config.training import FIXED
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.data.templates import PROMPT_STYLES
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.ground.process import installed
-from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.reward.service.budget import read_account
-from salesrl_trl.telemetry.step_lines import calls_and_usd
-from salesrl_trl.types import ALL, SALES, SalesRow
+from salesrl_trl.types import SALES, SalesRow
+from salesrl_trl.wiring.banner_lines import budget_text, record_line, shown, training_lines
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -49,9 +45,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *_policy(config),
         *(("rows", _rows(source, rows)) for source in data.sources),
         ("prompt", _prompt(data, reward)),
-        ("step", _step(training)),
-        ("rollouts", _rollouts(training)),
-        *(("branch", _branch(name, training.kl_targets().get(name), training)) for name in training.branches),
+        *training_lines(training),
         *(("reward", path) for path in reward.reward_funcs),
         *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
         *services,
@@ -60,11 +54,11 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         ("devices", device_line(training.device, training.world_size)),
         *([("compiled", _compiled(training, config.policy_path))] if training.compiled else []),
         ("versions", ", ".join((f"salesrl_trl {__version__}", *versions, f"Python {platform.python_version()}"))),
-        ("record", _record(config)),
+        record_line(training),
         ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
         *(("note", note) for note in notes),
     ]
-    return [f"[Run] {name:<12} {text}" for name, text in lines]
+    return shown(lines)
 
 
 def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
@@ -109,42 +103,6 @@ def _prompt(data: DataConfig, reward: RewardConfig) -> str:
     return f"{prompt}; rubrics: {f'of {reward.rubric_dir} before packaged ones' if reward.rubric_dir else 'packaged'}"
 
 
-def _step(training: SalesGRPOConfig) -> str:
-    batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    size = batch * accumulated * training.world_size
-    processes = f" x {training.world_size} processes" if training.world_size > 1 else ""
-    length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
-    return (
-        f"{size / training.num_generations:g} prompts x {training.num_generations} completions = {size} completions "
-        f"({batch} a micro-batch x {accumulated} accumulated{processes}); {length}, learning rate "
-        f"{training.learning_rate:g}"
-    )
-
-
-def _rollouts(training: SalesGRPOConfig) -> str:
-    engine = "a vLLM server" if training.vllm_mode == "server" else "vLLM in the training process"
-    if not training.use_vllm:
-        engine = training.sampler or "transformers"
-    limit = training.vllm_max_model_length if training.use_vllm else None
-    room = f" in {limit} with the prompt" if limit else ""
-    ahead = training.rollout_lookahead
-    lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
-    return (
-        f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
-        f"{lookahead}"
-    )
-
-
-def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> str:
-    if target is None:
-        return "all rows: no KL" if name == ALL else f"{name}: no KL"
-    if not target.has_band:
-        return f"{name}: coefficient {target.beta:g}, fixed"
-    law = f", moved by {training.kl_law}" if training.kl_law else ""
-    law = ", coefficient fixed" if training.kl_law == FIXED else law
-    return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"
-
-
 def _rag(reward: RewardConfig) -> str:
     if reward.rag is not None:
         return reward.rag
@@ -171,12 +129,9 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     budget = budget_of(reward, Path(training.output_dir))
     if budget is None:
         return []
-    limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
-    before = read_account(budget.path).total()
-    so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
     own = [path for path in (*reward.reward_funcs, reward.rag, reward.judge) if path not in (None, SALES)]
     uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
-    return [f"{limits}{so_far}", *([uncounted] if own else [])]
+    return [budget_text(budget), *([uncounted] if own else [])]
 
 
 def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
@@ -198,13 +153,3 @@ def _replay(replay: ReplaySettings) -> str:
     misses = {"fail": "have no reward", "nearest": nearest, "live": "are scored by the services"}
     record = "the packaged record of the demo's services" if replay.run == CASSETTE else f"the record of {replay.run}"
     return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}"
-
-
-def _record(config: RunConfig) -> str:
-    telemetry = config.telemetry
-    if not telemetry.record:
-        return "off: no completion is kept (record: true keeps them, with customers' texts)"
-    gib, clean = telemetry.parsed_record()
-    filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
-    folder = record_file(Path(config.training.output_dir), 0).parent
-    return f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"

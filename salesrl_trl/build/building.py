@@ -6,7 +6,6 @@ Owns the loading of the policy, and the reading of its files ahead of it. `assem
 import contextlib
 import logging
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -23,27 +21,20 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 from transformers.utils.hub import try_to_load_from_cache
 from trl import get_peft_config, get_quantization_config
 
-from salesrl_trl import __version__
 from salesrl_trl.build.banner import banner
 from salesrl_trl.build.checks.model import model_class
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
-from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import StartUp
-from salesrl_trl.recording.reader import record_files, run_of
-from salesrl_trl.recording.schema import rank_of, record_file
-from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
@@ -56,8 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_instruments(config: RunConfig, *, records: bool = False) -> Instruments:
-    """The instruments that the settings ask for. `records`: whether they keep what became of every completion."""
+def build_instruments(config: RunConfig) -> Instruments:
+    """The instruments that the settings ask for."""
     telemetry = config.telemetry
     settings = InstrumentSettings(
         enabled=telemetry.timing,
@@ -65,41 +56,7 @@ def build_instruments(config: RunConfig, *, records: bool = False) -> Instrument
         trace_steps=telemetry.traced_steps(),
         peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
     )
-    return Instruments(
-        settings, config.training.device, Path(config.training.output_dir), _recorder(config) if records else None
-    )
-
-
-def _recorder(config: RunConfig) -> Recorder:
-    """The recorder of this rank; a collective. A run that goes on has the id that its first rank's file has."""
-    telemetry, training = config.telemetry, config.training
-    folder, resumed = Path(training.output_dir), training.resume_from_checkpoint
-    after, before = None, None
-    if resumed is not None and Path(resumed).resolve().parent == folder.resolve():  # of a run in this folder
-        after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
-        before = run_of(record_file(folder, 0))
-    is_unread = after is not None and before is None and record_file(folder, 0).exists()
-    run, is_unread = broadcast_object_list([uuid.uuid4().hex if before is None else before, is_unread])
-    if is_unread:  # as another run's, it would be deleted
-        raise ConfigError(
-            f"{record_file(folder, 0)} can't be read now. Expected the record of the run that goes on. Wait until no "
-            "other process locks it, or move it away."
-        )
-    gib, clean = telemetry.parsed_record()
-    gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= training.world_size]
-    return Recorder(
-        record_file(folder, training.process_index),
-        most_bytes=int(gib * 2**30),
-        clean=clean,
-        meta={
-            "run": run,
-            "salesrl_trl": __version__,
-            "process": str(training.process_index),
-            "output_dir": training.output_dir,
-        },
-        after=after,
-        others=gone if training.local_process_index == 0 else (),
-    )
+    return Instruments(settings, config.training.device, Path(config.training.output_dir))
 
 
 def take_policy(plan: Plan, instruments: Instruments) -> None:
@@ -114,6 +71,7 @@ def take_policy(plan: Plan, instruments: Instruments) -> None:
                 for line in banner(plan.config, (plan.train.rows, plan.held_out.rows), notes):
                     logger.info(line)
                 plan.config.training.machine_notes.clear()  # the trainer logs those that were not told
+            plan.config.training.is_introduced = True
             plan.policy = load_policy(plan.config, plan.dtype)
 
 
@@ -188,9 +146,7 @@ class RunSettings(TrainerCallback):
             for name, value in without_keys(values).items()  # type: ignore[attr-defined]
         }
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if state.is_world_process_zero:
             for name in args.report_to:
                 with spared(f"the settings for {name}"):

@@ -6,9 +6,11 @@ Owns the keys of a recipe and the order of precedence. The classes of `config` c
 import copy
 import difflib
 import itertools
-from argparse import SUPPRESS, Namespace
-from collections.abc import Collection, Mapping, Sequence
+from argparse import SUPPRESS, Action, ArgumentError, Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
@@ -22,7 +24,7 @@ from salesrl_trl.config.checks import check_path, check_text, find_modules_in
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
 from salesrl_trl.data.files import DEMO, nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, Refusals, SalesRLError, without
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 
 if TYPE_CHECKING:
@@ -35,11 +37,8 @@ SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged r
 ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
 PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
 MOST_NAMES = 12  # unknown names in a message
-PATHS = (
-    "output_dir", "resume_from_checkpoint", "compile_cache_dir", "model_name_or_path", "dataset", "eval_dataset",
-    "data_copy_dir", "prompt_template", "rubric_dir", "knowledge_file",
-)  # fmt: skip
-"""Settings that may be paths of this machine."""
+PATHS = ("output_dir", "resume_from_checkpoint", "model_name_or_path")
+"""Settings of TRL and transformers that may be paths of this machine."""
 FIRST = (
     "model_name_or_path", "dataset", "eval_dataset", "held_out_share", "reward_funcs", "max_steps", "learning_rate",
     "num_generations", "max_completion_length", "output_dir", "resume_from_checkpoint", "use_peft", "lora_r",
@@ -74,18 +73,20 @@ class RunConfig:
     @property
     def policy_path(self) -> str:
         """Folder or hub name of the policy: a packaged small one if no model is named."""
-        sources = [source.train_source[0] for source in self.data.sources]
-        small = {POLICY_OF.get(source, PACKAGED) for source in sources}
-        return self.model.model_name_or_path or str(small.pop() if len(small) == 1 else PACKAGED)
+        if named := self.model.model_name_or_path:
+            return str(named)
+        small = {POLICY_OF.get(source.train_source[0], PACKAGED) for source in self.data.sources}
+        return str(small.pop() if len(small) == 1 else PACKAGED)
 
 
-def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
+def parse(argv: Sequence[str], default_recipe: Path | None, refused: Refusals | None = None) -> RunConfig:
     """Read the settings of a run from `--config FILE.yaml`, or from `default_recipe`.
 
     The presets of `--preset` win over the recipe, later ones over earlier ones, and the command line over all. Raises
-    `ConfigError` for an unknown key, a missing file, a value outside its range.
+    `ConfigError` for an unknown key, a missing file, a value outside its range: one error for all of them. `refused`
+    gets them in its place, if a recipe can be read. A later look at a refused value raises `RefusedRead`.
     """
-    parser = SettingsParser(all_kinds())
+    parser = SettingsParser(all_kinds(), refused=refused)
     config = RunConfig(*parser.read(argv, default_recipe))
     config.notes, config.recipe = parser.notes, parser.values
     return config
@@ -107,12 +108,16 @@ class SettingsParser(TrlParser):
     """TRL's parser. It raises `ConfigError` where `argparse` would exit, refuses unknown names with a guess, and has
     presets, and `small_policy` when no model is named, replace settings of the recipe.
 
-    `unread`: names of settings that are accepted and not read.
+    `unread`: names of settings that are accepted and not read. `refused`: takes what is refused, which `read` raises
+    without it.
     """
 
-    def __init__(self, kinds: Sequence[type], unread: Collection[str] = ()) -> None:
+    dataclass_types: list[type]  # of transformers' parser
+
+    def __init__(self, kinds: Sequence[type], unread: Collection[str] = (), refused: Refusals | None = None) -> None:
         super().__init__(kinds, allow_abbrev=False)
-        self._unread = unread
+        self._unread, self._keeps = unread, refused is not None
+        self._refused = Refusals() if refused is None else refused
         hints = dict(pair for kind in kinds for pair in get_type_hints(kind).items())
         self._texts = {name for name, hint in hints.items() if hint in (str, str | None)}
         for name, hint in hints.items():
@@ -148,37 +153,39 @@ class SettingsParser(TrlParser):
         known = {"--config", *(option for action in self._actions for option in action.option_strings)}
         for name in self._unread:
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
-        if unknown := {name: value for name, value in _arguments(argv).items() if name not in known}:
-            raise ConfigError(f"unknown arguments: {_with_guesses(unknown, known)}. Correct them; `--help` lists all.")
-        argv, names = _without_presets(argv)
-        self._presets = {name: _checked_recipe(FOLDER / f"{name}.yaml", self.keys) for name in names}
+        unknown = {name: value for name, value in _arguments(argv).items() if name not in known}
+        guesses = self._with_guesses(unknown, known)
+        self._refused.check(lambda: not unknown, f"unknown arguments: {guesses}. Correct them; `--help` lists all.")
+        argv, names = _without_presets(argv, self._refused)
+        self._presets = {name: self._checked_recipe(FOLDER / f"{name}.yaml") for name in names}
         recipe: dict[str, object] = {}
         if "--config" in argv:
             if argv[-1] == "--config":
                 raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
             file = Path(argv[argv.index("--config") + 1])
-            recipe = _checked_recipe(file, self.keys)
+            with self._refused:
+                recipe = self._checked_recipe(file)
+            if not recipe or not all(isinstance(name, str) for name in recipe):
+                self._refused.tell()  # checks of other values than the recipe's would mislead
             find_modules_in(file.absolute().parent)  # beside a recipe may be its reward functions
         self._given = {name.removeprefix("--").replace("-", "_") for name in _options(argv)}  # --max-steps is read too
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:
             self.set_defaults_with_config()
-        others = bool(self._unread)
-        try:
-            read = self.parse_args_and_config(argv, return_remaining_strings=others, fail_with_unknown_args=False)
-            return tuple(read[:-1]) if others else read
-        except ConfigError:
-            raise
-        except (ValueError, TypeError, OSError) as error:  # the last one is of the environment
-            raise ConfigError(f"the settings do not work: {error}") from error
+        read: tuple[Any, ...] = (*(None for _ in self.dataclass_types), [])
+        with self._refused, _own_errors():
+            read = self.parse_args_and_config(argv, return_remaining_strings=True, fail_with_unknown_args=False)
+        if not self._keeps:
+            self._refused.tell()
+        return tuple(read[:-1])
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
         """Checks paths. Keeps the values: the classes change them while they check them."""
         namespace, unknown = super().parse_known_args(*args, **kwargs)
         for name in PATHS:
-            path = getattr(namespace, name, None)
-            if isinstance(path, str) and not path.startswith(("[", "{")):  # JSON
-                check_path(name, path)
+            if isinstance(path := getattr(namespace, name, None), str):
+                with self._refused.of(None, name):
+                    check_path(name, path)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in self._given}
             vars(namespace).update(left)
@@ -192,11 +199,27 @@ class SettingsParser(TrlParser):
         if getattr(namespace, "held_out_eval", False) is None:
             namespace.held_out_eval = True
         self.values |= copy.deepcopy(vars(namespace))
+        self.dataclass_types = [_Builder(kind, self._refused) for kind in self.dataclass_types]  # type: ignore[misc]
         return namespace, unknown
+
+    def _get_value(self, action: Action, arg_string: str) -> object:
+        """The value of a text. One of another type is refused, and the other texts are read."""
+        return self._refused_alone(action, partial(super()._get_value, action, arg_string))
+
+    def _check_value(self, action: Action, value: object) -> None:
+        self._refused_alone(action, partial(super()._check_value, action, value))
+
+    def _refused_alone(self, action: Action, read: Callable[[], object]) -> object:
+        with self._refused.of(None, action.dest):
+            try:
+                return read()
+            except ArgumentError as error:
+                self.error(str(error))
 
     def set_defaults_with_config(self, **config: object) -> list[str]:
         """Make defaults of the recipe's values, `sales_chain`'s among them, of the presets', and, if no model is
         named, of `small_policy`'s."""
+        config = {name: value for name, value in config.items() if name in self.keys}
         small_policy, chain = config.pop(SMALL_POLICY, None), config.pop(SALES_CHAIN, None)
         if isinstance(chain, dict):
             chain = {name: value for name, value in chain.items() if name not in config}
@@ -214,12 +237,106 @@ class SettingsParser(TrlParser):
             config["shared_prompts"] = str(config["shared_prompts"])
         for name in self._texts & config.keys():  # argparse converts only what the command line gives
             kind = type(config[name]).__name__
-            if not isinstance(config[name], str | None):
-                raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
+            with self._refused.of(None, name):
+                if not isinstance(config[name], str | None):
+                    config[name] = None
+                    raise ConfigError(f"`{name}` of the recipe is of type {kind}. Expected a text. Put it in quotes.")
         return super().set_defaults_with_config(**config)  # type: ignore[no-any-return]
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
+
+    def _checked_recipe(self, path: Path) -> dict[str, object]:
+        """The content of a recipe, whose unknown names are refused. Raises `ConfigError` where it can't be read."""
+        check_path("--config", str(path))
+        if not path.is_file():
+            raise ConfigError(
+                f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file. Correct --config."
+            )
+        try:
+            recipe = read_yaml(path)
+            check_text(str(path), recipe)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} can't be read ({unreadable(error)}). Expected a file of settings that this user may read."
+            ) from None
+        except RecursionError:
+            raise ConfigError(
+                f"{path} is nested too deeply, or holds itself. Expected a mapping of settings."
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}, {unreadable(error)}.") from None
+        except yaml.YAMLError as error:
+            fault = str(error)
+            if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+                # the place alone, without the line itself: it may hold a key
+                problem = ", ".join(part for part in (error.context, error.problem) if part)
+                fault = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+            raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
+        if not isinstance(recipe, dict):
+            raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
+        known, given = self.keys, dict(recipe)
+        for key in (SMALL_POLICY, SALES_CHAIN):
+            part = recipe.get(key) or {}
+            if not isinstance(part, dict):
+                raise ConfigError(f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
+            given |= part
+        unknown = {name: given[name] for name in sorted(given.keys() - known, key=str)}
+        guesses = self._with_guesses(unknown, known)
+        self._refused.check(
+            lambda: not unknown,
+            f"{path} has unknown keys: {guesses}. Expected settings of DataConfig, RewardConfig, TelemetryConfig, "
+            "SalesGRPOConfig or trl's ModelConfig. Correct or remove them; `--help` lists all.",
+        )
+        return recipe
+
+    def _with_guesses(self, unknown: Mapping[Any, object], known: set[str]) -> str:
+        """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting, or what a name of another system
+        is here. Of many names the first ones. No check reads a setting that was meant."""
+        entries = coming_from.flat(unknown)
+        if not any(map(coming_from.known_as, map(str, entries.keys() - unknown.keys()))):
+            entries = dict(unknown)
+        given = {str(coming_from.known_as(_setting(name))): value for name, value in entries.items()}
+        settings, texts = {option.removeprefix("--") for option in known}, []
+        for name, value in itertools.islice(entries.items(), MOST_NAMES):
+            bare, near = _setting(name), difflib.get_close_matches(str(name), known, n=1)
+            self._refused.names |= {_setting(text) for text in near}
+            note = coming_from.answer(bare, value, given)
+            note = note or (f"here {bare.lower()}" if bare.isupper() and bare.lower() in settings else "")
+            note = note or (f"did you mean {near[0]}?" if near else "")
+            texts.append(f"{name} ({note})" if note else str(name))
+        rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
+        is_verl = any("(of verl;" in text for text in texts)
+        return ", ".join(texts) + rest + "; `salesrl translate FILE` makes a recipe of verl's" * is_verl
+
+
+class _Builder:
+    """Stands for a class of settings where TRL's parser builds them. Its refusals do not end the parser's work."""
+
+    def __init__(self, kind: type, refused: Refusals) -> None:
+        self.__dataclass_fields__ = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        self._kind, self._refused = without(kind, refused.names) if refused.names else kind, refused
+
+    def __call__(self, **values: object) -> object:
+        built: object = None
+        with self._refused, _own_errors():
+            try:
+                built = self._kind(**values)
+            except ConfigError as error:
+                built = built if error.settings is None else error.settings
+                raise
+        return built
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Make a `ConfigError` of what other libraries raise for settings."""
+    try:
+        yield
+    except SalesRLError:
+        raise
+    except (ValueError, TypeError, OSError) as error:  # the last one is of the environment
+        raise ConfigError(f"the settings do not work: {error}") from error
 
 
 def _is_own_task(settings: Namespace) -> bool:
@@ -248,8 +365,13 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
     return found
 
 
-def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without `--preset`, and the names that it had. Raises `ConfigError` for an unknown one."""
+def _setting(option: object) -> str:
+    """The setting of an argument: `learning_rate` of `--learning-rate`."""
+    return str(option).removeprefix("--").replace("-", "_").removeprefix("no_")
+
+
+def _without_presets(argv: Sequence[str], refused: Refusals) -> tuple[list[str], list[str]]:
+    """The arguments without `--preset`, and the names that it had. Unknown ones are refused."""
     rest, names, is_name, option = list[str](), list[str](), False, f"--{PRESET}"
     for word in argv:
         is_name = word == option or (is_name and not word.startswith("--"))
@@ -258,10 +380,12 @@ def _without_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif word != option:
             (names if is_name else rest).append(word)
     unknown = [name for name in names if name not in PRESETS]
-    if unknown or (option in argv and not names):
-        got = ", ".join(unknown) or "nothing"
-        raise ConfigError(f"`--preset` names {got}. Expected some of: {', '.join(PRESETS)}. Correct or remove it.")
-    return rest, names
+    refused.check(
+        lambda: not unknown and (option not in argv or bool(names)),
+        f"`--preset` names {', '.join(unknown) or 'nothing'}. Expected some of: {', '.join(PRESETS)}. Correct or "
+        "remove it.",
+    )
+    return rest, [name for name in names if name in PRESETS]
 
 
 def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_command_line: Collection[str]) -> str:
@@ -272,65 +396,3 @@ def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_com
             otherwise = f" (not {recipe[name]})" if name in recipe else ""
             changed.append(name if isinstance(value, dict) else f"{name} {value}{otherwise}")
     return ", ".join(changed) or "nothing that the command line does not give"
-
-
-def _checked_recipe(path: Path, known: set[str]) -> dict[str, object]:
-    check_path("--config", str(path))
-    if not path.is_file():
-        raise ConfigError(f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file. Correct --config.")
-    try:
-        recipe = read_yaml(path)
-        check_text(str(path), recipe)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} can't be read ({unreadable(error)}). Expected a file of settings that this user may read."
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply, or holds itself. Expected a mapping of settings.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}, {unreadable(error)}.") from None
-    except yaml.YAMLError as error:
-        fault = str(error)
-        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
-            # the place alone, without the line itself: it may hold a key
-            problem = ", ".join(part for part in (error.context, error.problem) if part)
-            fault = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
-        raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
-    if not isinstance(recipe, dict):
-        raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-    given = dict(recipe)
-    for key in (SMALL_POLICY, SALES_CHAIN):
-        part = recipe.get(key) or {}
-        if not isinstance(part, dict):
-            raise ConfigError(f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
-        given |= part
-    if unknown := {name: given[name] for name in sorted(given.keys() - known, key=str)}:
-        raise ConfigError(
-            f"{path} has unknown keys: {_with_guesses(unknown, known)}. Expected settings of DataConfig, "
-            "RewardConfig, TelemetryConfig, SalesGRPOConfig or trl's ModelConfig. Correct or remove "
-            "them; `--help` lists all."
-        )
-    return recipe
-
-
-def _with_guesses(unknown: Mapping[Any, object], known: set[str]) -> str:
-    """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting, or what a name of another system is
-    here. Of many names the first ones."""
-    entries = coming_from.flat(unknown)
-    if not any(map(coming_from.known_as, map(str, entries.keys() - unknown.keys()))):
-        entries = dict(unknown)
-    given = {coming_from.known_as(_bare(name)): value for name, value in entries.items()}
-    settings, texts = {option.removeprefix("--") for option in known}, []
-    for name, value in itertools.islice(entries.items(), MOST_NAMES):
-        bare, near = _bare(name), difflib.get_close_matches(str(name), known, n=1)
-        note = coming_from.answer(bare, value, given)
-        note = note or (f"here {bare.lower()}" if bare.isupper() and bare.lower() in settings else "")
-        note = note or (f"did you mean {near[0]}?" if near else "")
-        texts.append(f"{name} ({note})" if note else str(name))
-    rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
-    is_verl = any("(of verl;" in text for text in texts)
-    return ", ".join(texts) + rest + "; `salesrl translate FILE` makes a recipe of verl's" * is_verl
-
-
-def _bare(name: object) -> str:
-    return str(name).removeprefix("--").replace("-", "_").removeprefix("no_")

@@ -33,29 +33,22 @@ _UNKNOWN = 2
 _WIDEST, _SHORT = 110, 180
 
 
-class HelpGroup(NamedTuple):
-    """Settings that are shown together."""
-
-    about: str
-    kinds: tuple[str, ...]
-    """The classes that define them, by dotted path."""
-
-
 _OWN = "salesrl_trl.config"
 GROUPS = {
-    "data": HelpGroup("rows: their source, number and prompt", (f"{_OWN}.data.DataConfig",)),
-    "reward": HelpGroup("reward functions, RAG service, judge, limits", (f"{_OWN}.reward.RewardConfig",)),
-    "judges": HelpGroup("an entry of judge_providers", (f"{_OWN}.judge.JudgeProviderConfig",)),
-    "telemetry": HelpGroup("the record, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
-    "training": HelpGroup("branches, KL, rollouts, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
-    "grpo": HelpGroup("TRL: generation, vLLM, loss", ("trl.trainer.grpo_config.GRPOConfig",)),
-    "trainer": HelpGroup(
+    "data": ("rows: their source, number and prompt", (f"{_OWN}.data.DataConfig",)),
+    "reward": ("reward functions, RAG service, judge, limits", (f"{_OWN}.reward.RewardConfig",)),
+    "judges": ("an entry of judge_providers", (f"{_OWN}.judge.JudgeProviderConfig",)),
+    "telemetry": ("timings, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
+    "training": ("branches, KL, rollouts, record, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
+    "grpo": ("TRL: generation, vLLM, loss", ("trl.trainer.grpo_config.GRPOConfig",)),
+    "trainer": (
         "transformers: steps, optimizer, logs, checkpoints",
         ("trl.trainer.base_config._BaseConfig", "transformers.training_args.TrainingArguments"),
     ),
-    "model": HelpGroup("the policy: its name, weights, LoRA", ("trl.trainer.model_config.ModelConfig",)),
+    "model": ("the policy: its name, weights, LoRA", ("trl.trainer.model_config.ModelConfig",)),
 }
-"""By the name that `--help GROUP` takes. Of a setting that stands in two, the first has it."""
+"""By the name that `--help GROUP` takes: what it is about, and its classes by dotted path. Of a setting that stands in
+two, the first has it."""
 
 
 class Setting(NamedTuple):
@@ -274,7 +267,7 @@ def _asked(words: Sequence[str], recipe: Path) -> str:
 
 
 def _group_page(group: str, values: dict[str, object]) -> str:
-    lines, section = [f"{group}: {GROUPS[group].about}", ""], ""
+    lines, section = [f"{group}: {GROUPS[group][0]}", ""], ""
     for setting in settings().values():
         if setting.group == group:
             if setting.section != section:

@@ -64,6 +64,11 @@ class Keeper:
         self._clear()
         return None if self._last is None else str(self._last)
 
+    def report(self, state: TrainerState) -> None:
+        """Log from where a run goes on. `state` is the one to go on with."""
+        if self._last is not None:
+            logger.info(f"going on from {self._last.name}, step {state.global_step} of {state.max_steps}")
+
     def save(self, state: TrainerState, write: Callable[[], None]) -> None:
         """Save a checkpoint, unless this step has one; a collective. `write` lets transformers write it into the
         output folder of the settings, on all ranks. Raises `CheckpointError` on all ranks if one could not write its

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, cast
 
-from salesrl_trl.config.checks import build_object, check, structure
+from salesrl_trl.config.checks import build_object, check, check_path, structure
 from salesrl_trl.config.ranges import LESS_THAN_1, MORE_THAN_0, Count, Range, check_settings, entry_of
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.files import DEMO, ENDINGS
@@ -12,18 +12,45 @@ from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
 from salesrl_trl.data.sources import PACKAGED
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, Refusals
 
 HeldOutShare = Annotated[float, Range(0, LESS_THAN_1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalEntry:
-    """`eval_dataset`, where it is a mapping."""
+def _check_source(setting: str, source: object) -> None:
+    """Refuse an empty name, a path that can't be looked at, and a split of a local file, which is one split."""
+    if isinstance(source, list) or str(source).startswith("["):  # several datasets
+        return
+    kind = type(source).__name__
+    check(isinstance(source, str | PurePath), f"`{setting}` is of type {kind}. Expected a text, or a list.")
+    source = str(source)
+    check(bool(source), f"`{setting}` is empty. Expected a file, the name of a dataset, or `{DEMO}`. Name one.")
+    check_path(setting, source)
+    file, split = _source_and_split(source, "")
+    message = f"`{setting}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
+    check(not split or Path(file).suffix not in ENDINGS, message)
 
-    path: str | None = None
-    format: str | None = None
-    columns: dict[str, object] | None = None
+
+def _check_format(setting: str, name: str) -> None:
+    message = f"`{setting}` is {name!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path."
+    check("." in name or name in (ROWS, *FORMATS), message)
+
+
+def _columns(setting: str, value: object) -> dict[str, Column] | None:
+    """The columns of a setting. Raises `ConfigError` for another form."""
+    return None if value is None else read_columns(setting, structure(setting, value, dict))
+
+
+_Columns = Annotated[dict[str, object] | str, _columns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSource:
+    """`eval_dataset`, checked."""
+
+    path: Annotated[str, _check_source] | None = None
+    format: Annotated[str, _check_format] | None = None
+    columns: _Columns | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +73,29 @@ class DatasetEntry:
 class DataConfig:
     """The rows to train and evaluate on."""
 
-    dataset: list[object] | str | None = DEMO
+    dataset: Annotated[list[object] | str, _check_source] = DEMO
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
     `NAME:SPLIT` is another split than `train`. Several datasets are a list of mappings with the fields of
     `DatasetEntry`, as JSON on the command line."""
     eval_dataset: dict[str, object] | str | None = None
     """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
     `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`."""
-    dataset_format: str = ROWS
+    dataset_format: Annotated[str, _check_format] = ROWS
     """`rows` have this package's columns. `bbq`, `halueval`, `qrecc` and `topiocqa` are published datasets in their
     own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own."""
-    columns: dict[str, object] | str | None = None
+    columns: _Columns | None = None
     """For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields."""
     held_out_share: HeldOutShare | None = None
     """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
     `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
-    data_copy_dir: str | None = None
+    data_copy_dir: Annotated[str, check_path] | None = None
     """Folder on a faster disk. `dataset` and `eval_dataset`, where they are local, are copied there once and read from
     there."""
     max_train_rows: Count | None = None
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
     """Number of held-out rows to take, from the first one on. Defaults to all."""
-    prompt_template: str | None = None
+    prompt_template: Annotated[str, check_path] | None = None
     """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
     the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
     there are two templates: `instruct` explains its task to a general chat model. `compact` is the conversation
@@ -81,36 +108,31 @@ class DataConfig:
     `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
         self.name, self.entry, self.sources = "", DatasetEntry(path=""), [self]
         """Of one dataset among several: its name and its entry. Each dataset by itself."""
+        refused = Refusals()
+        refused.each(lambda: check_settings(self))
         if isinstance(self.dataset, list) or str(self.dataset).startswith("["):
-            self.sources = self._several()
+            with refused.of(self, "dataset"):
+                self.sources = self._several()
+            refused.tell(self)
             return
-        kind = type(self.dataset).__name__
-        check(isinstance(self.dataset, str | PurePath), f"`dataset` is of type {kind}. Expected a text, or a list.")
-        dataset, given = str(self.dataset), self.eval_dataset
-        is_name = isinstance(given, str) and not given.startswith("{")
-        entry = entry_of("eval_dataset", EvalEntry, {"path": given} if is_name or given is None else given)
-        self.eval_dataset = entry.path  # `data_copy_dir` replaces the path alone, later on
-        self._eval_format, self._eval_columns = entry.format, entry.columns
-        for name, value in (("dataset_format", self.dataset_format), ("eval_dataset.format", self._eval_format)):
+        with refused.of(self, "eval_dataset"):
+            given = {} if self.eval_dataset is None else self.eval_dataset
+            if isinstance(given, str) and not given.startswith("{"):
+                _check_source("eval_dataset", given)
+                given = {"path": given}
+            self._eval = entry_of("eval_dataset", EvalSource, given)
+            self.eval_dataset = self._eval.path  # `data_copy_dir` replaces the path alone, later on
+        with refused:
+            dataset = str(self.dataset)
+            self._folder, self._eval_folder = _folder_of(dataset), _folder_of(str(self.eval_dataset or dataset))
             check(
-                value is None or "." in str(value) or value in (ROWS, *FORMATS),
-                f"`{name}` is {value!r}. Expected one of: {', '.join((ROWS, *FORMATS))}; or a class's dotted path.",
+                not self.held_out_share or (self._eval == EvalSource() and self.dataset != DataConfig.dataset),
+                "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the "
+                "demo. Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
             )
-        for name, source in (("dataset", dataset), ("eval_dataset", entry.path or "")):
-            file, split = _source_and_split(source, "")
-            message = f"`{name}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
-            check(not split or Path(file).suffix not in ENDINGS, message)
-        for setting, columns in (("columns", self.columns), ("eval_dataset.columns", self._eval_columns)):
-            _columns(setting, columns)  # raises for another form
-        self._folder, self._eval_folder = _folder_of(dataset), _folder_of(entry.path or dataset)
-        check(
-            not self.held_out_share or (given is None and dataset != DEMO),
-            "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the demo. "
-            "Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
-        )
+        refused.tell(self)
 
     def _several(self) -> list["DataConfig"]:
         """The settings of each entry alone. Raises `ConfigError` if they do not work, alone or together."""
@@ -163,8 +185,8 @@ class DataConfig:
 
     def eval_form(self, answers_directly: bool = False) -> Form:
         """The form of the held-out rows. Arguments and errors are those of `form`."""
-        form, columns = self.form(answers_directly), _columns("eval_dataset.columns", self._eval_columns)
-        other = self._eval_format
+        form, columns = self.form(answers_directly), _columns("eval_dataset.columns", self._eval.columns)
+        other = self._eval.format
         return Form(
             format=form.format if other is None else _format("eval_dataset.format", other, answers_directly),
             columns=form.columns if columns is None else columns,
@@ -177,10 +199,6 @@ class DataConfig:
         """The datasets of the run that are not packaged."""
         sources = dict.fromkeys(name for each in self.sources for name, _ in (each.train_source, each.eval_source))
         return [source for source in sources if source not in PACKAGED]
-
-
-def _columns(setting: str, value: object) -> dict[str, Column] | None:
-    return None if value is None else read_columns(setting, structure(setting, value, dict))
 
 
 def _source_and_split(source: str, split: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from salesrl_trl.config.checks import check, check_url
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, check_settings
+from salesrl_trl.errors import Refusals
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 
 NAME = "[A-Za-z0-9_-]+"
@@ -59,10 +60,15 @@ class JudgeProviderConfig:
             bool(re.fullmatch(NAME, str(self.name))),
             "a provider of `judge_providers` has a name with other characters. Expected letters, digits, - and _.",
         )
-        check_settings(self, f"{where}.")
-        check(isinstance(self.extra_body, dict), f"`{where}.extra_body` is no mapping. Expected fields of a request.")
-        check(
-            self.max_usd is None or self.has_price,
-            f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` or "
-            "`usd_per_million_completion_tokens`: without one nothing is ever spent.",
+        refused = Refusals()
+        with refused:
+            check_settings(self, f"{where}.")
+        with refused:
+            fault = f"`{where}.extra_body` is no mapping. Expected fields of a request."
+            check(isinstance(self.extra_body, dict), fault)
+        refused.check(
+            lambda: self.max_usd is None or self.has_price,
+            f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` "
+            "or `usd_per_million_completion_tokens`: without one nothing is ever spent.",
         )
+        refused.tell(self)

@@ -6,7 +6,6 @@ table. A range ends where nobody can mean a number any more: beyond it weights b
 """
 
 import ast
-import difflib
 import inspect
 import math
 import re
@@ -20,7 +19,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from salesrl_trl.config.checks import check, structure
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, Refusals, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -98,9 +97,13 @@ LORA = {
 
 
 def check_ranges(config: object, ranges: dict[str, Range]) -> None:
-    """Raise `ConfigError` unless every setting of these names lies in its range, or is not given."""
+    """Raise `ConfigError` unless every setting of these names lies in its range, or is not given. One that does not is
+    read no more."""
+    refused = Refusals()
     for name, allowed in ranges.items():
-        check_range(name, getattr(config, name), allowed)
+        with refused.of(config, name):
+            check_range(name, getattr(config, name), allowed)
+    refused.tell()
 
 
 def check_range(name: str, value: object, allowed: Range) -> None:
@@ -129,14 +132,18 @@ def entry_of(path: str, kind: type[Settings], value: object) -> Settings:
     """The dataclass of a nested setting, from a mapping or its JSON. `path`: the setting, with dots. The `ConfigError`
     of a wrong entry names its whole path."""
     entry: dict[str, Any] = structure(path, value, dict)
-    known = {field.name: field for field in fields(kind)}
-    check_names(path, entry, known)
+    known, refused = {field.name: field for field in fields(kind)}, Refusals()
+    with refused:
+        check_names(path, entry, known)
     needed = [name for name, at in known.items() if at.default is MISSING and at.default_factory is MISSING]
     lacking = [name for name in needed if name not in entry]
-    check(not lacking, f"`{path}` lacks {', '.join(lacking)}. Expected a mapping with {', '.join(needed)}.")
+    with refused:
+        check(not lacking, f"`{path}` lacks {', '.join(lacking)}. Expected a mapping with {', '.join(needed)}.")
     for name, hint in inspect.get_annotations(kind).items():
         if name in entry:
-            check_value(f"{path}.{name}", entry[name], hint)
+            with refused:
+                check_value(f"{path}.{name}", entry[name], hint)
+    refused.tell()
     try:
         return kind(**entry)
     except ConfigError as error:
@@ -145,26 +152,31 @@ def entry_of(path: str, kind: type[Settings], value: object) -> Settings:
 
 def check_names(path: str, names: Iterable[object], known: Iterable[str]) -> None:
     """Refuse a name that a nested setting does not know, with the nearest one."""
-    choices = [*known]
+    choices, refused = [*known], Refusals()
     for name in names:
-        near = "".join(f" Did you mean {close}?" for close in difflib.get_close_matches(str(name), choices, 1))
-        check(name in choices, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(choices)}.")
+        near = nearest(str(name), choices)
+        with refused:
+            check(name in choices, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(choices)}.")
+    refused.tell()
 
 
 def check_settings(config: "DataclassInstance", where: str = "") -> None:
     """Refuse a value that the type of one of the package's own settings does not allow. Half a count is none, and no
-    text is a switch. The `ConfigError` has what the setting's docstring says first.
+    text is a switch. The `ConfigError` has what the setting's docstring says first. A refused value is read no more.
 
     `Annotated` types hold a `Range`, the choices, or a function of name and value. `where` stands before a setting's
     name in messages.
     """
+    refused = Refusals()
     for owner in (kind for kind in type(config).__mro__ if kind.__module__.startswith("salesrl_trl.")):
         for name, hint in inspect.get_annotations(owner).items():  # transformers' parser changes those of the fields
-            try:
-                check_value(f"{where}{name}", getattr(config, name), hint)
-            except ConfigError as error:
-                text = texts_of(owner).get(name, "").split(". ")[0].rstrip(".")
-                raise ConfigError(f"{error} It is: {text}." if text else str(error)) from None
+            with refused.of(config, name):
+                try:
+                    check_value(f"{where}{name}", getattr(config, name), hint)
+                except ConfigError as error:
+                    text = texts_of(owner).get(name, "").split(". ")[0].rstrip(".")
+                    raise ConfigError(f"{error} It is: {text}." if text else str(error)) from None
+    refused.tell()
 
 
 def check_value(name: str, value: object, hint: object) -> None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from salesrl_trl.config.checks import check, check_url, structure
+from salesrl_trl.config.checks import check, check_path, check_url, structure
 from salesrl_trl.config.judge import NAME, JudgeProviderConfig
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings, check_value, entry_of
 from salesrl_trl.demo.packaged import CASSETTE, FILE
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, Refusals
 from salesrl_trl.recording.reader import record_files
 from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
 from salesrl_trl.reward.rag_client import RESERVED_FIELDS
@@ -55,7 +55,7 @@ class RewardConfig:
     allow_stand_ins: bool = False
     """Whether the embedded RAG service and judge may score your own rows, branches and rubrics. They know only the
     demo, so the scores mean nothing: for trying things. Without it such a run is refused."""
-    knowledge_file: str | None = None
+    knowledge_file: Annotated[str, check_path] | None = None
     """Documents for the embedded RAG service, instead of the demo's: JSON lines of `{id, text}`, perhaps with a
     `title`."""
     rag_base_url: Annotated[str, check_url] | None = None
@@ -88,7 +88,7 @@ class RewardConfig:
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of stages of your own, in their order: classes that derive from
     `salesrl_trl.reward.stage.RewardStage`."""
-    rubric_dir: str | None = None
+    rubric_dir: Annotated[str, check_path] | None = None
     """Folder with files `<branch>.txt`. Each replaces the packaged rubric of a branch, or adds one."""
     branch_reward_weights: dict[str, object] | str | None = None
     """Branch to component to weight, for example `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are
@@ -233,56 +233,65 @@ class RewardConfig:
         )
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        self._check_replay()
-        self._check_action()
-        self.parsed_attempts()
-        providers = self.parsed_judge_providers()
-        check(
-            self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
+        refused = Refusals()
+        refused.each(lambda: check_settings(self), self._check_replay, self._check_action, self.parsed_attempts)
+        with refused.of(self, "judge_providers"):
+            self.parsed_judge_providers()
+        refused.check(
+            lambda: self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
             "`knowledge_file` is given beside `rag_base_url` or `rag`: only the embedded RAG service reads it. "
             "Expected one of them.",
         )
-        check(
-            not {SALES, JUDGE} <= {*self.reward_funcs},
+        refused.check(
+            lambda: not {SALES, JUDGE} <= {*self.reward_funcs},
             f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
             f"a RAG service to the policy's action, `{JUDGE}` what the policy answers itself.",
         )
-        for kind in self.verbose:
-            check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
-        check(
-            self.judge_providers is None or self.judge_base_url is None,
+        with refused:
+            for kind in self.verbose:
+                check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
+        refused.check(
+            lambda: self.judge_providers is None or self.judge_base_url is None,
             "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
             "providers.",
         )
-        check(
-            self.judge_providers is None
-            or (self.judge_model, self.judge_api_key_env) == (RewardConfig.judge_model, None),
+        refused.check(
+            lambda: (
+                self.judge_providers is None
+                or (self.judge_model, self.judge_api_key_env) == (RewardConfig.judge_model, None)
+            ),
             "`judge_model` or `judge_api_key_env` is given beside `judge_providers`, which do not read it. Expected "
             "`model` and `api_key_env` of each provider.",
         )
-        check(
-            self.rag is None or (self.rag_base_url, self.rag_api_key_env) == (None, None),
+        refused.check(
+            lambda: self.rag is None or (self.rag_base_url, self.rag_api_key_env) == (None, None),
             "`rag` is given beside `rag_base_url` or `rag_api_key_env`. Expected one of them: a class of your own "
             "needs no address and no key.",
         )
-        check(
-            self.judge is None or (self.judge_base_url, self.judge_providers, self.judge_api_key_env) == (None,) * 3,
+        refused.check(
+            lambda: (
+                self.judge is None
+                or (self.judge_base_url, self.judge_providers, self.judge_api_key_env) == (None,) * 3
+            ),
             "`judge` is given beside `judge_base_url`, `judge_providers` or `judge_api_key_env`. Expected one kind of "
             "judge: a class of your own needs no address and no key.",
         )
         for name in ("max_calls", "max_usd"):
-            check(
-                getattr(self, name) is None or self.uses_services,
-                f"`{name}` is given, and `reward_funcs` asks no service of this package. Expected `{SALES}` or "
-                f"`{JUDGE}` among them: what functions of your own ask is not counted.",
-            )
-        check(
-            self.max_usd is None or any(judge.has_price for judge in providers),
+            with refused:
+                is_counted = getattr(self, name) is None or self.uses_services
+                fault = (
+                    f"`{name}` is given, and `reward_funcs` asks no service of this package. Expected `{SALES}` or "
+                    f"`{JUDGE}` among "
+                )
+                check(is_counted, f"{fault}them: what functions of your own ask is not counted.")
+        refused.check(
+            lambda: self.max_usd is None or any(judge.has_price for judge in self.parsed_judge_providers()),
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
-        self.parsed_branch_weights()
+        with refused:
+            self.parsed_branch_weights()
+        refused.tell(self)
 
     def parsed_attempts(self) -> Attempts:
         """The attempts of a call, by service."""
@@ -298,11 +307,13 @@ class RewardConfig:
         unknown one, or does not fit the others."""
         if self.judge_providers is None:
             return []
-        providers = []
+        providers, refused = [], Refusals()
         for index, entry in enumerate(structure("judge_providers", self.judge_providers, list)):
-            name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
-            path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
-            providers.append(entry_of(path, JudgeProviderConfig, entry))
+            with refused:
+                name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
+                path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
+                providers.append(entry_of(path, JudgeProviderConfig, entry))
+        refused.tell()
         names = [provider.name for provider in providers]
         check(
             bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
@@ -315,8 +326,12 @@ class RewardConfig:
         if self.branch_reward_weights is None:
             return {}
         weights = structure("branch_reward_weights", self.branch_reward_weights, dict)
+        refused = Refusals()
         for branch, components in weights.items():
-            path = f"branch_reward_weights.{branch}"
-            for name, weight in structure(path, components, dict).items():
-                check_value(f"{path}.{name}", weight, float)
+            with refused:
+                path = f"branch_reward_weights.{branch}"
+                for name, weight in structure(path, components, dict).items():
+                    with refused:
+                        check_value(f"{path}.{name}", weight, float)
+        refused.tell()
         return weights

@@ -1,4 +1,4 @@
-"""Settings of measurements and evaluations: timings, trace, heartbeat, quick evaluations."""
+"""Settings of measurements and evaluations: timings, trace, heartbeat, quick evaluations; entries of the record's."""
 
 import re
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from salesrl_trl.config.checks import check, load_object
-from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings, entry_of
+from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings
+from salesrl_trl.errors import Refusals
 from salesrl_trl.evaluation.quick_figures import WORST_BRANCH, checked_figures
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REWARD
@@ -21,6 +22,23 @@ class RecordSettings:
 
     gib: Positive = 4.0
     filter: str | None = None
+
+    @property
+    def clean(self) -> Callable[[str], str] | None:
+        """The function of `filter`. Raises `ConfigError` if it is none from text to text."""
+        if self.filter is None:
+            return None
+        clean = cast("Callable[[str], str]", load_object(self.filter, "record_settings.filter"))
+        try:
+            made = type(clean("a text")).__name__
+        except Exception as error:  # whatever a function of a user's own raises
+            made = type(error).__name__
+        check(
+            made == "str",
+            f"`record_settings.filter` is {self.filter!r}, which made a {made} of a text. Expected a function that "
+            "returns a text.",
+        )
+        return clean
 
 
 @dataclass
@@ -38,13 +56,6 @@ class TelemetryConfig:
     trace_steps: str = "1:50"
     """First and last step in `trace.json`. `"100:"` means all steps from 100 on, `""` no trace. A step that fails is
     in a trace whatever its number."""
-    record: bool = False
-    """Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers, verdicts,
-    calls, reward. It holds customers' texts."""
-    record_settings: dict[str, object] | str | None = None
-    """`{gib: 4, filter: my_package.privacy.mask}`. `gib` is the largest size of each process's file, 4 by default;
-    beyond it the oldest steps go. `filter` is the dotted path of a function from text to text: every text goes through
-    it before it is written."""
     quick_eval_steps: NumberOrNone = 0
     """Optimizer steps between two quick evaluations, which decode greedily; 0 for none."""
     quick_eval_rows: Count = 16
@@ -58,10 +69,9 @@ class TelemetryConfig:
     `evaluation.quick_figures.Figure` describes such a class."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        self.parsed_record()
-        self.traced_steps()
-        self.quick_eval()
+        refused = Refusals()
+        refused.each(lambda: check_settings(self), self.traced_steps, self.quick_eval)
+        refused.tell(self)
 
     def traced_steps(self) -> range:
         """The steps of `trace_steps`, counted from 1."""
@@ -75,25 +85,6 @@ class TelemetryConfig:
             "on, or nothing for no trace; in YAML between quotes, or 1:50 is read as 110.",
         )
         return steps
-
-    def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
-        """The largest size of a process's record in GiB, and the filter of recorded texts."""
-        given = {} if self.record_settings is None else self.record_settings
-        settings = entry_of("record_settings", RecordSettings, given)
-        gib, path = settings.gib, settings.filter
-        if path is None:
-            return gib, None
-        clean = cast("Callable[[str], str]", load_object(path, "record_settings.filter"))
-        try:
-            made = type(clean("a text")).__name__
-        except Exception as error:  # whatever a function of a user's own raises
-            made = type(error).__name__
-        check(
-            made == "str",
-            f"`record_settings.filter` is {path!r}, which made a {made} of a text. Expected a function that returns a "
-            "text.",
-        )
-        return gib, clean
 
     def quick_eval(self) -> QuickEvalSettings:
         """The steps and the figures of quick evaluations."""

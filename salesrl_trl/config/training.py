@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import check, check_url, load_object, structure
+from salesrl_trl.config.checks import check, check_path, check_url, load_object, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
 from salesrl_trl.config.ranges import (
@@ -22,6 +22,7 @@ from salesrl_trl.config.ranges import (
     check_settings,
     entry_of,
 )
+from salesrl_trl.config.telemetry import RecordSettings
 from salesrl_trl.config.trl_settings import (
     RUN_MODES,
     check_mode,
@@ -31,7 +32,7 @@ from salesrl_trl.config.trl_settings import (
     load_sampler,
     settle_schedule,
 )
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, Refusals, hide
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -48,11 +49,23 @@ COOLDOWN = "cooldown_steps"
 _CLAMP = Range(0, LARGEST_CLAMP, "the ratio times the estimate grows as e^(2 * clamp), which overflows above 44")
 
 
+def _check_branches(setting: str, names: list[str]) -> None:
+    check(len(set(names)) == len(names), f"`{setting}` is {names}. Expected each name once.")
+
+
+def _check_passes(setting: str, value: str) -> None:
+    check(
+        bool(re.fullmatch("auto|off|[1-9][0-9]*", value)),
+        f"`{setting}` is {value!r}. Expected auto, off, or the most tokens of a pass: a whole number of 1 or more. In "
+        "YAML put off in quotes.",
+    )
+
+
 @dataclass
 class SalesGRPOConfig(GRPOConfig):
     """TRL's `GRPOConfig`, with the settings that `SalesGRPOTrainer` adds."""
 
-    branches: list[str] = field(default_factory=list)
+    branches: Annotated[list[str], _check_branches] = field(default_factory=list)
     """Branch names that a row may have. Defaults to those in the dataset's column `branch`, or to one branch `all`
     without this column. In recipes: `["fairness", "hallucination"]`, and each needs a rubric."""
     branch_kl: dict[str, object] | str | None = None
@@ -83,7 +96,7 @@ class SalesGRPOConfig(GRPOConfig):
     sampler: str | None = None
     """Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
     `salesrl_trl.generation.sampler.Sampler` describes such a class."""
-    compile_cache_dir: str | None = None
+    compile_cache_dir: Annotated[str, check_path] | None = None
     """One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load it. It
     may be copied to another machine. `auto` is `compiled` in the package's cache folder (`SALESRL_CACHE_DIR`). Each
     library uses its own place when not given, or empty."""
@@ -116,7 +129,7 @@ class SalesGRPOConfig(GRPOConfig):
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
     that depend on this order."""
-    shared_prompts: str = "auto"
+    shared_prompts: Annotated[str, _check_passes] = "auto"
     """`auto` sends the prompt of a group through the model once, for policy, reference and old log-probs, and
     leaves out old log-probs where the pass that trains gives the same ones. The first use is compared with TRL's
     own passes; a line says when a model or a batch can't. Micro-batches of an update go through the model together,
@@ -129,6 +142,13 @@ class SalesGRPOConfig(GRPOConfig):
     allow_changed_resume: bool = False
     """Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts may
     then come twice or not at all."""
+    record: bool = False
+    """Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers, verdicts,
+    calls, reward. It holds customers' texts."""
+    record_settings: dict[str, object] | str | None = None
+    """`{gib: 4, filter: my_package.privacy.mask}`. `gib` is the largest size of each process's file, 4 by default;
+    beyond it the oldest steps go. `filter` is the dotted path of a function from text to text: every text goes through
+    it before it is written."""
     held_out_examples: int = 0
     """Held-out conversations that are shown at the end, with what the policy wrote before and after training. They
     quote customers."""
@@ -144,19 +164,43 @@ class SalesGRPOConfig(GRPOConfig):
     `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does."""
 
     def __post_init__(self) -> None:
-        check(
-            len(set(self.branches)) == len(self.branches), f"`branches` is {self.branches}. Expected each name once."
-        )
         self.shared_prompts = str(self.shared_prompts)
-        check_settings(self)
-        check_numbers(self)
-        check_sizes(self)
-        check(
-            bool(re.fullmatch("auto|off|[1-9][0-9]*", self.shared_prompts)),
-            f"`shared_prompts` is {self.shared_prompts!r}. Expected auto, off, or the most tokens of a pass: a whole "
-            "number of 1 or more. In YAML put off in quotes.",
+        refused = Refusals()
+        refused.each(
+            lambda: check_settings(self),
+            lambda: check_numbers(self),
+            lambda: check_sizes(self),
+            lambda: check_mode(self.mode),
+            lambda: check_url("vllm_server_base_url", self.vllm_server_base_url),
         )
-        check_mode(self.mode)
+        if not refused.errors:
+            refused.each(self._settle)
+        else:
+            for name in ("_setup_devices", "distributed_state"):  # the device, rank and number of processes
+                hide(self, name)
+        refused.check(
+            lambda: self.hybrid_reference_weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
+            "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
+            "has no group baseline. Expected `sum_then_normalize`.",
+        )
+        refused.check(
+            lambda: self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
+            "`kl_estimator: k1` with `use_bias_correction_kl: false` has no effect: its gradient is zero on average. "
+            "Expected the correction, or k2 or k3.",
+        )
+        refused.each(self.kl_control_law, self.kl_windows, self.kl_targets)
+        refused.check(
+            lambda: self.sampler is None or not self.use_vllm,
+            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
+            "`use_vllm: false`.",
+        )
+        refused.each(lambda: load_sampler(self.sampler), self.parsed_record)
+        self.is_introduced = False
+        """Whether a banner has said what the run consists of."""
+        refused.tell(self)
+
+    def _settle(self) -> None:
+        """Settle what depends on the machine and on other settings, and check what follows from that."""
         if self.mode != "train":  # nothing is evaluated or saved
             self.held_out_eval, self.save_strategy = False, "no"
         self.compiled = compiled.folder_of(self.compile_cache_dir)
@@ -172,20 +216,12 @@ class SalesGRPOConfig(GRPOConfig):
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
         # One process trains on one GPU. With several visible, transformers would split batches by DataParallel.
         self._n_gpu: int = min(self._n_gpu, 1)
-        check_url("vllm_server_base_url", self.vllm_server_base_url)
         check(
             self.use_vllm or not self.use_transformers_continuous_batching or not (self.bf16 or self.fp16),
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
         check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
-        self._check_kl()
-        check(
-            self.sampler is None or not self.use_vllm,
-            "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
-            "`use_vllm: false`.",
-        )
-        load_sampler(self.sampler)
 
     def to_dict(self) -> dict[str, object]:
         """The settings as loggers show them: without keys."""
@@ -222,43 +258,29 @@ class SalesGRPOConfig(GRPOConfig):
         """Whether DeepSpeed or FSDP splits the policy's training over processes."""
         return self.deepspeed_plugin is not None or bool(self.fsdp) or has_fsdp()
 
-    def _check_kl(self) -> None:
-        weight = self.hybrid_reference_weight
-        check(
-            weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
-            "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
-            "has no group baseline. Expected `sum_then_normalize`.",
-        )
-        check(
-            self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
-            "`kl_estimator: k1` with `use_bias_correction_kl: false` has no effect: its gradient is zero on average. "
-            "Expected the correction, or k2 or k3.",
-        )
-        self.kl_control_law()
-        self.kl_windows()
-        self.kl_targets()
-
     def kl_targets(self) -> dict[str, KLTarget]:
         """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0. Raises
         `ConfigError` for targets that can't work."""
         by_branch = {} if self.branch_kl is None else structure("branch_kl", self.branch_kl, dict)
         branches = self.branches or list(by_branch) or [ALL]  # without rows the branches are not known yet
-        unknown = sorted(set(by_branch) - set(branches))
-        check(
-            not unknown,
+        unknown, refused = sorted(set(by_branch) - set(branches)), Refusals()
+        refused.check(
+            lambda: not unknown,
             f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(branches)}. Name your branches in "
             "it, or give `--branch_kl {} --beta 0.05` for one coefficient.",
         )
-        check(
-            not self.beta or not self.branches or set(by_branch) != set(branches),
+        refused.check(
+            lambda: not self.beta or not self.branches or set(by_branch) != set(branches),
             f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of "
             "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
         )
         targets = dict[str, KLTarget]()
         for branch in branches:
-            path = f"branch_kl.{branch}"
-            targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
-            check_range(f"{path}.beta", targets[branch].beta, KL_COEFFICIENT)
+            with refused:
+                path = f"branch_kl.{branch}"
+                targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
+                check_range(f"{path}.beta", targets[branch].beta, KL_COEFFICIENT)
+        refused.tell()
         return targets if any(target.beta for target in targets.values()) else {}
 
     def _law_settings(self) -> dict[str, Any]:
@@ -308,6 +330,11 @@ class SalesGRPOConfig(GRPOConfig):
             level=self.importance_sampling_level,
             off_policy=self.rollout_lookahead > 0,
         )
+
+    def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
+        """The largest size of a process's record in GiB, and the filter of recorded texts."""
+        settings = entry_of("record_settings", RecordSettings, self.record_settings or {})
+        return settings.gib, settings.clean
 
     def parsed_engine_kwargs(self) -> dict[str, object]:
         """`vllm_engine_kwargs` as Python values, without those that are null."""

@@ -15,7 +15,7 @@ from trl import GRPOConfig
 
 from salesrl_trl.config.checks import check, load_object, structure
 from salesrl_trl.config.ranges import EVERY, TRAINING, check_ranges
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, Refusals
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -28,41 +28,57 @@ _EVERY = ("logging", "save", "eval")  # each happens every so many steps, if its
 
 def check_numbers(args: GRPOConfig) -> None:
     """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges."""
-    every = (f"{name}_steps" for name in _EVERY if getattr(args, f"{name}_strategy") == "steps")
-    epochs = args.num_train_epochs
-    check(epochs != 0, f"`num_train_epochs` is {epochs!r}. Expected a number, more than 0. {_WITHOUT_UPDATES}")
-    check_ranges(args, TRAINING | dict.fromkeys(every, EVERY))
-    steps = args.max_steps
-    check(
-        isinstance(steps, int) and (steps == -1 or steps > 0),
-        f"`max_steps` is {steps!r}. Expected at least 1, or -1 for as many as `num_train_epochs` says. "
-        f"{_WITHOUT_UPDATES}",
-    )
+    every, refused = (f"{name}_steps" for name in _EVERY if getattr(args, f"{name}_strategy") == "steps"), Refusals()
+    with refused.of(args, "num_train_epochs"):
+        epochs = args.num_train_epochs
+        check(epochs != 0, f"`num_train_epochs` is {epochs!r}. Expected a number, more than 0. {_WITHOUT_UPDATES}")
+    refused.each(lambda: check_ranges(args, TRAINING | dict.fromkeys(every, EVERY)))
+    with refused.of(args, "max_steps"):
+        steps = args.max_steps
+        check(
+            isinstance(steps, int) and (steps == -1 or steps > 0),
+            f"`max_steps` is {steps!r}. Expected at least 1, or -1 for as many as `num_train_epochs` says. "
+            f"{_WITHOUT_UPDATES}",
+        )
+    refused.tell()
 
 
 def check_sizes(args: GRPOConfig) -> None:
     """Raise `ConfigError` unless groups, batches and processes go together."""
-    check(
-        args.num_generations >= 2,
-        f"`num_generations` is {args.num_generations}. Expected at least 2: GRPO compares a prompt's completions.",
-    )
-    check(
-        not args.auto_find_batch_size,
+    refused, processes = Refusals(), int(os.environ.get("WORLD_SIZE", "1"))  # transformers' number is set later
+    with refused.of(args, "num_generations"):
+        check(
+            args.num_generations >= 2,
+            f"`num_generations` is {args.num_generations}. Expected at least 2: GRPO compares a prompt's completions.",
+        )
+    refused.check(
+        lambda: not args.auto_find_batch_size,
         "`auto_find_batch_size` is true, which would take groups apart. Expected false. Set a lower "
         "`per_device_train_batch_size` and more `gradient_accumulation_steps` instead.",
     )
-    check(
-        args.generation_batch_size is None or args.steps_per_generation is None,
-        "`generation_batch_size` and `steps_per_generation` are both given. Expected one of them: leave one out.",
-    )
-    processes = int(os.environ.get("WORLD_SIZE", "1"))  # transformers' own number is set later
+    with refused.of(args, "generation_batch_size"):
+        check(
+            args.generation_batch_size is None or args.steps_per_generation is None,
+            "`generation_batch_size` and `steps_per_generation` are both given. Expected one of them: leave one out.",
+        )
+    with refused:
+        split = args.vllm_tensor_parallel_size
+        check(
+            not args.use_vllm or args.vllm_mode == "server" or processes % split == 0,
+            f"`vllm_tensor_parallel_size` is {split}, and there are {processes} processes. Expected a divisor: each "
+            "engine takes the GPUs of so many processes. Launch more, or set it to 1.",
+        )
+    with refused:
+        _check_batch(args, processes)
+    with refused:
+        if args.eval_strategy != "no":
+            check_evaluation(args, processes)
+    refused.tell()
+
+
+def _check_batch(args: GRPOConfig, processes: int) -> None:
+    """Raise `ConfigError` unless a generation batch holds whole micro-batches and whole groups."""
     steps = args.steps_per_generation or args.gradient_accumulation_steps
-    split = args.vllm_tensor_parallel_size
-    check(
-        not args.use_vllm or args.vllm_mode == "server" or processes % split == 0,
-        f"`vllm_tensor_parallel_size` is {split}, and there are {processes} processes. Expected a divisor: each "
-        "engine takes the GPUs of so many processes. Launch more, or set it to 1.",
-    )
     micro_batch = args.per_device_train_batch_size * processes
     made = f"{args.per_device_train_batch_size} per device x {processes} processes"
     if args.generation_batch_size is None:
@@ -80,8 +96,6 @@ def check_sizes(args: GRPOConfig) -> None:
         "does not divide. Expected whole groups. Change `per_device_train_batch_size`, "
         "`gradient_accumulation_steps` or `num_generations`.",
     )
-    if args.eval_strategy != "no":
-        check_evaluation(args, processes)
 
 
 def check_evaluation(args: GRPOConfig, processes: int) -> None:

@@ -4,12 +4,11 @@ Owns the form of the setting, and conversations that are lists of texts or have 
 record, and `rows` checks the values.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from salesrl_trl.data.rows import OPTIONAL_COLUMNS, PROMPT_COLUMNS
-from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.errors import ConfigError, DataError, nearest
 
 FIELDS = (*PROMPT_COLUMNS, *OPTIONAL_COLUMNS)  # fields of a row that a column can give
 _TURN_KEYS = {"column", "role", "content", "roles"}
@@ -122,9 +121,3 @@ def _names(record: Mapping[str, object], before: str = "") -> Iterator[str]:
         yield f"{before}{name}"
         if isinstance(value, Mapping):
             yield from _names(value, f"{before}{name}.")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean 'branch'?", with the space before it; empty if no known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f" Did you mean {near[0]!r}?" if near else ""

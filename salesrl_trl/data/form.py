@@ -60,6 +60,7 @@ class Records:
     """Records that make no rows, by reason."""
     folder: Path | None = None
     """Where relative paths of pictures start. `None`: the working directory."""
+    row_name: str = "row"  # begins the id of a row without one
 
     @property
     def note(self) -> str | None:

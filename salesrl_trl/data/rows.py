@@ -41,8 +41,9 @@ def parse_row(
     source: str,
     line: int | None = None,
     folder: Path | None = None,
+    row_name: str = "row",
 ) -> SalesRow:
-    """One record as a `SalesRow`. Its `position` in the source, counted from 0, is the id of a row that has none.
+    """One record as a `SalesRow`. Its `position` in the source, counted from 0, makes the id of a row that has none.
     Without `branches` any branch is taken. Relative paths of pictures start in `folder`, or in the working directory.
     Raises `DataError` if a value is not as expected. The message has the row's place, and never its text."""
     name = record.get("id")
@@ -70,7 +71,7 @@ def parse_row(
             f"{where}: `prompt` is a text, and the row has pictures. Expected messages for a chat template."
         )
     return SalesRow(
-        row_id=str(record.get("id") or f"row-{position}"),
+        row_id=f"{row_name}-{position}" if name in (None, "") else str(name),
         branch=branch,
         conversation=() if prompt is not None and turns is None else _conversation(turns, where),
         prompt=prompt,

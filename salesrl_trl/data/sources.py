@@ -14,14 +14,13 @@ from datasets import Dataset, Image, List, load_dataset
 from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
-from salesrl_trl.data.columns import nearest
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
 from salesrl_trl.data.files import DEMO, ENDINGS, Placed, Record, demo_records, read_file
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.data.two_tasks import DEMO_BBQ, DEMO_HALUEVAL, two_task_records
-from salesrl_trl.errors import DataError
+from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
 PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL)
@@ -70,7 +69,7 @@ def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = Non
         )
     check_columns(records[0].keys(), loaded.name, branches)
     rows = [
-        parse_row(record, position, branches, loaded.name, line, loaded.folder)
+        parse_row(record, position, branches, loaded.name, line, loaded.folder, loaded.row_name)
         for record, (position, line) in zip(records, loaded.places, strict=False)
     ]
     if len({isinstance(row.prompt, str) for row in rows}) > 1:
@@ -149,6 +148,16 @@ def columns_of(row: SalesRow) -> dict[str, Any]:
     if row.documents:
         texts["documents"] = list(row.documents)
     return {**row.columns, **texts, "branch": row.branch, "id": row.row_id}
+
+
+def with_ids(dataset: Any, name: str = "row") -> Any:
+    """A dataset of anybody's with the column `id`, as the record names its rows: `row-17` for the place 17. One that
+    has the column, or is a stream, stays as it is. Of a dictionary all datasets."""
+    if isinstance(dataset, dict):
+        return {key: with_ids(part, f"{name}-{key}") for key, part in dataset.items()}
+    if not isinstance(dataset, Dataset) or "id" in dataset.column_names:
+        return dataset
+    return dataset.add_column("id", [f"{name}-{place}" for place in range(len(dataset))])
 
 
 def is_file(source: str) -> bool:

@@ -4,7 +4,6 @@ A template is Jinja. Its text is the user message. The text in `{% block system 
 message. White space around both is dropped. The packaged ones are in the folder `templates` beside this module.
 """
 
-import difflib
 import functools
 import json
 import traceback
@@ -17,7 +16,7 @@ import jinja2.meta
 import jinja2.sandbox
 
 from salesrl_trl.data.files import nearest_file, read_small, unreadable
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, nearest
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Prompt, SalesRow
 
 SYSTEM = "system"  # the only block that a template may have
@@ -88,10 +87,8 @@ class PromptTemplate:
         used = jinja2.meta.find_undeclared_variables(tree) - _ENVIRONMENT.globals.keys()
         for name in sorted(used - set(FIELDS)):
             line = min(node.lineno for node in tree.find_all(jinja2.nodes.Name) if node.name == name)
-            near = difflib.get_close_matches(name, FIELDS, n=1)
-            guess = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{self._name}, line {line} uses {name!r}, which no row has.{guess} Expected some of: "
+                f"{self._name}, line {line} uses {name!r}, which no row has.{nearest(name, FIELDS)} Expected some of: "
                 f"{', '.join(FIELDS)}."
             )
         if not used & set(CONTENT_FIELDS):

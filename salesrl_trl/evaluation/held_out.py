@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from salesrl_trl.evaluation.row_statistics import standard_error
 from salesrl_trl.ground.process import put_aside, write_whole
@@ -60,15 +60,13 @@ class HeldOut(TrainerCallback):
     is_cut: Callable[[], bool] = bool
     _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._evaluations = []
         if state.is_world_process_zero and state.global_step:
             evaluations = _read(self.output_dir / HELD_OUT_FILE)
             self._evaluations = [before for before in evaluations if before.step <= state.global_step]
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
         invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
         figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in self.branches}}
@@ -147,7 +145,7 @@ def _read(path: Path) -> list[_Evaluation]:
     try:
         records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
         return [_Evaluation(int(record.pop("step")), record, []) for record in records]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         (aside,) = put_aside(path)
         logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")
         return []

@@ -20,7 +20,7 @@ from salesrl_trl.build import software
 from salesrl_trl.build.checks.outcome import Finding, StageVerdict
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings_help import answer_help
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, parts_of
 from salesrl_trl.ground.shutdown import is_interrupt
 from salesrl_trl.preflight.stage import StageReport, report_of, stage_text
 from salesrl_trl.run.launch import end_tidily
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, settings = _parser().parse_known_args(argv)
     except ConfigError as error:
-        examined = iter([_failed("config", finding_of(error), time.perf_counter())])
+        examined = iter([_failed("config", time.perf_counter(), finding_of(error))])
     else:
         wanted += options.stage.split(",") if options.stage else []
         examined = _reports(wanted, settings, options.calls)
@@ -91,9 +91,9 @@ def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None) 
             raise
         wrong = ", ".join(f"{package.name}{package.wanted}" for package in software.packages() if not package.is_met)
         text = f"{error}. Expected the packages of setup.cfg; not met: {wrong or 'none'}."
-        yield _failed("environment", Finding(text, "Install them with scripts/install.sh.", is_failure=True), start)
+        yield _failed("environment", start, Finding(text, "Install them with scripts/install.sh.", is_failure=True))
     except Exception as error:
-        yield _failed("config", finding_of(error), start)
+        yield _failed("config", start, *map(finding_of, parts_of(error)))
     else:
         yield from runner.examine(plan, stages, wanted)
 
@@ -120,8 +120,8 @@ def examine_alone(name: str, argv: Sequence[str], default_recipe: Path, calls: i
         return report_of(RAG_STAGE if name == "rag" else JUDGE_STAGE, cast("Plan", plan))
 
 
-def _failed(stage: str, finding: Finding, start: float) -> StageReport:
-    return StageReport(stage, StageVerdict.FAILED, time.perf_counter() - start, (finding,), {})
+def _failed(stage: str, start: float, *findings: Finding) -> StageReport:
+    return StageReport(stage, StageVerdict.FAILED, time.perf_counter() - start, findings, {})
 
 
 def _calls(text: str) -> int:

@@ -31,6 +31,8 @@ _IN_FRONT_OF_A_RUN: dict[str, object] = {
     "logging_strategy": IntervalStrategy.STEPS,
     "logging_steps": 1,
     "log_completions": False,
+    "record": False,
+    "is_introduced": True,
     "disable_tqdm": True,
     "report_to": [],
     "save_strategy": SaveStrategy.NO,

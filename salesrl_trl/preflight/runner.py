@@ -12,7 +12,7 @@ from salesrl_trl.build.checks.environment import check_environment
 from salesrl_trl.build.checks.folders import earlier_start
 from salesrl_trl.build.checks.model import check_tokenizer, check_weights, choose_attention
 from salesrl_trl.build.checks.outcome import Findings, StageVerdict
-from salesrl_trl.build.checks.reward import check_stand_ins
+from salesrl_trl.build.checks.reward import check_stand_ins, own_functions
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
@@ -23,7 +23,7 @@ from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
 from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
-from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
 from salesrl_trl.preflight.memory import check_memory
 from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.preflight.stage import PreflightStage, StageReport, report_of
@@ -31,15 +31,24 @@ from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
 from salesrl_trl.types import ALL, DEFAULT_FORMAT
 
 
-def prepare(config: RunConfig) -> Plan:
-    """Pass all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the first failure."""
-    plan = Plan(config)
+def prepare(config: RunConfig, refused: Refusals | None = None) -> Plan:
+    """Pass all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the failures of all
+    stages and for what `refused` holds already: that of a single one, or `ConfigErrors`."""
+    plan, refused = Plan(config), Refusals() if refused is None else refused
+    refused.is_partial = bool(refused.errors)
     for stage in BEFORE_A_RUN:
-        findings = stage.run(plan)
-        for finding in findings.items:
+        if stage.name == "memory" and refused.errors:  # an estimate without the right settings misleads
+            continue
+        with refused:
+            if refused.errors:  # nobody waits for a server to start
+                config.training.vllm_server_timeout = 0.0
+        for finding in stage.run(plan, refused).items:
             if finding.is_failure:
-                raise ConfigError(finding.message)
-            plan.notes.append(finding.message)
+                with refused:
+                    raise ConfigError(finding.message)
+            else:
+                plan.notes.append(finding.message)
+    refused.tell()
     return plan
 
 
@@ -78,47 +87,65 @@ def _copy_data(plan: Plan, findings: Findings) -> None:
 
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
-    config, training, model = plan.config, plan.config.training, plan.config.model
-    for source in config.data.own_sources:
-        check_source(source)
-    settled = map(settle_held_out, config.data.sources if plan.evaluates else ())
-    notes = [note for note in settled if note]
-    if not training.branches:  # of a task of one's own: those of the rows
-        records = [record for part in plan.train_records for record in part.records]
-        training.branches = sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
-        training.kl_targets()
-    config.telemetry.check_branches(training.branches)
-    resumed = find(
-        training.resume_from_checkpoint,
-        training.output_dir,
-        with_digests=training.local_process_index == 0,
-        without_manifest=training.allow_changed_resume,
-    )
-    training.resume_from_checkpoint = None if resumed is None else str(resumed)
-    if training.held_out_eval:
-        check_evaluation(training, training.world_size)
-    _check_small_policy(plan)
-    if model.use_peft:
-        check_ranges(model, LORA)
-    notes += check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
-    _ = plan.reward, plan.model_config  # raise if they do not work
-    check_weights(Path(config.policy_path).expanduser())
-    micro_batch = training.per_device_train_batch_size * training.world_size
-    findings.figures["processes"] = training.world_size
-    findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
-    notes += earlier_start(training.output_dir, resumes=resumed is not None)
-    model.attn_implementation, attention = choose_attention(
-        model.attn_implementation,
-        training.device,
-        in_16_bits=training.bf16 or training.fp16,
-        model=plan.model_config,
-    )
-    notes += [attention] if attention is not None else []
-    for note in notes:
-        findings.note(note)
-    steps, warm_up = training.max_steps, training.warmup_steps
-    if 0 < steps <= warm_up:
-        findings.note(f"`warmup_steps` is {warm_up:g} and `max_steps` {steps}: the learning rate is never reached")
+    config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
+    for name, source in (("dataset", "train_source"), ("eval_dataset", "eval_source")):
+        with refused.of(config.data, name):
+            for each in config.data.sources:
+                check_source(getattr(each, source)[0])
+    with refused.of(training, "branches"):
+        for note in filter(None, map(settle_held_out, config.data.sources if plan.evaluates else ())):
+            findings.note(note)
+        if not training.branches:  # of a task of one's own: those of the rows
+            records = [record for part in plan.train_records for record in part.records]
+            training.branches = sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
+            training.kl_targets()
+    refused.each(lambda: config.telemetry.check_branches(training.branches))
+    with refused.of(training, "resume_from_checkpoint"):
+        resumed = find(
+            training.resume_from_checkpoint,
+            training.output_dir,
+            with_digests=training.local_process_index == 0,
+            without_manifest=training.allow_changed_resume,
+        )
+        training.resume_from_checkpoint = None if resumed is None else str(resumed)
+    with refused:
+        if training.held_out_eval:
+            check_evaluation(training, training.world_size)
+    refused.each(lambda: _check_small_policy(plan))
+    with refused.of(model, "model_name_or_path"):
+        if Path(config.policy_path) == VISION_FOLDER and not VISION_FOLDER.is_dir():
+            raise ModelNotFoundError(
+                f"there is no {VISION_FOLDER} here, the small policy that reads pictures. Expected it to be taught "
+                f"before, in two minutes. Run `python -m salesrl_trl.demo.vision {VISION_FOLDER}`."
+            )
+    with refused:
+        if model.use_peft:
+            check_ranges(model, LORA)
+    with refused:
+        own = next(iter(config.data.own_sources), None)
+        for note in check_stand_ins(config.reward, training.branches, own):
+            findings.note(note)
+    refused.each(lambda: own_functions(config.reward), lambda: plan.reward, lambda: plan.model_config)
+    refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
+    with refused:
+        micro_batch = training.per_device_train_batch_size * training.world_size
+        findings.figures["processes"] = training.world_size
+        findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
+        for note in earlier_start(training.output_dir, resumes=training.resume_from_checkpoint is not None):
+            findings.note(note)
+    with refused:
+        model.attn_implementation, attention = choose_attention(
+            model.attn_implementation,
+            training.device,
+            in_16_bits=training.bf16 or training.fp16,
+            model=plan.model_config,
+        )
+        if attention is not None:
+            findings.note(attention)
+    with refused:
+        steps, warm_up = training.max_steps, training.warmup_steps
+        if 0 < steps <= warm_up:
+            findings.note(f"`warmup_steps` is {warm_up:g} and `max_steps` {steps}: the learning rate is never reached")
 
 
 def _check_small_policy(plan: Plan) -> None:
@@ -137,11 +164,6 @@ def _check_small_policy(plan: Plan) -> None:
             f"{reason if prompt != PROMPT_STYLE else '`action_fields` is given'}, but the small demo policy is taught "
             f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_template: "
             f"{PROMPT_STYLE}` and no `action_fields`."
-        )
-    if Path(plan.config.policy_path) == VISION_FOLDER and not VISION_FOLDER.is_dir():
-        raise ModelNotFoundError(
-            f"there is no {VISION_FOLDER} here, the small policy that reads pictures. Expected it to be taught "
-            f"before, in two minutes. Run `python -m salesrl_trl.demo.vision {VISION_FOLDER}`."
         )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from salesrl_trl.build.assembly import budget_of, build_judge, build_services
 from salesrl_trl.build.checks.addresses import check_rag
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.checks.reward import check_judges
+from salesrl_trl.build.checks.reward import check_judges, rag_key_of
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, trouble
@@ -51,8 +51,9 @@ def _ask_rag(plan: "Plan", findings: Findings) -> None:
     if not config.uses_rag:
         findings.skipped = "the judge scores the policy's own answers" if config.uses_services else NO_SERVICES
         return
-    for note in check_rag(config.rag_base_url, plan.reward.rag_key) if config.rag_base_url is not None else ():
-        findings.note(note)
+    if config.rag_base_url is not None:
+        for note in check_rag(config.rag_base_url, rag_key_of(config)):  # also where other parts can't be made
+            findings.note(note)
     if _puts_load(plan):
         asyncio.run(_examine_rag(plan, findings))
 

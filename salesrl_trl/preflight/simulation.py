@@ -20,6 +20,7 @@ from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.config.ranges import Count, Share, check_settings, check_value
 from salesrl_trl.data.files import DEMO
 from salesrl_trl.data.sources import load_drafts
 from salesrl_trl.errors import ConfigError
@@ -35,8 +36,8 @@ from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 class SimulationConfig:
     """The settings that a simulation adds to those of a run."""
 
-    steps: int = field(default=5, metadata={"help": "generation batches to score"})
-    prompts_per_step: int = field(default=6, metadata={"help": "rows of a batch"})
+    steps: Count = field(default=5, metadata={"help": "generation batches to score"})
+    prompts_per_step: Count = field(default=6, metadata={"help": "rows of a batch"})
     variants: str = field(
         default="", metadata={"help": "kinds of completions, in equal shares; a realistic mix if empty"}
     )
@@ -44,8 +45,7 @@ class SimulationConfig:
     show_text: bool = field(default=False, metadata={"help": "show completions, which quote customers"})
 
     def __post_init__(self) -> None:
-        _check_count("steps", self.steps)
-        _check_count("prompts_per_step", self.prompts_per_step)
+        check_settings(self)
         unknown = [name for name in self.mix if name not in VARIANTS]
         if unknown:
             raise ConfigError(f"`variants` names {unknown}. Expected some of: {','.join(VARIANTS)}. Correct it.")
@@ -58,17 +58,11 @@ class SimulationConfig:
         return [name for name, weight in DEFAULT_MIX.items() for _ in range(weight)]
 
 
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"`{name}` is {value!r}. Expected a whole number from 1 on.")
-
-
 def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
     """Read the settings and check all that can be checked before the load. Returns `run` with its arguments."""
     simulation, data, reward, training = parse_part(argv, (SimulationConfig, DataConfig, RewardConfig, StepSettings))
-    _check_count("num_generations", training.num_generations)
-    if not 0 <= training.min_valid_reward_fraction <= 1:
-        raise ConfigError(f"`min_valid_reward_fraction` is {training.min_valid_reward_fraction}. Expected 0 to 1.")
+    check_value("num_generations", training.num_generations, Count)
+    check_value("min_valid_reward_fraction", training.min_valid_reward_fraction, Share)
     if reward.action_format() != DEFAULT_FORMAT:
         raise ConfigError(
             f"`action_fields` is {', '.join(reward.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: the "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from salesrl_trl.build.checks.outcome import Figure, Finding, Findings, StageVerdict
+from salesrl_trl.errors import Refusals
 from salesrl_trl.run.tools import finding_of
 
 if TYPE_CHECKING:
@@ -30,12 +31,13 @@ class PreflightStage:
     needs: tuple[str, ...]  # names of earlier stages without which this one can't run
     checks: tuple[Check, ...]
 
-    def run(self, plan: "Plan") -> Findings:
-        """Make the checks, up to one that says that there is nothing to check."""
-        findings = Findings()
+    def run(self, plan: "Plan", refused: Refusals) -> Findings:
+        """Make the checks, up to one that says that there is nothing to check, or refuses something."""
+        findings, before = Findings(refused=refused), len(refused.errors)
         for check in self.checks:
-            if findings.skipped is None:
-                check(plan, findings)
+            if findings.skipped is None and len(refused.errors) == before:
+                with refused:
+                    check(plan, findings)
         return findings
 
 
@@ -54,7 +56,8 @@ def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
     """Run a stage and time it. An error becomes a finding."""
     start = time.perf_counter()
     try:
-        findings = stage.run(plan)
+        findings = stage.run(plan, Refusals())
+        findings.items += [finding_of(error) for error in findings.refused.errors]
     except Exception as error:
         findings = Findings([finding_of(error)])
     reason = [Finding(findings.skipped)] if findings.skipped else []

@@ -1,7 +1,7 @@
 """What happens on the way of one completion: its action, answers, verdicts, and every request that is sent for it.
 
-The chain of a reward begins a record where it begins to score. What runs on that completion's behalf finds it by the
-context, so calls need no further argument. The writer puts it into the file.
+A reward begins a record where it begins to score. What runs on that completion's behalf finds it by the context, so
+calls need no further argument: `Transport` notes attempts, `HttpClient` requests. The writer puts it into the file.
 """
 
 import contextlib
@@ -10,10 +10,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+QUEUE = "queue"  # name, among the seconds of stages, of the wait for a slot, which is inside of theirs
+BEATEN = "another request was faster"  # the message with which a request is cancelled that is not needed any more
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One request: the Unix time at which it was sent, its seconds, the code of its failure, empty for an answer."""
+    """One request: Unix time at which it was sent, seconds, code of its failure, empty for an answer.
+    A cancelled one has the code `cancelled` if it was `BEATEN`, else `given_up`. `path` is that of HTTP; without it,
+    `group` or `batch` where the request was for several completions."""
 
     service: str
     path: str
@@ -26,7 +31,8 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What a judge said by one rubric: two scores, `None` without a verdict, and words or a failure's code."""
+    """What a judge said by one rubric: two scores, `None` without a verdict, and words or a failure's code. Or what a
+    reward function said: its number, and why."""
 
     candidate: float | None
     reference: float | None
@@ -43,6 +49,20 @@ class CompletionRecord:
     reference: object = None
     verdicts: dict[str, Judged] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    queue_s: float = 0.0  # the longest wait of a call for a slot, in seconds
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """The longest wait for a slot, as a stage; nothing where no call had to wait."""
+        return {QUEUE: self.queue_s} if self.queue_s > 0 else {}
+
+    def add(self, other: "CompletionRecord") -> None:
+        """Take in what another process noted."""
+        for name in ("action", "answer", "reference"):
+            setattr(self, name, getattr(other, name) or getattr(self, name))
+        self.verdicts |= other.verdicts
+        self.calls += other.calls
+        self.queue_s = max(self.queue_s, other.queue_s)
 
     def drain_calls(self) -> list[Call]:
         calls, self.calls = self.calls, []
@@ -50,6 +70,7 @@ class CompletionRecord:
 
 
 _CURRENT: contextvars.ContextVar[CompletionRecord | None] = contextvars.ContextVar("completion_record", default=None)
+_OUTER: "contextvars.ContextVar[CallNote | None]" = contextvars.ContextVar("call_note", default=None)
 
 
 @contextlib.contextmanager
@@ -62,30 +83,46 @@ def noted_in(record: CompletionRecord | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-class CallNote:
-    """Notes one request, when it is over: `with CallNote(service, path, request) as note: note.answer = ...`."""
+def note_wait(seconds: float) -> None:
+    """A call of the running task has waited so long for a slot."""
+    if (record := _CURRENT.get()) is not None:
+        record.queue_s = max(record.queue_s, seconds)
 
-    def __init__(self, service: str, path: str, request: bytes | None) -> None:
+
+class CallNote:
+    """Notes one request, when it is over: `with CallNote(service, path, request) as note: note.answer = ...`. One
+    inside of another takes its place: a client knows more of a request than the transport that sends it."""
+
+    def __init__(self, service: str, path: str = "", request: bytes | None = None) -> None:
         self._record = _CURRENT.get()
         self._service, self._path, self._request = service, path, request or b""
         self.answer: bytes | None = None
+        self._has_inner = False
 
     def __enter__(self) -> "CallNote":
         if self._record is not None:
+            if (outer := _OUTER.get()) is not None:
+                outer._has_inner = True
+            self._token = _OUTER.set(self)
             self._began, self._time = time.perf_counter(), time.time()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._record is None:
             return
+        _OUTER.reset(self._token)
+        if self._has_inner:
+            return
         failure = "" if error is None else str(getattr(error, "code", "")) or type(error).__name__
+        if failure == "CancelledError":
+            failure = "cancelled" if BEATEN in getattr(error, "args", ()) else "given_up"
         self._record.calls.append(
             Call(
                 service=self._service,
                 path=self._path,
                 time=self._time,
                 seconds=time.perf_counter() - self._began,
-                failure="cancelled" if failure == "CancelledError" else failure,
+                failure=failure,
                 request=self._request,
                 answer=self.answer,
             )

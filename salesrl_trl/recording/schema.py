@@ -4,11 +4,13 @@ Owns names and columns. Others may read them: `PRAGMA user_version` is `VERSION`
 a version.
 
 - `completions`: a row for each completion, in the order in which batches were trained on or evaluated.
-- `verdicts`: what judges said of it, one row for each rubric.
+- `verdicts`: what was said of it, one row for each rubric of a judge, and for each reward function, or column that it
+  logged, that said more than a number.
 - `calls`: the requests that were sent on its way, hedges and retries too. A request for a reference that was asked for
-  ahead of its completions has no completion.
+  ahead of its completions has no completion. A request for a whole group or batch has a row for each completion.
 - `texts`: what is long or repeats: prompts, answers, the content of calls. Each once, as zlib-compressed UTF-8.
-- `meta`: facts of the run. `run` is its id, the same in the files of all ranks, and after a resume too.
+- `meta`: facts of the run. `run` is its id, the same in the files of all ranks, and after a resume too. `weights` is a
+  JSON object: the weight of each of several reward functions.
 """
 
 import re
@@ -29,7 +31,7 @@ CREATE TABLE completions (
     batch INTEGER NOT NULL,      -- generation batch, the same on all ranks
     place INTEGER NOT NULL,      -- in the batch
     prompt_group INTEGER NOT NULL, -- the same for completions of one prompt, within step, mode and batch, on all ranks
-    row TEXT NOT NULL,           -- id of the dataset's row, or a hash of its columns
+    row TEXT NOT NULL,           -- id of the dataset's row, such as 'row-17'; of a stream a hash of its columns
     branch TEXT NOT NULL,
     prompt INTEGER NOT NULL REFERENCES texts, -- JSON: a text, or messages {role, content}
     text TEXT NOT NULL,          -- what the policy wrote
@@ -47,7 +49,7 @@ CREATE TABLE completions (
     advantage REAL,              -- against its group; NULL in an evaluation
     parts TEXT NOT NULL,         -- JSON object: components of the reward
     functions TEXT NOT NULL,     -- JSON object: numbers of several reward functions
-    seconds TEXT NOT NULL,       -- JSON object: seconds of each stage
+    seconds TEXT NOT NULL,       -- JSON object: seconds of each stage; 'queue' is the longest wait for a slot
     staleness INTEGER NOT NULL,  -- optimizer steps between the weights that sampled it and the step
     time REAL NOT NULL           -- Unix time
 );
@@ -56,10 +58,10 @@ CREATE INDEX completions_by_digest ON completions (digest);
 CREATE INDEX completions_by_row ON completions (row, step);
 CREATE TABLE verdicts (
     completion INTEGER NOT NULL REFERENCES completions,
-    rubric TEXT NOT NULL,        -- 'judge' for that of the branch, else 'judge_' and its name
-    candidate REAL,              -- score in [0, 1] of the 8B answer; NULL if there was no verdict
+    rubric TEXT NOT NULL,        -- 'judge' for that of the branch, else 'judge_' and its name; or a function's name
+    candidate REAL,              -- score in [0, 1] of the 8B answer, or the function's number; NULL without one
     reference REAL,              -- score in [0, 1] of the reference; NULL without one
-    reason TEXT NOT NULL,        -- the judge's words, or the code of its failure
+    reason TEXT NOT NULL,        -- words, or the code of a failure
     provider TEXT NOT NULL,
     PRIMARY KEY (completion, rubric)
 ) WITHOUT ROWID;

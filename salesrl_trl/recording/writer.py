@@ -399,4 +399,4 @@ def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[st
 def judge_columns(record: CompletionRecord, seconds: Mapping[str, float]) -> dict[str, object]:
     """The columns of a completion that say who judged it, and how long that took."""
     first = next(iter(record.verdicts.values()), None)
-    return {"provider": first and first.provider, "judge_s": seconds.get(Stage.JUDGE)}
+    return {"provider": (first and first.provider) or None, "judge_s": seconds.get(Stage.JUDGE)}

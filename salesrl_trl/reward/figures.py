@@ -147,6 +147,12 @@ class RewardFigures:
             "count": (*TRAFFIC, "slots"),
         }
         """What the words in braces of `names.FIGURES` stand for."""
+        of_the_chain = (
+            REFERENCE_MISSING, RIGHT_DOCUMENT, LENGTH_CORRELATION, POSITION_GAP, JUDGE_SECONDS,
+            *of_branches(reference_of(BRANCH), branches).values(), *map(saved_by, CACHES), *map(slowest_of, Stage),
+            *(stage_of(stage, share) for stage in Stage for share in STAGE_SHARES),
+        )  # fmt: skip
+        self.not_logged = frozenset(of_the_chain if names.functions and not names.components else ())
 
     def names(self, with_baseline: bool = False) -> tuple[str, ...]:
         """Every tag of the ledger's line, but for the KL and the judge's bias."""

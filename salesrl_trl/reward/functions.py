@@ -32,7 +32,9 @@ from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
+from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.sample_lines import place_of
 from salesrl_trl.reward.scorer import ARGUMENTS, AT_ONCE, DEADLINE_S, TRL_ARGUMENTS, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.breaker import Breaker
@@ -60,6 +62,7 @@ class Together:
         """The completions without a reward, by place."""
         self.started = 0.0
         """When the call began, on `time.perf_counter`'s scale."""
+        self.record = CompletionRecord()  # of its requests
 
     async def reward(self, sample: Sample) -> Reward:
         """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
@@ -67,7 +70,8 @@ class Together:
         mine = self.waiting[sample.place] = (sample, answer)
         if len(self.waiting) == self._size:
             asked = [self.waiting[place] for place in sorted(self.waiting)]
-            self._calling = asyncio.ensure_future(self._run(asked))
+            with noted_in(self.record):
+                self._calling = asyncio.ensure_future(self._run(asked))
         try:
             return await answer
         finally:
@@ -113,8 +117,8 @@ class RewardFunction(Scorer):
         deadline_s (`float`, *optional*, defaults to `300.0`):
             Seconds that a completion may take, retries included.
         transport (`Transport`, *optional*):
-            Makes the calls, with its own limits, attempts and hedges. When not given: each call once, and again
-            only after `ServiceOverloaded`.
+            Makes the calls, with its own limits, attempts and hedges; with a `quota` against a budget. When not given:
+            each call once, and again only after `ServiceOverloaded`.
     """
 
     def __init__(
@@ -153,6 +157,8 @@ class RewardFunction(Scorer):
             hedge_fraction=0.0,
             breaker=Breaker(failures_to_open=math.inf),  # each call is made: it may be about its completion alone
         )
+        self.budget = self._transport.budget
+        self._transport.notes = transport is not None  # else the function is all that there is to note
         self.code = self._transport.service
         """Name in figures and reason codes."""
         self._at_once = AT_ONCE if transport is None else transport.max_concurrency
@@ -184,10 +190,21 @@ class RewardFunction(Scorer):
         )
 
     async def drain(self) -> BatchReport:
+        if self.budget is not None:
+            self.budget.settle()
         traffic = {**self._transport.drain_traffic(), "slots": self._transport.slots}
         return BatchReport(traffic={self.code: traffic})
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        record, reward = stages.own_record, None
+        try:
+            with noted_in(record):
+                reward = await self._scored(sample, stages)
+        finally:
+            _note(self.__name__, reward, record)
+        return reward
+
+    async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         if self._per is Per.COMPLETION:
             return (await stages.timed(self._rewards([sample]), self.code))[0]
         size = self._per.size(sample.group, sample.size)
@@ -201,6 +218,8 @@ class RewardFunction(Scorer):
         finally:
             if not call.waiting and self._calls.get(key) is call:
                 del self._calls[key]
+            shared = [replace(each, path=each.path or self._per.value) for each in call.record.calls]
+            stages.own_record.add(CompletionRecord(calls=shared, queue_s=call.record.queue_s))
         stages.record(self.code, call.started, failed=reward.value is None)
         return reward
 
@@ -210,7 +229,8 @@ class RewardFunction(Scorer):
                 return await self._transport.call(lambda: self._called(samples))
         except ServiceError as error:
             code = f"{self.code}_missing" if error.code == NOT_APPLICABLE else error.code  # it has failed
-            return [missing(Outcome.INFRA, code, {})] * len(samples)
+            words = str(error) if isinstance(error, FunctionError) else code  # others' words may quote a customer
+            return [self._unscored(code, words)] * len(samples)
 
     async def _called(self, samples: Sequence[Sample]) -> list[Reward]:
         """Call the function once. Raises `ServiceError` where it raised, or returned what is no reward."""
@@ -260,7 +280,10 @@ class RewardFunction(Scorer):
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the call is given up; else something inside it was cancelled
             self.faults.log(f"the reward function {self.__name__}", error)
-            failed = FunctionError(f"{self.__name__} raised", f"{self.code}_raised_{type(error).__name__}")
+            raised = type(error).__name__
+            failed = FunctionError(
+                f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
+            )
             failed.worth_retrying = True
             raise failed from error
 
@@ -298,7 +321,7 @@ class RewardFunction(Scorer):
 
     def _reward(self, value: Any) -> Reward:
         if value is None:
-            return missing(Outcome.INFRA, NOT_APPLICABLE, {})
+            return self._unscored(NOT_APPLICABLE, f"{self.__name__} returned None")
         if isinstance(value, Reward):
             if value.value is None and (value.reason in RESERVED_REASONS or not _CODE.fullmatch(value.reason)):
                 return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
@@ -312,10 +335,16 @@ class RewardFunction(Scorer):
         except (TypeError, ValueError):  # also of a tensor of several numbers
             number = None
         if number is None:
-            return Reward.missing(self._refused("no_number", f"a {type(value).__name__} {expected}").code)
-        if not abs(number) <= LARGEST_REWARD:  # NaN too
-            return Reward.missing(self._refused("not_finite", f"{number} {expected}").code)
-        return Reward.scored(number)
+            refused = self._refused("no_number", f"a {type(value).__name__} {expected}")
+        elif not abs(number) <= LARGEST_REWARD:  # NaN too
+            refused = self._refused("not_finite", f"{number} {expected}")
+        else:
+            return Reward.scored(number)
+        return self._unscored(refused.code, str(refused))
+
+    def _unscored(self, code: str, words: str) -> Reward:
+        """No number, for a reason: its code for figures, its words for the record and TRL's table."""
+        return replace(missing(Outcome.INFRA, code, {}), columns={f"{self.__name__}/reason": words})
 
     def _refused(self, code: str, what: str) -> FunctionError:
         """An error about what the function returned, which is logged once."""
@@ -343,8 +372,28 @@ class VerlFunction:
         returned = self._function(data_source=data_source, solution_str=text, **arguments)
         if not isinstance(returned, Mapping):
             return returned
-        parts = {name: float(part) for name, part in returned.items() if isinstance(part, int | float)}
-        return Reward.scored(parts.pop("score"), **parts)
+        parts: dict[str, float] = {
+            str(name): float(part) for name, part in returned.items() if isinstance(part, int | float)
+        }
+        score = parts.pop("score")
+        return Reward.scored(score, reason="", **parts)
+
+
+def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
+    """Note what the function `name` said of a completion, and what it logged. Parts are in the reward."""
+    if reward is None:  # cancelled
+        record.verdicts[name] = _said("was given up before it answered")
+        return
+    for key, value in reward.columns.items():
+        if key == f"{name}/reason":
+            record.verdicts[name] = _said(str(value), reward.value)
+        elif value is not None and key not in {f"{name}/{part}" for part in reward.components}:
+            number = float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD else None
+            record.verdicts[key] = _said("" if number is not None else str(value), number)
+
+
+def _said(words: str, number: float | None = None) -> Judged:
+    return Judged(candidate=number, reference=None, reason=words, provider="")
 
 
 def reward_of(function: object) -> Scorer:

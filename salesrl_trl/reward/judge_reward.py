@@ -155,8 +155,7 @@ class JudgeReward(Scorer):
         return self._judge.transports
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        record = None if self._ahead_record is None else CompletionRecord()
-        stages.completion_record = record
+        record = None if self._ahead_record is None else stages.own_record
         with noted_in(record):
             try:
                 # 1. The answer to score.

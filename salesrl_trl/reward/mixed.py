@@ -66,7 +66,11 @@ class MixedReward(Scorer):
             outcome=outcome,
             value=value,
             reason=reason,
-            components={name: part for reward in rewards.values() for name, part in reward.components.items()},
+            components={
+                name if name in self._names.components else f"{function}/{name}": part
+                for function, reward in rewards.items()
+                for name, part in reward.components.items()
+            },
             seconds=dict(seconds),
             by_function=numbers,
             columns={name: column for reward in rewards.values() for name, column in reward.columns.items()},

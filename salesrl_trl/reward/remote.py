@@ -336,20 +336,20 @@ class RemoteReward(Scorer):
         child = self._child()
         number, answer = await child.asked("score", sample, stages.track, remaining_s())
         child.scored[number] = stages
-        spans: list[Span] = []
+        spans, record = list[Span](), None
         try:
-            reward, spans, stages.completion_record = cast(Scored, await asyncio.shield(answer))
+            reward, spans, record = cast(Scored, await asyncio.shield(answer))
             return reward
         except asyncio.CancelledError:
             await child.send("cancel", number)
             with contextlib.suppress(TimeoutError, ServiceError):
                 last = cast(Scored, await child.within(LAST_WORD_S, lambda: asyncio.shield(answer)))
-                _, spans, stages.completion_record = last
+                _, spans, record = last
             answer.cancel()  # nobody waits for it any more
             raise
         finally:
             del child.scored[number]
-            stages.adopt(number, spans)
+            stages.adopt(number, spans, record)
 
     async def _asked_again(self, sample: Sample, stages: StageTimes, unit: _Unit) -> Reward:
         """The next child's reward. Those that were scored together with the completion are sent with it."""

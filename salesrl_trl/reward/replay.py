@@ -17,6 +17,7 @@ from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
+from salesrl_trl.recording.completion_record import QUEUE
 from salesrl_trl.recording.reader import digest_of, open_record, record_files, row_of
 from salesrl_trl.recording.schema import rank_of
 from salesrl_trl.reward.batch import BatchReport, Sample
@@ -114,7 +115,7 @@ class ReplayReward(Scorer):
             return missing(Outcome.INFRA, NOT_RECORDED, {})
         outcome, reason, value, reference, parts, functions, seconds = record
         if self._delays:  # those of both endpoints ran beside one another
-            times = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B), 0.0) | json.loads(seconds)
+            times = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B), 0.0) | json.loads(seconds) | {QUEUE: 0.0}
             await asyncio.sleep(sum(times.values()) - min(times[Stage.RAG_8B], times[Stage.RAG_32B]))
         return Reward(
             outcome=Outcome(outcome),

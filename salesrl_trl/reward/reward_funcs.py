@@ -14,7 +14,7 @@ import torch
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import combined
-from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.logs import show_lines
 
@@ -70,6 +70,12 @@ class RewardFuncs:
         )
         functions = dict(enumerate(every)) | dict(zip(called, reward_loop.functions, strict=True))
         return cls(reward_loop, [*functions.values()], weights, any(models))
+
+    @property
+    def recorded_weights(self) -> dict[str, float]:
+        """The weight of each function that the package calls, by the name that it has in the record."""
+        every = zip(self.functions, self.weights, strict=True)
+        return {function.name: weight for function, weight in every if isinstance(function, RewardColumn)}
 
     def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
         """Raise `ConfigError` where a column is not there, if columns are known, or where completions that are scored

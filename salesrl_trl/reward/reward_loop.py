@@ -186,12 +186,12 @@ class RewardColumn:
 
     def __init__(self, reward_loop: RewardLoop, name: str, logged_as: str) -> None:
         self._reward_loop = reward_loop
-        self._name = name
+        self.name = name
         self.__name__ = logged_as
 
     def __call__(self, **_: object) -> list[float | None]:
         assert self._reward_loop.answer is not None, "TRL asks inside `answering` alone"
-        return self._reward_loop.answer.column(self._name)
+        return self._reward_loop.answer.column(self.name)
 
 
 class _Loops:

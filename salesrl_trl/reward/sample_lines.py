@@ -39,7 +39,7 @@ class SampleLines:
 
     def scored(self, row: Example, completion: str | None, reward: Reward) -> None:
         """`[Scoring] train-0007 ok 0.80 (judge 0.80); rag_8b 0.31 s, judge 1.20 s`, and before it the completion."""
-        row_id = row_id_of(row) or (f"row {row['row']}" if isinstance(row.get("row"), int) else "a row")
+        row_id = row_id_of(row) or "a row"
         if "completions" in self._kinds:
             logger.info(f"[Completion] {row_id}: {json.dumps(completion, ensure_ascii=False)}")
         if "scoring" in self._kinds:
@@ -57,8 +57,16 @@ class SampleLines:
 
 
 def row_id_of(row: Example) -> str | None:
-    """The id that a row of `data.sources.prompt_dataset` has. `None` for rows of another dataset."""
-    return str(row["id"]) if isinstance(row.get("row"), int) and "id" in row else None
+    """The id of a row, which `data.sources` gives to rows without one. `None` for rows of a stream."""
+    return None if row.get("id") is None else str(row["id"])
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error was raised: `rewards.py:31`, with the whole path."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
 
 
 _TIED = (
@@ -90,10 +98,7 @@ class FaultLog:
 
     def log(self, what: str, error: BaseException) -> None:
         """Log an error in a reward's code, once for each place."""
-        name, trace = type(error).__name__, error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
+        name, place = type(error).__name__, place_of(error)
         hint = _OF_ONE_THREAD if any(phrase in str(error) for phrase in _TIED) else ""
         self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing{hint}")
 

@@ -26,6 +26,12 @@ class StageTimes:
         self._elsewhere: dict[int, tuple[list[str], list[Span]]] = {}
 
     @property
+    def own_record(self) -> CompletionRecord:
+        """The record of the completion, which begins where it is first asked for."""
+        self.completion_record = self.completion_record or CompletionRecord()
+        return self.completion_record
+
+    @property
     def under_way(self) -> list[str]:
         """The stages under way. From any thread."""
         return [*self._open, *(stage for stages, _ in list(self._elsewhere.values()) for stage in stages)]
@@ -52,9 +58,11 @@ class StageTimes:
         """What another process has reported of a call so far, in place of what it reported before."""
         self._elsewhere[call] = (under_way, spans)
 
-    def adopt(self, call: int, spans: Sequence[Span] = ()) -> None:
-        """A call in another process is over: its stages, if it could report them."""
+    def adopt(self, call: int, spans: Sequence[Span] = (), record: CompletionRecord | None = None) -> None:
+        """A call in another process is over: its stages and notes, if it could report them."""
         self._elsewhere.pop(call, None)
+        if record is not None:
+            self.own_record.add(record)
         self.spans.extend(spans)
         self.seconds.update({span.name: span.seconds for span in spans})
 

@@ -24,6 +24,7 @@ from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import WatchedLoop
+from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.types import Reward
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ if __name__ == "__main__":
         signal.signal(terminating, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("salesrl_trl").setLevel(int(sys.argv[2]))
-    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, and not logged call by call
+    stamina.instrumentation.set_on_retry_hooks([])  # the transport has lines of its own
+    hide_lines()
     asyncio.run(serve(int(sys.argv[1])))
     sys.stdout.flush()
     os._exit(0)  # no thread of a user's code holds it up

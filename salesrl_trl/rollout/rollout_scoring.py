@@ -359,13 +359,13 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
             place=place,
             prompt_group=(first + place) // rollout.group,
             outcome=scored.outcome.value,
-            reason=scored.reason,
+            reason=scored.reason if scored.outcome is not Outcome.OK else "",  # else words, which verdicts have
             reward=scored.value,
             reference_reward=scored.reference_value,
             parts=dict(scored.components),
             functions=dict(scored.by_function),
-            seconds=dict(scored.seconds),
-            record=stages.completion_record,
+            seconds={**scored.seconds, **stages.own_record.waits},
+            record=stages.own_record,
         )
         for place, (example, completion, scored, stages) in enumerate(
             zip(rollout.inputs, rollout.completions, rewards, scores.stages, strict=True)

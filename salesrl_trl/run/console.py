@@ -22,15 +22,7 @@ from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
 from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from salesrl_trl.run.last_words import words_of
 from salesrl_trl.run.launch import keep_log, speak
-from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, LeaveOut
-
-_LEFT_OUT = {
-    # at every weight push on a CPU, about the one module that has no weights
-    "vllm.model_executor.model_loader.reload.layerwise": "RotaryEmbedding: Failed to load weights",
-    # a branch without rows in a step has no mean, and TensorBoard draws no point for it
-    "transformers.integrations.integration_utils": 'Trainer is attempting to log a value of "None"',
-}
-"""Logger to a phrase. Its records with this phrase are not shown."""
+from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, hide_lines
 
 
 @dataclass
@@ -50,9 +42,8 @@ def set_up_logging(level: int = logging.INFO) -> None:
     logging.getLogger("salesrl_trl").setLevel(level)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM reads every attribute
     transformers.utils.logging.disable_progress_bar()
-    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
-    for name, phrase in _LEFT_OUT.items():
-        logging.getLogger(name).addFilter(LeaveOut(phrase))
+    stamina.instrumentation.set_on_retry_hooks([])  # the transport has lines of its own
+    hide_lines()
 
 
 def set_log_level(level: str) -> None:

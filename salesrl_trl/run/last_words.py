@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from salesrl_trl.errors import SalesRLError
+from salesrl_trl.errors import ConfigErrors, SalesRLError
 from salesrl_trl.run.catalogue import FAULTS, PAGE, Fault, Sign, Words
 
 _LOG_TAIL = 400_000  # bytes at the end of a log that are searched
@@ -37,8 +37,9 @@ def words_of(error: BaseException, code: int, log: Path | None) -> Words:
 
 
 def short(error: BaseException) -> str:
-    """An error's message in one line: the whole of this package's own errors, a part of a long foreign one."""
-    message = " ".join(str(error).split())
+    """An error's message in one line: the whole of this package's own errors, a part of a long foreign one. Several
+    refusals have a line each."""
+    message = str(error) if isinstance(error, ConfigErrors) else " ".join(str(error).split())
     return message if isinstance(error, SalesRLError) or len(message) <= _LONGEST else message[:_LONGEST] + " ..."
 
 

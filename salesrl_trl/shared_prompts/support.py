@@ -4,6 +4,7 @@ foresees."""
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -74,6 +75,7 @@ def _random_states(gpus: Sequence[torch.device]) -> list[torch.Tensor]:
 
 
 def _base(model: nn.Module) -> PreTrainedModel:
+    model = extract_model_from_parallel(model)  # DDP and DeepSpeed wrap the policy
     get = getattr(model, "get_base_model", None)
     base: PreTrainedModel = model if get is None else get()
     return base

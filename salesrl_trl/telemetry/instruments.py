@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.names import MEMORY, MFU_MODEL, START_UP_FILE, TRACE_FILE, Phase, StartUp, perf_of
 from salesrl_trl.recording.writer import Recorder
@@ -266,19 +266,17 @@ class StepMarks(TrainerCallback):
         self._begin = begin
         self._end = end
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._prepare()
         self._instruments.timeline.end(StartUp.PREPARE)
         self._instruments.run_begins(state.global_step, state.max_steps)
         self._begin()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._instruments.timeline.end(Phase.OPTIMIZER)
         self._instruments.step_ends()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._end()
         self._instruments.timeline.stops()
 

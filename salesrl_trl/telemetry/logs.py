@@ -1,12 +1,15 @@
 """Log lines: the format of this package's lines, and a filter for lines of other packages.
 
-Owns the one phrase of TRL that must not be logged. Standard library only.
+Owns which lines of others are hidden. Standard library only.
 """
 
 import logging
 
 LINE_FORMAT = "%(asctime)s %(message)s"
 TIME_FORMAT = "%H:%M:%S"
+QUIET = {"httpx": logging.WARNING, "httpx2": logging.WARNING, "openai": logging.WARNING, "stamina": logging.ERROR}
+"""Loggers of clients of services, and the least level that is shown of them. They log each request at INFO. stamina
+warns of each retry, of which `reward.service.transport` has its own line."""
 
 
 def show_lines() -> None:
@@ -31,9 +34,21 @@ class LeaveOut(logging.Filter):
         return self._phrase not in record.getMessage()
 
 
-# TRL warns of a row that could not be scored, with its prompt and completion: customers' text.
-_UNSCORABLE_ROW = LeaveOut("All reward functions returned None")
+_LEFT_OUT = {  # by logger, records with a phrase
+    # TRL warns of a row that could not be scored, with its prompt and completion: customers' text
+    "trl.trainer.grpo_trainer": LeaveOut("All reward functions returned None"),
+    # at every weight push on a CPU, about the one module that has no weights
+    "vllm.model_executor.model_loader.reload.layerwise": LeaveOut("RotaryEmbedding: Failed to load weights"),
+    # a branch without rows in a step has no mean, and TensorBoard draws no point for it
+    "transformers.integrations.integration_utils": LeaveOut('Trainer is attempting to log a value of "None"'),
+}
 
 
-def hide_unscorable_rows() -> None:
-    logging.getLogger("trl.trainer.grpo_trainer").addFilter(_UNSCORABLE_ROW)  # a logger takes the same filter once
+def hide_lines() -> None:
+    """Hide the lines that clients of services log for each request, unless the program has set the level of their
+    loggers, and what `_LEFT_OUT` has."""
+    for name, level in QUIET.items():
+        if logging.getLogger(name).level == logging.NOTSET:
+            logging.getLogger(name).setLevel(level)
+    for name, left_out in _LEFT_OUT.items():
+        logging.getLogger(name).addFilter(left_out)  # a logger takes the same filter once

@@ -9,15 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from salesrl_trl.names import (
     BRANCH,
@@ -41,6 +33,7 @@ from salesrl_trl.types import Outcome
 logger = logging.getLogger(__name__)
 
 Logs = Mapping[str, float | None]  # figures of a step, as the trainer logs them. A branch without a row has `None`.
+QUIET_STEPS = 10  # steps without a log line after which a short line says that the run goes on
 SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not shown
 
 
@@ -56,7 +49,8 @@ def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None
 class StepLine(TrainerCallback):
     """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
     judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason. `are_actions`:
-    whether completions are actions, which may be invalid."""
+    whether completions are actions, which may be invalid. With a large `logging_steps` a short line comes every
+    `QUIET_STEPS` steps between."""
 
     def __init__(
         self,
@@ -72,23 +66,27 @@ class StepLine(TrainerCallback):
         self._are_actions = are_actions
         self._started = self._last = time.perf_counter()
         self._last_step = 0
+        self._alive: tuple[float, int] = (self._last, 0)  # time and step of the last line of any kind
         self._after_first: tuple[float, int] | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._started = self._last = time.perf_counter()
         self._last_step = state.global_step
+        self._alive = (self._last, self._last_step)
         self._after_first = None
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs | None = None,
-        **_: object,
-    ) -> None:
+    def on_step_end(self, _: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
+        (since, first), step = self._alive, state.global_step
+        if control.should_log or step - first < QUIET_STEPS or not state.is_world_process_zero:
+            return
+        now = time.perf_counter()
+        logger.info(
+            f"[Step {step}/{state.max_steps}] {(now - since) / (step - first):.1f} s a step; figures come every "
+            f"{state.logging_steps} steps (logging_steps)"
+        )
+        self._alive = (now, step)
+
+    def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
         if not state.is_world_process_zero or logs is None or "reward" not in logs:
             return
         now = time.perf_counter()
@@ -106,7 +104,7 @@ class StepLine(TrainerCallback):
         logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
         if self._providers is not None:
             logger.info(judge_line(step, logs, self._providers))
-        self._last, self._last_step = now, step
+        self._last, self._last_step, self._alive = now, step, (now, step)
 
 
 def step_line(
@@ -133,11 +131,12 @@ def step_line(
 
 
 def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
-    """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and without branches `reward 0.50`."""
+    """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and with one branch `reward 0.50`."""
     shown = []
     for words, tag in ((listed.console, listed.tag) for listed in FIGURES if listed.console):
-        by_branch = (f"{branch}={figure(logs.get(name))}" for branch, name in of_branches(tag, branches).items())
-        shown.append(f"{words} {' '.join(by_branch) if BRANCH in tag else figure(logs.get(tag))}")
+        names = of_branches(tag, branches) if BRANCH in tag else {"": tag}
+        values = (f"{branch}={figure(logs.get(name))}" for branch, name in names.items())
+        shown.append(f"{words} {' '.join(values) if len(names) > 1 else figure(logs.get(*names.values()))}")
     return shown
 
 
@@ -212,9 +211,7 @@ class EpochLine(TrainerCallback):
         self._last_step, self._tokens = 0, 0.0
         self._start_over()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._last_step, self._tokens = state.global_step, float(state.num_input_tokens_seen)
         self._start_over()
 
@@ -227,14 +224,7 @@ class EpochLine(TrainerCallback):
             self._sums |= dict.fromkeys(names, (0.0, 0))
         self._counts = Counter[str]()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs | None = None,
-        **_: object,
-    ) -> None:
+    def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
         if logs is None or "reward" not in logs:
             return
         steps = state.global_step - self._last_step
@@ -247,7 +237,7 @@ class EpochLine(TrainerCallback):
         self._counts.update(self._failures())
         self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_epoch_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         if self._last_step > self._first_step:
             if state.is_world_process_zero:
                 logger.info(self._line(state.epoch or 0.0))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow.parquet  # type: ignore[import-untyped]
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
@@ -179,9 +179,7 @@ class ScalarLayout(TrainerCallback):
         self._layout = custom_scalars(words, banded)
         self._callbacks = callbacks
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         for callback in self._callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 with spared("TensorBoard"):

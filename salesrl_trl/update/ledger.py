@@ -115,7 +115,8 @@ class Ledger:
 
     def flush(self, mode: str) -> dict[str, float]:
         """The figures of a mode's line: always the same names, NaN if nothing was recorded. Starts over."""
-        return {**self._modes[mode].sums.flush(), **self._modes[mode].bias.flush()}
+        figures = {**self._modes[mode].sums.flush(), **self._modes[mode].bias.flush()}
+        return {name: value for name, value in figures.items() if name not in self._rewards.not_logged}
 
     def failures(self, mode: str) -> Counter[str]:
         """Number of failed completions by reason code, since the last line of a mode."""

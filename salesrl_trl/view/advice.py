@@ -47,7 +47,7 @@ def _sentences(run: Run) -> Iterator[str]:
     unscored = []
     for source, cause, place in (
         (SERVICES, " because a service failed", "that service (docs/SERVICES.md)"),
-        (OTHERS, "", "that reason code (docs/SERVICES.md), or at your own reward"),
+        (OTHERS, "", "that reason code (docs/REWARDS.md, docs/SERVICES.md), or at your own reward"),
     ):
         reasons, share = failures_of(run, source)
         if reasons and (share is None or share > FAILED_SHARE):

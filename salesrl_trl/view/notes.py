@@ -1,7 +1,8 @@
 """What people wrote about completions: a flag and a note, in `record/notes.jsonl` beside the record of a run.
 
 Owns that file. A line has the place of a completion and its time, so that a note is not shown for another completion
-that a later run wrote in its place. Every change writes the file whole. The viewer calls it.
+that a later run wrote in its place. Every change writes the file whole; lines that are no notes stay, because somebody
+wrote them. The viewer calls it.
 """
 
 import json
@@ -53,12 +54,14 @@ class Notes:
             raise ValueError(f"a note has at most {MOST_NOTE_CHARS:,} characters")
         run, path = completion["run"], self._files[completion["run"]]
         place = {name: completion[name] for name in PLACE}
-        lines = [line for line in _lines(path) if any(line.get(name) != place[name] for name in ("rank", "id"))]
+        known = ((line, _note(line) or {}) for line in _lines(path))
+        lines = [line for line, old in known if any(old.get(name) != place[name] for name in ("rank", "id"))]
         if flag or note.strip():
             told = {name: completion[name] for name in ("step", "row")}
-            lines.append({**place, **told, "flag": flag, "note": note.strip(), "written": round(time.time(), 3)})
+            written = {**place, **told, "flag": flag, "note": note.strip(), "written": round(time.time(), 3)}
+            lines.append(json.dumps(written, ensure_ascii=False))
         make_private(path.with_suffix(".new"))  # which takes the file's place
-        write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        write_whole(path, "".join(f"{line}\n" for line in lines))
         self._read(run)
 
     def _read(self, run: int) -> bool:
@@ -68,8 +71,8 @@ class Notes:
         if self._seen.get(run, (0, 0)) == seen:
             return False
         kept = {
-            (line["rank"], line["id"], line["time"]): {name: str(line.get(name, "")) for name in ("flag", "note")}
-            for line in _lines(path)
+            (note["rank"], note["id"], note["time"]): {name: str(note.get(name, "")) for name in ("flag", "note")}
+            for note in filter(None, map(_note, _lines(path)))
         }
         self._db.execute("DELETE FROM notes WHERE run = ?", (run,))
         self._db.executemany(
@@ -81,15 +84,15 @@ class Notes:
         return True
 
 
-def _lines(path: Path) -> list[Answer]:
-    """The lines of a file that are notes."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    found = []
-    for line in filter(str.strip, text.splitlines()):
-        try:
-            note = json.loads(line)
-        except ValueError:  # somebody wrote it by hand
-            continue
-        if isinstance(note, dict) and all(isinstance(note.get(name), int | float) for name in PLACE):
-            found.append(note)
-    return found
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+
+
+def _note(line: str) -> Answer | None:
+    """The note of a line. `None` for one that is none: somebody wrote it by hand."""
+    try:
+        note = json.loads(line)
+    except ValueError:
+        return None
+    is_note = isinstance(note, dict) and all(isinstance(note.get(name), int | float) for name in PLACE)
+    return note if is_note else None

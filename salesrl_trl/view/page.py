@@ -113,7 +113,7 @@ def _report(index: Index, run: str) -> queries.Answer:
     try:
         return queries.report(index, {"run": run})
     except ConfigError as error:
-        return {"sections": [], "error": str(error)}
+        return {"sections": {}, "error": str(error)}
 
 
 def _sample(index: Index, most: int) -> list[queries.Answer]:

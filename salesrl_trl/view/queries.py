@@ -108,7 +108,9 @@ def state(index: Index) -> Answer:
                 "WHERE run = ?", (at,)
             ).fetchone()  # fmt: skip
             runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
-        if index.facets[0] != index.version:  # the codes of each column, and how many completions have them
+        counted, total = sum(index.facets[1].get("mode", {}).values()), sum(run["many"] for run in runs)
+        is_due = not index.reading or total >= 2 * counted  # a count at each state would slow the reading down
+        if index.facets[0] != index.version and is_due:  # the codes of each column, and how many completions have them
             counts = "SELECT {0}, count(*) FROM completions WHERE {0} != '' GROUP BY 1 ORDER BY 2 DESC"
             columns = ("branch", "outcome", "reason", "provider", "mode")
             facets = {name: dict(index.db.execute(counts.format(name)).fetchall()) for name in columns}
@@ -285,6 +287,7 @@ def completion(index: Index, name: str) -> Answer:
         if row is None:
             raise KeyError(name)
         values = values_of(file, row, str)  # a browser reads no JSON with NaN as a number
+        weights = file.execute("SELECT value FROM meta WHERE name = 'weights'").fetchone()
         calls = []
         for call in file.execute("SELECT * FROM calls WHERE completion = ? ORDER BY time, id", (number,)):
             shown = {column: call[column] for column in ("service", "path", "time", "seconds", "failure")}
@@ -299,6 +302,7 @@ def completion(index: Index, name: str) -> Answer:
     return {
         **values,
         "calls": calls,
+        "weights": {} if weights is None else json.loads(weights[0]),
         "verdicts": [{"rubric": rubric, **asdict(judged)} for rubric, judged in values["verdicts"].items()],
         "messages": messages("" if prompt is None else prompt),
         "id": name,

@@ -6,14 +6,16 @@ figure that the run did not log has words in its place.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from salesrl_trl import names
 from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.ground.tables import aligned
 from salesrl_trl.view import run_figures as figures
+from salesrl_trl.view import wording
 from salesrl_trl.view.advice import advice
 from salesrl_trl.view.charts import COLOURS, FRAME, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
 from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
@@ -54,22 +56,44 @@ class Table(NamedTuple):
 Part = Paragraph | Numbered | Table | Chart
 
 
-def html_page(run: Run) -> str:
+def html_page(run: Run, language: str = "en") -> str:
+    say = partial(wording.in_language, language=language)
     return render(
         "report.html",
-        title=f"Training report: {shown(run.folder.resolve().name)}",
+        language=language,
+        title=say(f"Training report: {shown(run.folder.resolve().name)}"),
         folder=shown(str(run.folder), PATH_CHARS),
+        x_label=say("optimizer step"),
         frame=FRAME,
-        sections=[(title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run)],
+        sections=_sections_in(run, language),
     )
 
 
-def sections(run: Run) -> list[dict[str, Any]]:
-    """The page's sections as JSON values, for the viewer."""
-    return [
-        {"title": title, "parts": [_plain(part) for part in (*parts,)] or [_plain(Paragraph(otherwise))]}
-        for title, parts, otherwise in _sections(run)
-    ]
+def sections(run: Run) -> dict[str, list[dict[str, Any]]]:
+    """The page's sections by language as JSON values, for the viewer."""
+    every = {language: _sections_in(run, language) for language in wording.LANGUAGES}
+    return {
+        language: [{"title": title, "parts": [*map(_plain, parts)]} for title, parts in found]
+        for language, found in every.items()
+    }
+
+
+def _sections_in(run: Run, language: str) -> list[tuple[str, list[Part]]]:
+    """Titles and parts of the sections in a language."""
+
+    def said(part: Part) -> Part:
+        if isinstance(part, Chart):
+            keys = [key._replace(name=say(key.name)) for key in part.keys]
+            return replace(part, description=say(part.description), y_label=say(part.y_label), keys=keys)
+        if isinstance(part, Table):
+            return Table([tuple(map(say, row)) for row in part.rows], tuple(map(say, part.head)))
+        if isinstance(part, Paragraph):
+            return part._replace(text=say(part.text))
+        return Numbered([*map(say, part.sentences)])
+
+    say = partial(wording.in_language, language=language)
+    every = ((title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run))
+    return [(say(title), [*map(said, parts)]) for title, parts in every]
 
 
 def _plain(part: Part) -> dict[str, Any]:
@@ -163,10 +187,12 @@ def _of_training(run: Run) -> Iterator[MainFigure]:
         step_time = f"{seconds(mean(times))} (shortest {seconds(min(times))}, longest {seconds(max(times))})"
     yield MainFigure("Mean step", step_time)
     yield MainFigure("Reward", _changed(run, names.REWARD))
+    several = len(run.branches) > 1
     for branch in run.branches:
-        yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
-    for branch in run.branches:
-        yield MainFigure(f"KL in band, {shown(branch)}", _branch_kl(run, branch), branch)
+        if several or run.of(names.reference_of(branch)):  # else it is the reward above
+            yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
+    for branch in (branch for branch in run.branches if several or run.of(names.kl_of(branch))):
+        yield MainFigure(f"KL in band, {shown(branch)}" if several else "KL in band", _branch_kl(run, branch), branch)
     if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
         yield MainFigure(
             "Failures", "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
@@ -258,9 +284,10 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     sentences = advice(run)
     nothing = [Paragraph(NOTHING_STANDS_OUT)] if run.steps else []
     yield "What to look at", [Numbered(sentences)] if sentences else nothing, NO_FIGURES
-    yield "Reward by branch", _reward_part(run), "No reward was logged."
+    by_branch = " by branch" if len(run.branches) > 1 else ""
+    yield f"Reward{by_branch}", _reward_part(run), "No reward was logged."
     no_kl = "No KL was logged: the run had no KL coefficient, or stopped before its first step."
-    yield "KL by branch", _kl_part(run), no_kl
+    yield f"KL{by_branch}", _kl_part(run), no_kl
     yield "Step time by phase", _step_time_part(run), "Step times were not logged."
     yield "Rewards: what training waits for", _waits(run), "How long the rewards took was not logged."
     yield "Failures by reason", _failures_part(run), "Failures were not logged."
@@ -316,15 +343,17 @@ def _reward_part(run: Run) -> Iterator[Part]:
     ]
     if not any(line.series for line in lines):
         return
-    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured]
-    description = "; ".join([f"Mean reward over the steps. All branches {_changed(run, names.REWARD)}", *values])
+    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured if len(coloured) > 1]
+    every = "All branches" if values else "Reward"
+    description = "; ".join([f"Mean reward over the steps. {every} {_changed(run, names.REWARD)}", *values])
     yield line_chart(description, "mean reward", lines)
 
 
 def _kl_part(run: Run) -> Iterator[Part]:
     for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
         betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
-        yield Paragraph(shown(branch), "heading")
+        if len(run.branches) > 1:
+            yield Paragraph(shown(branch), "heading")
         yield Paragraph(value, "remark")
         yield line_chart(
             f"KL of {shown(branch)} over the steps. {value}",
@@ -412,6 +441,7 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
     ]
     if any(line.series for line in lines):
         yield line_chart(f"Scores of the quick evaluations by branch. Best: {_best(run)}", "score", lines)
+    branches = branches if len(branches) > 1 else []  # else it has the reward
     own = sorted({name for evaluation in evals for name in evaluation.figures})
     front, best = pareto_front([evaluation.scores for evaluation in evals]), figures.best_eval(evals)
     rows = [

@@ -16,8 +16,8 @@ from salesrl_trl.reward.parsing import INVALID_REASONS
 from salesrl_trl.types import Outcome
 from salesrl_trl.view.run_folder import QuickEval, Run
 
-POLICY, SERVICES, OTHERS = "the policy", "services", "others"
-"""The sources of failures. `OTHERS`: the run itself, an error in code, or a reason code of the user's own reward."""
+POLICY, SERVICES, OTHERS = "the policy", "services", "the reward itself"
+"""The sources of failures. `OTHERS`: an error in code, a reason code of the user's own reward, or the run itself."""
 _SERVICE_REASON = re.compile("(rag_8b|rag_32b|judge)_.+|no_passages|no_reference|deadline")
 EDGE_SHARE = 0.1
 """Share of the steps at each end whose mean stands for the start or the end. A single step is mostly noise."""
@@ -94,7 +94,7 @@ def stages(run: Run) -> tuple[StageTime, ...]:
         )
         for name in dict.fromkeys((*names.Stage, *sorted(logged)))
     )
-    return tuple(stage for stage in times if any(figure is not None for figure in stage[1:]))
+    return tuple(stage for stage in times if any(stage[1:]))  # one that took no time at all was not there
 
 
 def share_in_band(run: Run, branch: str) -> float | None:

@@ -1,7 +1,12 @@
-"""Numbers and names as the report writes them, and HTML from `view/templates/`.
+"""Numbers, names and languages of the report, and HTML from `view/templates/`.
 
-Owns rounding, units and the templates' environment. HTML and text show the same words because both take them here.
+Owns rounding, units, the templates' environment, and how a text becomes Chinese. HTML and text take words from here.
 """
+
+import json
+import re
+from functools import cache, partial
+from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -57,6 +62,39 @@ def count(value: float) -> str:
 def plural(many: float, noun: str) -> str:
     """`1 step`, `120 steps`."""
     return f"{count(many)} {noun}{'' if many == 1 else 's'}"
+
+
+LANGUAGES = ("en", "zh")
+
+
+def in_language(text: str, language: str) -> str:
+    """A text of the report in one of `LANGUAGES`. `assets/report_zh.json` has the patterns: English to Chinese, with
+    `{}` for what changes, which is looked up too. A name or a number has no pattern and stays."""
+    say = partial(in_language, language=language)
+    if language == "en":
+        return text
+    if text.endswith(".") and ". " not in text:
+        return f"{say(text[:-1])}。"
+    for pattern, translation in _patterns():
+        if match := pattern.fullmatch(text):
+            return translation.format(*map(say, match.groups()))
+    for separator, other in (("; ", "；"), (". ", "。"), (", ", "，")):
+        if separator in text:
+            return other.join(map(say, text.split(separator)))
+    return text
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """The patterns, those with the most words of their own first. `{}` is no list of sentences with `;`, and at the
+    beginning no list with commas: their parts are looked up by themselves."""
+    entries = json.loads((Path(__file__).parent / "assets" / "report_zh.json").read_text("utf-8"))
+    patterns = []
+    for text, chinese in sorted(entries.items(), key=lambda entry: -len(entry[0].replace("{}", ""))):
+        first, *others = map(re.escape, text.split("{}"))
+        start = "([^;]+?)" if first else "((?:[^;,]|,(?! ))+?)"
+        patterns.append((re.compile(start.join([first, "([^;]+?)".join(others)]) if others else first), chinese))
+    return patterns
 
 
 def render(template: str, **values: object) -> str:

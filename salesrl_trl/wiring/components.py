@@ -45,13 +45,14 @@ from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.recording.reader import as_json
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
-from salesrl_trl.telemetry.logs import hide_unscorable_rows, show_lines
+from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import ScalarLayout, Trackers
@@ -62,7 +63,9 @@ from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import SkipAndStop, Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
+from salesrl_trl.wiring.banner_lines import log_banner
 from salesrl_trl.wiring.policy import Policy, Reference
+from salesrl_trl.wiring.recorder import recorder_of
 
 logger = get_logger(__name__)
 
@@ -128,7 +131,7 @@ class Components:
         gets_adapter: bool,
     ) -> None:
         show_lines()
-        hide_unscorable_rows()
+        hide_lines()
         self._args = args
         self._rewards = rewards
         self.reward_loop = rewards.reward_loop
@@ -139,6 +142,8 @@ class Components:
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
+        if (recorder := self.instruments.recorder) is not None and len(rewards.recorded_weights) > 1:
+            recorder.meta = {**recorder.meta, "weights": as_json(rewards.recorded_weights)}
         self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
         self.calls_tools = False
         """Whether tools of completions run now."""
@@ -422,6 +427,14 @@ class Components:
             timeline=self.timeline,
             is_cut=lambda: self.run_control.is_spent,
         )
+
+    def introduce(self, resumed: str | None) -> None:
+        """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
+        log_banner(self._args, self.reward)
+        if self._args.record:
+            if self.instruments.recorder is not None:
+                self.instruments.recorder.close()
+            self.instruments.recorder = recorder_of(self._args, resumed)
 
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import re
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -19,13 +20,21 @@ from salesrl_trl.build.checks.reward import read_reward
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.errors import BudgetSpent, ConfigError, TooFewRewardsError
+from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceUnavailable, TooFewRewardsError
+from salesrl_trl.recording.completion_record import Judged
+from salesrl_trl.recording.reader import open_record, recorded
+from salesrl_trl.recording.schema import record_file
+from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
+from salesrl_trl.view import queries
+from salesrl_trl.view.record_index import Index
 
 KINDS = ["short", "long"] * 8
 ROWS = [
@@ -103,6 +112,76 @@ def test_two_names_changed_the_run_is_stock_trls_to_the_bit(tiny, tmp_path, func
     assert all(line["outcome/ok"] == 1.0 for line in ours)
     if functions == [words, order]:
         assert all(line["rewards/words/letters"] > 0 for line in ours)
+
+
+def test_the_record_names_rows_and_says_what_each_function_said_and_asked(tiny, tmp_path):
+    """Of rows without ids, over two epochs; a failed completion says why, in words that quote nobody."""
+    failing = itertools.cycle([True, False])
+    limits = {"max_concurrency": 9, "attempt_timeout_s": 5.0, "max_attempts": 3, "hedge_fraction": 0.0}
+
+    @per_completion(transport=Transport("grader", **limits))
+    async def graded(prompt, completion):
+        if next(failing):
+            raise ServiceUnavailable("down", "grader_down")
+        return Reward.scored(0.5, reason="well put", polite=1.0)
+
+    @per_group(transport=Transport("ranker", **limits))
+    async def ranked(prompt, completions):
+        return [0.25] * len(completions)
+
+    def raises(completions, answer, log_extra, **kwargs):
+        log_extra("expected", answer)
+        if answer[0] == "1":
+            raise ValueError("the customer said: secret")
+        return [None if each == "2" else 0.0 for each in answer]
+
+    rows = ROWS[:4]
+    recorder = Recorder(record_file(tmp_path, 0), meta={"run": "one"})
+    instruments = Instruments(InstrumentSettings(), torch.device("cpu"), tmp_path, recorder)
+    args = settings(
+        tmp_path, num_generations=4, max_steps=8, beta=0.0, min_valid_reward_fraction=0.0, max_completion_length=8
+    )
+    trainer = SalesGRPOTrainer(
+        str(tiny), [graded, ranked, raises], SalesGRPOConfig(**args, reward_weights=[1.0, 2.0, 1.0]),
+        Dataset.from_list(rows), Dataset.from_list(rows[:1]), instruments=instruments,
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    trainer.finish()
+    found = [*recorded(tmp_path)]
+    # 1. A row has one name.
+    names = {each.row: each.step for each in found if each.mode == "train"}
+    assert names.keys() == {f"row-{place}" for place in range(4)}
+    assert all(step > 4 for step in names.values())  # the second epoch
+    assert {each.row for each in found if each.mode == "eval"} == {"held-out-0"}
+    # 2. What functions said, and why one said no number.
+    by_answer = {ROWS[int(each.row[-1])]["answer"]: each for each in found if each.mode == "train"}
+    zero, one, two = (by_answer[answer] for answer in "012")
+    assert zero.verdicts["graded"] == Judged(candidate=0.5, reference=None, reason="well put", provider="")
+    assert (zero.parts, zero.functions) == ({"graded/polite": 1.0}, {"graded": 0.5, "ranked": 0.25, "raises": 0.0})
+    assert zero.reward == pytest.approx(1.0)
+    assert zero.reason == ""
+    assert zero.verdicts["expected"].reason == "0"
+    assert re.fullmatch(r"raises raised ValueError at \S+test_own_functions.py:\d+", one.verdicts["raises"].reason)
+    assert (one.reward, one.reason) == (None, "raises_raised_ValueError")
+    assert two.verdicts["raises"].reason == "raises returned None"
+    # 3. What was sent for each of them.
+    with closing(Index([tmp_path])) as index:
+        index.refresh()
+        shown = queries.completion(index, f"0-0-{zero.id}")
+    assert shown["weights"] == {"graded": 1.0, "ranked": 2.0, "raises": 1.0}
+    calls = sorted((call["service"], call["path"], call["failure"]) for call in shown["calls"])
+    assert calls[:1] + calls[-1:] == [("grader", "", ""), ("ranker", "group", "")]
+    assert {*calls[1:-1]} <= {("grader", "", "grader_down")}
+    file = open_record(record_file(tmp_path, 0))
+    assert not [text for [text] in file.execute("SELECT reason FROM verdicts") if "secret" in text]
+    sent = dict(file.execute("SELECT service, count(*) FROM calls GROUP BY 1").fetchall())
+    file.close()
+    assert sent["ranker"] == len(found)  # one call for each group of 4, which each of the 4 has
+    assert sent["grader"] > len(found)
+    # 4. Figures are of what the task has.
+    tags = trainer.state.log_history[0].keys()
+    assert not [tag for tag in tags if re.search("judge_s|rag_|reference_missing|saved", tag)]
 
 
 def test_a_reward_model_among_functions_and_a_streamed_dataset(tiny, tmp_path):

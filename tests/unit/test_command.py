@@ -112,7 +112,7 @@ def test_an_unknown_word_is_refused_with_the_nearest_one() -> None:
     assert salesrl("trian") == (
         2,
         "",
-        f"salesrl: unknown command 'trian'. Did you mean train? Expected one of: {', '.join(THERE)}.\n",
+        f"salesrl: unknown command 'trian'. Did you mean 'train'? Expected one of: {', '.join(THERE)}.\n",
     )
     code, out, err = salesrl("xyz")
     assert (code, out, "Did you mean" in err) == (2, "", False)

@@ -28,6 +28,7 @@ from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 from salesrl_trl.train import main
+from salesrl_trl.wiring.recorder import recorder_of
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -270,12 +271,11 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
 
 
 def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_own(tmp_path):
-    config = parse(["--output_dir", str(tmp_path)], DEBUG)
+    args = parse(["--output_dir", str(tmp_path)], DEBUG).training
 
     def wrote(checkpoint, *steps):
         """The steps of the record after a run from this checkpoint, and its id."""
-        config.training.resume_from_checkpoint = checkpoint
-        recorder = build_instruments(config, records=True).recorder
+        recorder = recorder_of(args, checkpoint)
         for step in steps:
             recorder.record(Batch(step=step, mode="train", number=0, staleness=0, entries=[ENTRY],
                                   advantages=lambda: [0.0]))  # fmt: skip

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import difflib
 import json
 import logging
 import re
@@ -12,7 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from salesrl_trl.errors import ConfigError, ServiceError, ServiceRejected, ServiceTimeout, ServiceUnavailable
+from salesrl_trl.errors import ConfigError, ServiceError, ServiceRejected, ServiceTimeout, ServiceUnavailable, nearest
 from salesrl_trl.reward.service.http import HttpClient
 
 logger = logging.getLogger(__name__)
@@ -63,12 +62,10 @@ def check_models(
             f"the {service} at {base_url} gave no list of models: the first call will show whether it has {model!r}"
         ]
     if known and model not in known:
-        near = difflib.get_close_matches(model, known, n=1)
-        guess = f" Did you mean {near[0]!r}?" if near else ""
         more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
         raise ConfigError(
             f"`{setting.removesuffix('base_url')}model` is {model!r}, which the {service} at {base_url} does not list."
-            f"{guess} It lists {', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
+            f"{nearest(model, known)} It lists {', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
         )
     if f'"{STAND_IN_OWNER}"'.encode() not in (body or b""):
         return []

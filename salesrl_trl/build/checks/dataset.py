@@ -5,6 +5,7 @@ The plans (`build`), `preflight.runner` and commands call it. `data` loads the r
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -45,7 +46,7 @@ def held_out_records(data: DataConfig, reward: RewardConfig, own: Callable[[], S
     return [
         part_of(own()[number], source.form(), Part.HELD_OUT)
         if source.held_out_share
-        else load_records(*source.eval_source, source.eval_form(not reward.has_chain))
+        else replace(load_records(*source.eval_source, source.eval_form(not reward.has_chain)), row_name="held-out")
         for number, source in enumerate(data.sources)
     ]
 

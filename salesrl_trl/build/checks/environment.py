@@ -5,7 +5,6 @@ Other libraries would refuse these too, but minutes later, after the model is lo
 
 import ast
 import contextlib
-import difflib
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 from transformers.integrations import get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 
 from salesrl_trl.build import software
 from salesrl_trl.build.checks.folders import check_output_dir, free_gib
@@ -29,6 +29,7 @@ from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.engine import Start, engine_start
+from salesrl_trl.errors import nearest
 from salesrl_trl.ground.process import installed
 from salesrl_trl.telemetry.device import GIB
 
@@ -47,14 +48,16 @@ STALE_S = 120.0  # age of a lock of a DeepSpeed build that was left behind; a yo
 def check_environment(plan: Plan, findings: Findings) -> None:
     """Look for what the run needs. In depth the driver is asked and the disk measured, which takes seconds."""
     training, in_depth = plan.config.training, plan.in_depth
-    _versions(training, findings)
-    _single_settings(plan.config, findings)
-    _devices(training, in_depth, findings)
-    _disk(training.output_dir, in_depth, findings)
-    _shared_memory(training, findings)
-    _group_port(training, findings)
-    _compilers(training, findings)
-    _locks(training, in_depth, findings)
+    findings.refused.each(
+        lambda: _versions(training, findings),
+        lambda: _single_settings(plan.config, findings),
+        lambda: _devices(training, in_depth, findings),
+        lambda: _disk(training.output_dir, in_depth, findings),
+        lambda: _shared_memory(training, findings),
+        lambda: _group_port(training, findings),
+        lambda: _compilers(training, findings),
+        lambda: _locks(training, in_depth, findings),
+    )
 
 
 def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
@@ -81,18 +84,17 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
             )
     arguments, known = training.parsed_engine_kwargs(), engine_arguments()
     for name in sorted(arguments.keys() - known if known else ()):
-        near = "".join(f" Did you mean {close}?" for close in difflib.get_close_matches(name, known, n=1))
         findings.fail(
-            f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine.{near}",
+            f"`vllm_engine_kwargs` has {name!r}, which is no argument of the installed vLLM's engine."
+            f"{nearest(name, known)}",
             "Expected arguments of `vllm.LLM`: see its documentation, or leave this one out.",
         )
     config, backends = arguments.get("attention_config"), attention_backends()
     for backend in (arguments.get("attention_backend"), config.get("backend") if isinstance(config, dict) else None):
         if isinstance(backend, str) and backends and backend.upper() not in (*backends, "AUTO"):
-            close = difflib.get_close_matches(backend.upper(), backends, n=1)
             findings.fail(
                 f"`vllm_engine_kwargs` has the attention backend {backend!r}, which the installed vLLM does not have."
-                f"{f' Did you mean {close[0]}?' if close else ''} Expected one of: {', '.join(backends)}.",
+                f"{nearest(backend.upper(), backends)} Expected one of: {', '.join(backends)}.",
                 "Leave it out, and vLLM chooses one.",
             )
     variables = {name for name in os.environ if name.startswith("VLLM_")}
@@ -108,9 +110,10 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
 
 def _single_settings(config: RunConfig, findings: Findings) -> None:
     """Check for packages that single settings want. Other libraries look for them after the model is loaded."""
-    training, model = config.training, config.model
+    training, model, optim = config.training, config.model, OptimizerNames(config.training.optim).value
     available = {*get_available_reporting_integrations(), "none", "all"}
-    if missing := [name for name in training.report_to if name not in available]:
+    named = [training.report_to] if isinstance(training.report_to, str) else training.report_to or []  # not settled
+    if missing := [name for name in named if name not in available]:
         findings.fail(
             f"`report_to` names {', '.join(missing)}, which is not installed. Expected some of: "
             f"{', '.join(sorted(available))}.",
@@ -121,13 +124,10 @@ def _single_settings(config: RunConfig, findings: Findings) -> None:
         "load_in_8bit": model.load_in_8bit and "bitsandbytes",
         "use_liger_kernel": training.use_liger_kernel and "liger_kernel",
         "use_peft": model.use_peft and "peft",
+        f"optim: {optim}": next((package for package, names in OPTIMIZERS.items() if re.search(names, optim)), None),
     }
-    wanted = {name: package for name, package in settings.items() if package}
-    for package, optimizers in OPTIMIZERS.items():
-        if re.search(optimizers, training.optim.value):
-            wanted[f"optim: {training.optim.value}"] = package
-    for setting, package in wanted.items():
-        if importlib.util.find_spec(package) is None:
+    for setting, package in settings.items():
+        if package and importlib.util.find_spec(package) is None:
             findings.fail(
                 f"`{setting}` wants {package}, which is not installed.",
                 f"Install it (pip install {package.replace('_', '-')}), or leave the setting out.",

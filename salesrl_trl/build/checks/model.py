@@ -1,7 +1,6 @@
 """Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights."""
 
 import contextlib
-import difflib
 import json
 import re
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 from trl import ModelConfig, get_peft_config
 
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.errors import ConfigError, ModelNotFoundError, nearest
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -217,10 +216,9 @@ def choose_attention(
     if asked not in ("auto", *FLASH):
         names = ["auto", "eager", *FLASH, *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
         if asked not in names and "/" not in asked:
-            near = difflib.get_close_matches(asked, names, 1)
             raise ConfigError(
                 f"`attn_implementation` is {asked!r}. Expected one of: {', '.join(sorted({*names}))}; or a kernel of "
-                f"the hub, as ORGANISATION/NAME.{f' Did you mean {near[0]}?' if near else ''}"
+                f"the hub, as ORGANISATION/NAME.{nearest(asked, names)}"
             )
         return asked, None
     kind, reason = model_class(model)._model_mapping.get(type(model), None), ""

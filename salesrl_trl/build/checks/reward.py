@@ -14,7 +14,7 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.config.checks import build_object, load_object
 from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
-from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.errors import ConfigError, Refusals, ServiceError
 from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.judge.judge_client import load_rubrics, packaged_rubrics
@@ -62,29 +62,51 @@ def read_reward(
     rubrics: Mapping[str, str] | None = None,
 ) -> RewardParts:
     """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
-    own = [path for path in config.reward_funcs if path not in (SALES, JUDGE)]
-    functions = {path: reward_of(load_object(path, "reward_funcs")) for path in own}
-    if hybrid_baseline and functions:
-        raise ConfigError(
-            "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0."
-        )
+    refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
+    rag = judge = None
+    with refused:
+        functions = own_functions(config)
+    refused.check(
+        lambda: not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
+        "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0.",
+    )
     weights = config.parsed_branch_weights()
-    if unknown := sorted(weights.keys() - set(branches)):
-        raise ConfigError(
-            f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
-            "`branches`."
-        )
-    stages = [build_object(path, "reward_stages", RewardStage) for path in config.reward_stages]
-    rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
-    if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
-        raise ConfigError(
-            f"`rag` is {config.rag!r}, whose `transports` are {list(named)}. Expected a `Transport` for each of "
-            f"{', '.join(ENDPOINTS)}, by name and in this order."
-        )
-    judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
-    needs_rubrics = judge is None and config.uses_services
+    unknown = sorted(weights.keys() - set(branches))
+    refused.check(
+        lambda: not unknown,
+        f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
+        "`branches`.",
+    )
+    for path in config.reward_stages:
+        with refused:
+            stages.append(build_object(path, "reward_stages", RewardStage))
+    with refused:
+        rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
+        if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
+            raise ConfigError(
+                f"`rag` is {config.rag!r}, whose `transports` are {list(named)}. Expected a `Transport` for each of "
+                f"{', '.join(ENDPOINTS)}, by name and in this order."
+            )
+    with refused:
+        judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
+    weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})
+    with refused:
+        if config.judge is None and config.uses_services and not rubrics:
+            names = _rubric_names(weighed, branches)
+            rubrics = load_rubrics(names, config.rubric_dir, direct=config.judges_answers)
+    rag_key, keys = None, dict[str, str | None]()
+    with refused:
+        rag_key = rag_key_of(config)
+    with refused:
+        variables = {JUDGE: (config.judge_api_key_env, "judge_api_key_env")}
+        if providers := config.parsed_judge_providers():
+            variables = {one.name: (one.api_key_env, f"judge_providers[{one.name}].api_key_env") for one in providers}
+        for name, (variable, setting) in variables.items():
+            with refused:
+                keys[name] = None if config.asks_nobody else read_key(variable, setting)
+    refused.tell()
     scoring = Scoring(
-        weights={**{branch: {"judge": 1.0} for branch in branches}, **weights},
+        weights=weighed,
         missing=config.missing_component,
         invalid_action=config.invalid_action_reward,
         stage_components=tuple(component for stage in stages for component in stage.components),
@@ -95,26 +117,33 @@ def read_reward(
             f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}, so "
             "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
         )
-    asks, providers = not config.asks_nobody, config.parsed_judge_providers()
-    keys = {
-        provider.name: (provider.api_key_env, f"judge_providers[{provider.name}].api_key_env")
-        for provider in providers
-    } or {JUDGE: (config.judge_api_key_env, "judge_api_key_env")}
-    rubrics = dict(rubrics or {})
-    if needs_rubrics and not rubrics:
-        named, direct = _rubric_names(scoring.weights, branches), config.judges_answers
-        rubrics = load_rubrics(named, config.rubric_dir, direct=direct)
     return RewardParts(
         scoring=scoring,
         rubrics=rubrics,
-        rag_key=read_key(config.rag_api_key_env, "rag_api_key_env") if asks else None,
-        judge_keys={name: read_key(*key) if asks else None for name, key in keys.items()},
+        rag_key=rag_key,
+        judge_keys=keys,
         rag=rag,
         judge=judge,
         stages=tuple(stages),
         functions=functions,
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
     )
+
+
+def own_functions(config: RewardConfig) -> dict[str, Scorer]:
+    """The functions of `reward_funcs` by path. Raises `ConfigError` for those that are not there."""
+    functions, refused = dict[str, Scorer](), Refusals()
+    for path in config.reward_funcs:
+        with refused:
+            if path != SALES:
+                functions[path] = reward_of(load_object(path, "reward_funcs"))
+    refused.tell()
+    return functions
+
+
+def rag_key_of(config: RewardConfig) -> str | None:
+    """The RAG service's key. Raises as `read_key` does."""
+    return None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env")
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:

@@ -16,7 +16,6 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from salesrl_trl.errors import ServiceUnavailable
@@ -53,9 +52,7 @@ class EmbeddedServices:
     def __enter__(self) -> ServiceAddresses:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def launch(self) -> None:

@@ -11,16 +11,15 @@
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
+
+from filelock import FileLock
 
 from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import write_whole
@@ -133,16 +132,7 @@ def open_account(path: Path) -> Iterator[Account]:
     """The account, for one process at a time. What the block changes is written at its end, whole or not at all.
     Raises `OSError` or `ConfigError` where the file can't be used."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + LOCK_TIMEOUT_S
-    with open(path.with_suffix(".lock"), "a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(LOCK_RETRY_S)
+    with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, poll_interval=LOCK_RETRY_S):
         account = read_account(path)
         yield account
         write_whole(path, json.dumps(asdict(account), indent=1))
@@ -184,7 +174,14 @@ FREE = Price()
 
 class Budget:
     """What this process holds of the run's account in `path`, and what it has spent since it last wrote there. All
-    methods belong to one event loop."""
+    methods belong to one event loop. `processes` is the number of ranks, which share the account. A script of your own
+    makes one, with `names.SPENT_FILE` of its output folder, and a quota of it for the `Transport` of a function:
+
+        budget = Budget(Path("out/budget.json"), [Limit(name="max_calls", kind="calls", most=10_000)])
+        transport = Transport("my_judge", ..., quota=budget.quota("my_judge", Price(prompt_token=2.5e-7)))
+
+    For US dollars the function states the tokens of a request: `with transport.bill() as bill: bill.count(900, 60)`.
+    """
 
     def __init__(self, path: Path, limits: Sequence[Limit] = (), processes: int = 1) -> None:
         self.path = path
@@ -283,7 +280,7 @@ class ServiceQuota:
     def __init__(
         self, budget: Budget, service: str, limits: Sequence[Limit], price: Price, rate: TokenRate | None
     ) -> None:
-        self._budget = budget
+        self.budget = budget
         self._service = service
         self._limits = limits
         self._price = price
@@ -296,10 +293,10 @@ class ServiceQuota:
 
     @property
     def is_spent(self) -> bool:
-        return self._budget.refused(self._limits) is not None
+        return self.budget.refused(self._limits) is not None
 
     def refuse_if_spent(self) -> None:
-        if (limit := self._budget.refused(self._limits)) is not None:
+        if (limit := self.budget.refused(self._limits)) is not None:
             raise BudgetSpent(f"{self._service} was not asked: the limit {limit.name} is reached")
 
     async def admit(self) -> None:
@@ -351,9 +348,9 @@ class ServiceQuota:
 
     def _begin(self) -> None:
         request = self._request()
-        self._budget.take(self._limits, request)
+        self.budget.take(self._limits, request)
         self.refuse_if_spent()
-        self._budget.record(self._service, self._limits, Spent(calls=1, usd=request.usd))
+        self.budget.record(self._service, self._limits, Spent(calls=1, usd=request.usd))
         if self._rate is not None:
             self._rate.take(request.tokens)
         if self._rate is not None or not self._price.is_free:
@@ -365,7 +362,7 @@ class ServiceQuota:
         if self._rate is not None:
             self._rate.take(spent.tokens - expected.tokens)
         spent.usd -= expected.usd
-        self._budget.record(self._service, self._limits, spent)
+        self.budget.record(self._service, self._limits, spent)
 
 
 class Bill:
@@ -386,9 +383,7 @@ class Bill:
     def __enter__(self) -> "Bill":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._quota is None:
             return
         is_free = isinstance(error, ServiceUnavailable) or (isinstance(error, ServiceError) and bool(error.status))

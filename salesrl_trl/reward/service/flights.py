@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
+from salesrl_trl.recording.completion_record import BEATEN
 from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.budget import ServiceQuota
 from salesrl_trl.reward.service.event_loop import now
@@ -261,8 +262,9 @@ class _Flight(Generic[T]):
         task.add_done_callback(partial(self._on_done, number))
 
     def cancel(self) -> None:
+        is_answered = self.result.done() and not self.result.cancelled() and self.result.exception() is None
         for task in self._tasks:
-            task.cancel()
+            task.cancel(BEATEN if is_answered else None)
         if self.result.done() and not self.result.cancelled():
             self.result.exception()  # marked as retrieved: the caller may have been cancelled at the same moment
 

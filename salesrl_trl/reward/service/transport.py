@@ -6,6 +6,7 @@ to do in that second.
 """
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -24,12 +25,14 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
+from salesrl_trl.recording.completion_record import CallNote, note_wait
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
-from salesrl_trl.reward.service.budget import Bill, ServiceQuota
+from salesrl_trl.reward.service.budget import Bill, Budget, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
 from salesrl_trl.reward.service.flights import AdaptiveLimit, Flights, HedgePolicy
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 RETRY_WAIT_INITIAL_S = 0.2
 RETRY_WAIT_MAX_S = 5.0
@@ -41,6 +44,8 @@ OVERLOAD_WAIT_S = 1.0
 LEAST_WAIT_S = 1e-6  # a shorter wait is lost in the rounding of a clock, and the call would look again without end
 MAX_OVERLOADS = 64
 """A call gives up when it is turned away this often. Usually the deadline ends it before."""
+RETRY_LINES_S = 10.0
+"""One retry of a service is logged in so many seconds. The others are counted, and a second line says how many."""
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
 """Names of the counts:
 - `calls` asked for;
@@ -92,6 +97,7 @@ class Transport:
         breaker: Breaker | None = None,
     ) -> None:
         self.service = service
+        self.notes = True  # whether the record of a completion gets each attempt
         self._quota = quota
         self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts
@@ -102,6 +108,7 @@ class Transport:
         self._traffic: Counter[str] = Counter()
         self._flights = self._new_flights()
         self._changed: PerLoop[asyncio.Event] = PerLoop(asyncio.Event)  # wakes the calls that wait for the breaker
+        self._retry_lines: PerLoop[_RetryLines] = PerLoop(partial(_RetryLines, service, max_attempts))
 
     def _new_flights(self) -> PerLoop[Flights]:
         return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._quota))
@@ -138,13 +145,20 @@ class Transport:
         self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
         if self._quota is not None:
             self._quota.refuse_if_spent()
+        attempt, began = partial(_noted, self.service, attempt) if self.notes else attempt, now()
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
                     waiting.reschedule(None)  # from here on, attempts and waits observe the deadline themselves
+                    note_wait(now() - began)
                     return await self._with_retries(attempt, patient, patience_s)
             except TimeoutError:
                 raise self._deadline_exceeded() from None
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget that its requests are held against."""
+        return None if self._quota is None else self._quota.budget
 
     @property
     def is_spent(self) -> bool:
@@ -167,7 +181,9 @@ class Transport:
         except ServiceError as error:
             failed: ServiceError | None = error
         retries = stamina.retry_context(
-            on=_Retries(self._max_attempts, patient, patience_s, self._breaker).backoff,
+            on=_Retries(
+                self._max_attempts, patient, patience_s, self._breaker, self._retry_lines.get().record
+            ).backoff,
             attempts=None,
             timeout=None,
         )
@@ -301,6 +317,11 @@ class Transport:
         changed.clear()
 
 
+async def _noted(service: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    with CallNote(service):
+        return await attempt()
+
+
 class _HeldBack(ServiceUnavailable):
     """The breaker is open and the call does not wait."""
 
@@ -311,10 +332,44 @@ def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:
     return breaker.is_open and breaker.down_for_s(now()) >= patience_s
 
 
-class _Retries:
-    """Decides for one call whether to try again, and after how many seconds."""
+class _RetryLines:
+    """Logs the retries of a service on one event loop: a line in `RETRY_LINES_S`, and how many it stands for."""
 
-    def __init__(self, max_attempts: int, patient: bool, patience_s: float, breaker: Breaker) -> None:
+    def __init__(self, service: str, max_attempts: int) -> None:
+        self._service = service
+        self._max_attempts = max_attempts
+        self._held_back = 0
+        self._is_open = False
+
+    def record(self, error: ServiceError, failures: int, wait_s: float) -> None:
+        """A call is tried again after `wait_s` seconds, and `failures` of its attempts have failed."""
+        if self._is_open:
+            self._held_back += 1
+            return
+        self._is_open = True
+        asyncio.get_running_loop().call_later(RETRY_LINES_S, self._end)
+        attempt = f"attempt {failures + 1} of {self._max_attempts}"
+        turned_away = ", because it asks for later calls" if isinstance(error, ServiceOverloaded) else ""
+        logger.info(f"[Retry] {self._service}: {attempt} in {wait_s:.1f} s after {error.code}{turned_away}")
+
+    def _end(self) -> None:
+        held_back, self._held_back, self._is_open = self._held_back, 0, False
+        if held_back:
+            logger.info(f"[Retry] {self._service}: {held_back:,} more within {RETRY_LINES_S:g} s, without a line each")
+
+
+class _Retries:
+    """Decides for one call whether to try again, and after how many seconds. `record` is told of each retry."""
+
+    def __init__(
+        self,
+        max_attempts: int,
+        patient: bool,
+        patience_s: float,
+        breaker: Breaker,
+        record: Callable[[ServiceError, int, float], None],
+    ) -> None:
+        self._record = record
         self._max_attempts = max_attempts
         self._patient = patient
         self._max_overloads = MAX_OVERLOADS if patient else 1
@@ -355,4 +410,7 @@ class _Retries:
     def _unless_too_late(self, error: ServiceError, wait_s: float, goes_on: bool) -> bool | float:
         wait_s += random.uniform(0, RETRY_JITTER_S)
         error.out_of_time = goes_on and wait_s >= remaining_s()
-        return wait_s if goes_on and not error.out_of_time else False
+        if not goes_on or error.out_of_time:
+            return False
+        self._record(error, self._failures, wait_s)
+        return wait_s

@@ -1,6 +1,6 @@
 // One completion with its whole way.
 import { h, Fragment } from "./vendor/preact.mjs";
-import { mean, named, number, seconds, signed, t, tongue, when } from "./words.js";
+import { mean, named, number, seconds, signed, t, tongue, when, whole } from "./words.js";
 import { address, ask, DATA, draw, page, post, views } from "./core.js";
 import { Flag, FLAGS, isJudged, manyBranches, Note, Outcome, runName, Said, Section, SIGNS, Table, Title } from "./parts.js";
 
@@ -104,12 +104,17 @@ function attemptsOf(calls) {
   const before = new Map();
   return calls.map((call) => {
     const key = [call.service, call.path, call.request].join("\n"),
-      earlier = before.get(key) ?? [];
+      known = before.get(key) ?? [],
+      earlier = call.request || known.at(-1)?.failure ? known : []; // without a request, an answer ends the attempts
     before.set(key, [...earlier, call]);
     const beside = earlier.some((each) => each.time + each.seconds > call.time);
     return { call, number: earlier.length + 1, kind: beside ? "hedge" : earlier.length ? "retry" : "attempt" };
   });
 }
+
+// The size of what was sent and of what came, of calls whose client notes them.
+const sizeOf = (text) => whole(new TextEncoder().encode(text ?? "").length);
+const bytesOf = ({ request, answer }) => (request || answer ? ` · ${t("bytes", sizeOf(request), sizeOf(answer))}` : "");
 
 // Each request as a bar over the time of all; a line opens to what was sent and what came.
 function Timeline({ calls, queue }) {
@@ -142,9 +147,11 @@ function Timeline({ calls, queue }) {
           h("span", { class: "n" }, seconds(waited)),
         ),
       attemptsOf(calls).map(({ call, number: at, kind }) => {
-        const failed = call.failure === "cancelled" ? "cancelled" : call.failure ? "failed" : "answered";
+        const dropped = ["cancelled", "given_up"].includes(call.failure);
+        const failed = dropped ? "cancelled" : call.failure ? "failed" : "answered";
+        const path = ["group", "batch"].includes(call.path) ? t(`for_${call.path}`) : call.path;
         const body = (name) =>
-          call[name] !== null && h(Fragment, null, h("h4", null, t(name)), h("pre", { tabIndex: 0 }, pretty(call[name])));
+          call[name] && h(Fragment, null, h("h4", null, t(name)), h("pre", { tabIndex: 0 }, pretty(call[name])));
         return h(
           "li",
           { key: `${call.time}${call.service}${at}` },
@@ -154,17 +161,17 @@ function Timeline({ calls, queue }) {
             h(
               "summary",
               { class: "bar_line" },
-              h("span", null, call.service, " ", h("small", null, kind === "attempt" && many.get(call.service) < 2 ? call.path : t(kind, at))),
+              h("span", null, call.service, " ", h("small", null, kind === "attempt" && many.get(call.service) < 2 ? path : t(kind, at))),
               h(Bar, { from: call.time, to: call.time + call.seconds, kind: `${failed} ${kind}` }),
               h(
                 "span",
                 { class: "n" },
                 seconds(call.seconds),
                 " ",
-                h("small", { class: failed === "failed" ? "bad" : failed === "answered" ? "good" : "" }, failed === "cancelled" ? t("cancelled") : call.failure || t("answered")),
+                h("small", { class: failed === "failed" ? "bad" : failed === "answered" ? "good" : "" }, dropped ? t(call.failure) : call.failure || t("answered")),
               ),
             ),
-            h(Note, null, `${call.service} ${call.path} · ${when(call.time)}`),
+            h(Note, null, `${call.service} ${path} · ${when(call.time)}${bytesOf(call)}`),
             body("request"),
             body("answer"),
           ),
@@ -198,7 +205,7 @@ function Stages({ stages }) {
           ["", "wide"],
         ],
         rows: entries.map(([name, value]) => [
-          name,
+          name === "queue" ? t("waited") : name,
           number(value),
           h(
             "svg",
@@ -213,26 +220,36 @@ function Stages({ stages }) {
 
 // Everything that was said of it, a line for each: what judges said, functions and parts of the reward.
 function Scores({ data }) {
-  const verdicts = data.verdicts.map((each) => [each.rubric, t("verdict"), each.candidate, each.reference, each.reason, each.provider]);
-  const numbers = (object, kind) =>
-    Object.entries(object ?? {}).map(([name, value]) => [name, t(kind), value, null, "", ""]);
-  const all = [...verdicts, ...numbers(data.functions, "function"), ...numbers(data.parts, "part")];
+  const functions = data.functions ?? {},
+    said = new Map(data.verdicts.map((each) => [each.rubric, each]));
+  const kindOf = ({ rubric, provider }) => t(provider || rubric === "judge" || rubric.startsWith("judge_") ? "verdict" : "logged");
+  const verdicts = data.verdicts
+    .filter((each) => !(each.rubric in functions))
+    .map((each) => [each.rubric, kindOf(each), each.candidate, null, each.reference, each.reason, each.provider]);
+  const ofFunctions = Object.entries(functions).map(([name, value]) => [
+    name, t("function"), value, data.weights?.[name] ?? null, null, said.get(name)?.reason ?? "", "",
+  ]);
+  const parts = Object.entries(data.parts ?? {}).map(([name, value]) => [name, t("part"), value, null, null, "", ""]);
+  const all = [...ofFunctions, ...verdicts, ...parts];
+  const weighed = ofFunctions.some((each) => each[3] !== null);
+  const provided = data.verdicts.some((each) => each.provider);
   const referred = data.verdicts.some((each) => each.reference !== null),
-    worded = data.verdicts.some((each) => each.reason || each.provider);
+    worded = data.verdicts.some((each) => each.reason);
   if (!all.length) return isJudged() ? h(Note, null, t("no_verdict")) : null;
   const columns = [
     [t("score_of"), ""],
     ["", "muted"],
     [t(referred ? "candidate_score" : "number"), "n"],
+    weighed && [t("weight"), "n"],
     referred && [t("reference_score"), "n"],
     worded && [t("words"), "wide"],
-    worded && [t("provider"), ""],
+    provided && [t("provider"), ""],
   ];
   return h(Table, {
     caption: t("scores"),
     columns: columns.filter(Boolean),
-    rows: all.map(([name, kind, value, reference, words, by]) =>
-      [name, kind, typeof value === "string" ? value : number(value), number(reference), h("span", { lang: tongue(words) }, words), by].filter(
+    rows: all.map(([name, kind, value, weight, reference, words, by]) =>
+      [name, kind, typeof value === "string" ? value : number(value), weight === null ? "" : `× ${weight}`, number(reference), h("span", { lang: tongue(words) }, words), by].filter(
         (_, at) => columns[at],
       ),
     ),

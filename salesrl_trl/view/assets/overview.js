@@ -24,6 +24,10 @@ export const branchesOf = (steps) => [...new Set(steps.map((each) => each.branch
 export const lineOf = (steps, branch, value) =>
   steps.filter((each) => each.branch === branch).map((each) => [each.step, value(each)]);
 
+// A branch's name is of no use where there is no other.
+const branchName = (name) => (manyBranches() ? name : t("list"));
+const countsOf = ({ counts }) => Object.fromEntries(Object.entries(counts).map(([name, bins]) => [branchName(name), bins]));
+
 // The rewards of one step, and what chooses the step.
 function Histogram({ found, numbers }) {
   const at = numbers.indexOf(found.step);
@@ -31,7 +35,7 @@ function Histogram({ found, numbers }) {
     "div",
     null,
     found.edges.length > 0
-      ? h(Bars, { title: t("rewards_of", found.step), edges: found.edges, counts: found.counts, columns: 2 })
+      ? h(Bars, { title: t("rewards_of", found.step), edges: found.edges, counts: countsOf(found), columns: 2 })
       : h(Note, null, t("no_rewards", found.step)),
     numbers.length > 1 &&
       h(
@@ -56,7 +60,7 @@ function Overview({ steps, found }, params) {
     mode = modeOf(params),
     branches = branchesOf(steps);
   const series = (value) =>
-    branches.map((name, at) => ({ name, color: at, dash: at, points: lineOf(steps, name, value) }));
+    branches.map((name, at) => ({ name: branchName(name), color: at, dash: at, points: lineOf(steps, name, value) }));
   const outcomes = [...new Set(steps.flatMap((each) => Object.keys(each.outcomes)))].sort();
   const numbers = [...new Set(steps.map((each) => each.step))];
   const first = params.all ? -Infinity : (numbers.at(-Math.min(LATEST, numbers.length)) ?? 0);

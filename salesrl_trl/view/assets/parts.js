@@ -124,7 +124,7 @@ export const facetOptions = (name) =>
 export const modeOptions = () => ["train", "eval"].map((code) => [code, t(code)]);
 
 export const Outcome = ({ outcome, reason }) =>
-  h("span", { class: `outcome ${outcome}` }, outcomeName(outcome), reason && h("span", { class: "reason" }, ` ${reason}`));
+  h("span", { class: `outcome ${outcome}` }, outcomeName(outcome), reason && " ", reason && h("span", { class: "reason" }, reason.split(/(?<=_)/).map((part) => [part, h("wbr")])));
 
 export const FLAGS = ["good", "bad", "check"];
 export const SIGNS = { good: "▲", bad: "▼", check: "●" };

@@ -1,6 +1,6 @@
 // The report of a run, as `python -m salesrl_trl.report` writes it, in the look of this page.
 import { h, Fragment } from "./vendor/preact.mjs";
-import { t } from "./words.js";
+import { spoken, t } from "./words.js";
 import { ask, views } from "./core.js";
 import { Note, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
 
@@ -59,7 +59,7 @@ function Drawn({ part, frame }) {
       ),
       part.notes.map(([x, words]) => text(x, 23, words, "middle")),
       text(frame.left, 11, part.y_label),
-      text((frame.left + frame.right) / 2, frame.height - 4, "optimizer step", "middle"),
+      text((frame.left + frame.right) / 2, frame.height - 4, t("optimizer_step"), "middle"),
     ),
   );
 }
@@ -95,8 +95,8 @@ function Report({ sections, frame, error }, params) {
     error && h(Note, null, t("no_report"), " ", error),
     h(
       "div",
-      { class: "report", lang: "en" },
-      sections.map(({ title, parts }) =>
+      { class: "report" },
+      (sections[spoken()] ?? []).map(({ title, parts }) =>
         h(Section, { title }, parts.map((part) => h(PARTS[part.kind], { part, frame, title }))),
       ),
     ),
@@ -108,7 +108,7 @@ views.report = {
     try {
       return await ask("report", { run: params.run ?? 0 });
     } catch (error) {
-      return { sections: [], error: error.message };
+      return { sections: {}, error: error.message };
     }
   },
   View: Report,

@@ -321,7 +321,7 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"judge_providers": [{"name": "a"}]}, r"`judge_providers\[a\]` lacks base_url, model. Expected"),
         (
             {"judge_providers": [{**PROVIDER, "api_key": "sk-1"}]},
-            r"\[openai\]` has an unknown 'api_key'. Did you mean api_key_e",
+            r"\[openai\]` has an unknown 'api_key'. Did you mean 'api_key_",
         ),
         (
             {"judge_providers": [{**PROVIDER, "temperature": True}]},
@@ -332,7 +332,7 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
             {"judge_providers": [PROVIDER], "judge_model": "judge-32b"},
             "beside `judge_providers`, which do not",
         ),
-        ({"replay": {"run": "demo", "on_mis": "live"}}, "`replay` has an unknown 'on_mis'. Did you mean on_miss"),
+        ({"replay": {"run": "demo", "on_mis": "live"}}, "`replay` has an unknown 'on_mis'. Did you mean 'on_miss"),
         ({"replay": {"run": "demo", "delays": 1}}, r"`replay\.delays` is 1. Expected true or false"),
         ({"branch_reward_weights": {"tone": {"judge": True}}}, r"`branch_reward_weights\.tone\.judge` is True"),
         ({"judge_providers": [PROVIDER, PROVIDER]}, "each name once"),

@@ -55,10 +55,13 @@ def test_the_defaults_work():
         ({"branch_kl": {"tone": {"beta": 0.1}}}, "names tone. Expected some of: fairness, hallucination"),
         ({"branch_kl": {"fairness": 0.1}}, r"`branch_kl\.fairness` is a float. Expected a mapping"),
         ({"branch_kl": {"fairness": {"low": 0.1, "high": 0.2}}}, r"`branch_kl\.fairness` lacks beta"),
-        ({"branch_kl": {"fairness": {"beta": 0.1, "hig": 0.2}}}, r"an unknown 'hig'. Did you mean high\?"),
+        ({"branch_kl": {"fairness": {"beta": 0.1, "hig": 0.2}}}, r"an unknown 'hig'. Did you mean 'high'\?"),
         ({"branch_kl": {"fairness": {"beta": "1e-3"}}}, r"`branch_kl\.fairness\.beta` is '1e-3'.* write 1.0e-3"),
         ({"kl_law_settings": {"cooldown_steps": True}}, "cooldown_steps` is True. Expected a whole number"),
-        ({"kl_law_settings": {"max_steps": 3}}, "`kl_law_settings` has an unknown 'max_steps'. Did you mean max_step"),
+        (
+            {"kl_law_settings": {"max_steps": 3}},
+            "`kl_law_settings` has an unknown 'max_steps'. Did you mean 'max_s",
+        ),
         ({"shared_prompts": 1.5}, "'1.5'. Expected auto, off, or the most tokens of a pass: a whole number"),
         (
             {"branch_kl": {"fairness": {"beta": 0.1, "low": 0.2, "high": 0.1}}},

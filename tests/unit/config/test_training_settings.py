@@ -118,7 +118,11 @@ def test_auto_takes_the_fastest_attention_that_is_there_and_says_why_it_is_no_fa
 @pytest.mark.parametrize(
     ("asked", "in_16_bits", "message"),
     [
-        ("flash_attn_2", True, r"Expected one of: auto, eager, .*sdpa; or a kernel .* Did you mean flash_attention_2"),
+        (
+            "flash_attn_2",
+            True,
+            r"Expected one of: auto, eager, .*sdpa; or a kernel .* Did you mean 'flash_attention",
+        ),
         ("flash_attention_3", True, "flash_attention_3, but flash_attention_3 is not installed"),
         ("flash_attention_2", False, "this run in float32. Expected"),
     ],

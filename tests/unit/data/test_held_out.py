@@ -1,12 +1,16 @@
 """`held_out_share`: training and held-out rows of one file share no conversation."""
 
+import json
+
 import pytest
+from datasets import Dataset
 from support.published import bbq, qrecc, write
 
+from salesrl_trl.build.checks.dataset import held_out_records, own_records, training_records
 from salesrl_trl.config import DataConfig
 from salesrl_trl.data.form import Form, Part
 from salesrl_trl.data.formats import BBQ, QReCC
-from salesrl_trl.data.sources import load_rows
+from salesrl_trl.data.sources import check_rows, load_rows, with_ids
 from salesrl_trl.errors import ConfigError, DataError
 
 BRANCHES = ("fairness", "hallucination")
@@ -95,7 +99,10 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
             {"dataset": "a.jsonl:late"},
             "`dataset` is 'a.jsonl:late', and a local file is one split. Expected 'a.jsonl'",
         ),
-        ({"eval_dataset": {"path": "a.parquet:late"}}, "`eval_dataset` is 'a.parquet:late', and a local file is one"),
+        (
+            {"eval_dataset": {"path": "a.parquet:late"}},
+            "`eval_dataset.path` is 'a.parquet:late', and a local file is one",
+        ),
         ({"eval_dataset": {"split": "late"}}, "`eval_dataset`"),
     ],
 )
@@ -103,3 +110,24 @@ def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
         DataConfig(**settings)
     assert message in str(caught.value)
+
+
+def test_a_row_without_an_id_is_named_by_its_place_and_its_dataset(tmp_path):
+    """So that a held-out row is not taken for the training row of the same place."""
+    for name in ("train", "other"):
+        lines = [{"prompt": f"{name} 0"}, {"prompt": f"{name} 1", "id": 0}]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    data = DataConfig(dataset=str(tmp_path / "train.jsonl"), eval_dataset=str(tmp_path / "other.jsonl"))
+    own = own_records(data)
+    held_out = check_rows(held_out_records(data, lambda: own), ())
+    assert [row.row_id for row in check_rows(training_records(data, own), ())] == ["row-0", "0"]
+    assert [row.row_id for row in held_out] == ["held-out-0", "0"]
+
+
+def test_datasets_of_anybody_get_ids_where_they_have_none():
+    rows = Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    named = rows.add_column("id", ["x", "y"])
+    stream = rows.to_iterable_dataset()
+    assert with_ids(rows)["id"] == ["row-0", "row-1"]
+    assert with_ids({"easy": rows}, "held-out")["easy"]["id"] == ["held-out-easy-0", "held-out-easy-1"]
+    assert [with_ids(given) for given in (named, stream, None)] == [named, stream, None]

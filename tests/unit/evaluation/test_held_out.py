@@ -68,13 +68,22 @@ def test_another_training_has_evaluations_of_its_own_and_a_resumed_one_those_bef
     assert caplog.messages[-1] == "held-out mean reward changed by +0.250"  # since step 0
 
 
-def test_a_file_that_can_not_be_read_is_kept_aside(evaluate, caplog, tmp_path):
-    (tmp_path / "held_out.json").write_text('[{"step": 0, "rew')
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"step": 0, "rew', "JSONDecodeError"),
+        ('[{"step": Infinity}]', "OverflowError"),
+        ("[" * 100_000, "RecursionError"),
+    ],
+    ids=["cut off", "infinite", "deep"],
+)
+def test_a_file_that_can_not_be_read_is_kept_aside(evaluate, caplog, tmp_path, text, reason):
+    (tmp_path / "held_out.json").write_text(text)
     evaluate.begin(10)
-    assert "held_out.json can't be read (JSONDecodeError). It is kept as held_out-1.json" in caplog.text
+    assert f"held_out.json can't be read ({reason}). It is kept as held_out-1.json" in caplog.text
     evaluate(10, 0.5)
     assert steps(tmp_path) == [10]
-    assert (tmp_path / "held_out-1.json").read_text() == '[{"step": 0, "rew'
+    assert (tmp_path / "held_out-1.json").read_text() == text
 
 
 def test_examples_show_what_the_policy_wrote_first_and_last(evaluate, caplog):

@@ -314,7 +314,7 @@ def test_a_service_that_fails_would_skip_the_steps(services, capsys, monkeypatch
     ("arguments", "message"),
     [
         (["--rag_base_url", "http://127.0.0.1:9"], "`rag_base_url`"),
-        (["--steps", "0"], "`steps` is 0. Expected a whole number from 1 on."),
+        (["--steps", "0"], "`steps` is 0. Expected a number, at least 1."),
         (["--steps", "x"], "--steps"),
         (["--num_generations", "0"], "`num_generations` is 0"),
         (["--variants", "clean,rude"], "names ['rude']. Expected some of: clean,duplicate"),

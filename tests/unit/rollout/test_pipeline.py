@@ -10,6 +10,7 @@ from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
 from salesrl_trl.rollout.rollout_scoring import batch_of
 from salesrl_trl.telemetry.timeline import Timeline
@@ -206,7 +207,7 @@ GROUP, EACH = 4, 6
 @pytest.mark.parametrize(("rank", "groups"), [(0, [0, 0, 0, 0, 1, 1]), (1, [1, 1, 2, 2, 2, 2])])
 def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
     monkeypatch.setattr(PartialState(), "process_index", rank)
-    rewards = SimpleNamespace(stages=[SimpleNamespace(completion_record=None)] * EACH, number=3)
+    rewards = SimpleNamespace(stages=[StageTimes("reward")] * EACH, number=3)
     result = SimpleNamespace(rewards=[Reward.scored(0.5)] * EACH, report=SimpleNamespace(calls=()))
     rollout = SimpleNamespace(
         inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,

@@ -97,6 +97,14 @@ def test_an_architecture_gives_trls_log_probs_entropies_and_gradient(kind):
     assert apart(again, theirs[0]) < TOLERANCE
 
 
+def test_a_policy_that_comes_first_inside_its_wrapper_shares_prompts():
+    """As DDP's without a reference, whose passes come before."""
+    model = small("qwen2", **SMALL)
+    prompts = shared(model)
+    prompts.log_probs(trls_own, torch.nn.DataParallel(model), *padded_batch(), WIDTH)
+    assert prompts.is_on and prompts.is_checked
+
+
 @pytest.mark.parametrize("kind", REFUSES)
 def test_an_architecture_that_cant_is_told_and_goes_trls_way(kind, caplog):
     fields, reason = REFUSES[kind]

@@ -30,6 +30,30 @@ def test_a_step_line_says_rewards_valid_actions_failures_and_seconds():
     )
 
 
+def test_the_only_branch_is_not_named():
+    assert step_line(3, 60, {"reward/all": 0.5}, ("all",), {}, 1.25).startswith("[Step 3/60] reward 0.50 | valid")
+
+
+def test_a_run_that_logs_seldom_says_every_ten_steps_that_it_goes_on(caplog, monkeypatch):
+    now = iter([0.0, 0.0, 20.0, 60.0, 61.0])  # built, begun, and three lines
+    monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
+    callback = StepLine(BRANCHES, None, dict)
+    state = TrainerState(max_steps=50, logging_steps=25, is_world_process_zero=True)
+    callback.on_train_begin(None, state, TrainerControl())
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        for state.global_step in range(1, 34):
+            is_due = state.global_step == 25
+            callback.on_step_end(None, state, TrainerControl(should_log=is_due))
+            if is_due:
+                callback.on_log(None, state, TrainerControl(), logs=LOGS)
+    more = "figures come every 25 steps (logging_steps)"
+    # 20 s for ten steps, and 40 s for the next ten; steps 26 to 33 are fewer than ten after a line
+    assert [record.message for record in caplog.records if "reward" not in record.message] == [
+        f"[Step 10/50] 2.0 s a step; {more}",
+        f"[Step 20/50] 4.0 s a step; {more}",
+    ]
+
+
 def test_the_judges_line_says_seconds_and_verdicts_by_provider():
     logs = {"time/judge_s": 3.21, "judge/openai/verdicts": 8.0, "judge/backup/verdicts": 0.5}
     assert judge_line(5, logs, ("openai",)) == "[Judge@step5] time=3.2s providers={'openai': 8}"
@@ -151,3 +175,14 @@ def test_a_line_is_shown_once(before, line):
     )
     done = subprocess.run([COLD_PYTHON, "-c", script], capture_output=True, text=True, check=True)
     assert re.fullmatch(line, done.stderr)
+
+
+def test_clients_lines_of_each_request_are_hidden_unless_the_program_has_set_their_level():
+    script = (
+        "import logging; from salesrl_trl.telemetry.logs import hide_lines; logging.basicConfig(level='INFO');"
+        "logging.getLogger('openai').setLevel('INFO'); hide_lines();"
+        "[logging.getLogger(name).info(name) for name in ('httpx', 'httpx2', 'openai', 'mine')];"
+        "[logging.getLogger(name).warning(name) for name in ('httpx', 'stamina')]"
+    )
+    done = subprocess.run([COLD_PYTHON, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["INFO:openai:openai", "INFO:mine:mine", "WARNING:httpx:httpx"]

@@ -1,5 +1,6 @@
 """The page and the text, as a reader and as a browser get them; the command line."""
 
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -9,6 +10,7 @@ from salesrl_trl.names import SPENT_FILE, Phase, Stage
 from salesrl_trl.reward.service.budget import USD, Limit, Spent, open_account
 from salesrl_trl.view.report_page import html_page, text_page
 from salesrl_trl.view.run_folder import read_run
+from salesrl_trl.view.wording import in_language
 
 VOID = {"meta"}
 
@@ -191,7 +193,7 @@ def test_one_step_and_one_branch_without_kl(run_folder):
     assert rows["Reward"] == "0.300 (one step)"
     assert rows["Wall time"].startswith("1 h 0 min")
     assert rows["Wall time"].endswith("2 starts, with the time between them")
-    assert rows["KL in band, a"] == "no KL was logged"
+    assert not rows.keys() & {"Reward, a", "KL in band, a", "KL in band"}  # it has one branch, and no KL
     assert rows["Failures"] == "none"
     assert "Every completion was scored: there were no failures." in page.text
     assert "Nothing stands out" in page.text
@@ -291,3 +293,23 @@ def test_the_command_writes_where_it_is_told(run_folder, tmp_path, capsys):
     assert capsys.readouterr().out == f"{text.read_text(encoding='utf-8')}\nPage: {html}\nText: {text}\n"
     assert len(Page(html.read_text(encoding="utf-8")).images) == 1
     assert list(run_folder.path.iterdir()) == []
+
+
+def test_the_page_in_chinese_has_no_english_sentence_left(two_branches, tmp_path):
+    """Names, units, codes and paths stay as they are."""
+    evals = (two_branches.path / "quick_eval.jsonl").read_text("utf-8")
+    (two_branches.path / "quick_eval.jsonl").write_text(evals + "{\n", "utf-8")
+    empty = type(two_branches)(tmp_path / "empty")
+    empty.path.mkdir()
+    empty.events({})
+    for folder in (two_branches, empty):
+        page, *_ = report(folder, "--lang", "zh")
+        assert ("html", {"lang": "zh"}) in page.tags
+        said = (page.text + " ".join(page.images)).replace(str(folder.path), "")
+        assert not re.findall(r"\b(?:the|of|was|is|no|and|steps?|mean|reward|over)\b", said)
+
+
+def test_chinese_is_looked_up_in_the_parts_of_a_text():
+    assert in_language("5,000 tokens/s, 3.43 samples/s", "zh") == "每秒 5,000 个词元，每秒 3.43 条样本"
+    assert in_language("Reward, my_branch", "zh") == "奖励，my_branch"
+    assert in_language("my own name", "zh") == "my own name"

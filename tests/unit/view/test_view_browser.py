@@ -6,6 +6,7 @@ Skipped where there is no Chromium (`apt install chromium`).
 import itertools
 import json
 import time
+from contextlib import closing
 
 import pytest
 from support.browser import browser, program
@@ -14,6 +15,7 @@ from support.viewing import served
 
 from salesrl_trl.view import __main__ as command
 from salesrl_trl.view import queries
+from salesrl_trl.view.record_index import Index
 
 pytestmark = pytest.mark.skipif(program() is None, reason="needs Chromium")
 SETTLED = "document.querySelector('main h1') && document.querySelector('main').getAttribute('aria-busy') === 'false'"
@@ -313,6 +315,58 @@ def test_calls_are_bars_that_tell_retries_from_hedges(tab, tmp_path):
     rank.file.close()
 
 
+def test_own_functions_stand_with_number_weight_words_and_calls(tab, tmp_path):
+    said = [
+        ("right", 0.5, None, "nearly", ""),
+        ("polite", None, None, "polite returned None", ""),
+        ("len", 7.0, None, "", ""),
+    ]
+    rank = Rank(tmp_path, 0, weights='{"right": 2.0, "polite": 1.0}')
+    rank.add(
+        functions='{"right": 0.5, "polite": null}', parts='{"right/style": 0.25}', verdicts=said,
+        calls=[("grader", "group", at, 1.0, code, None, None) for at, code in ((0, "grader_busy"), (3, "given_up"))],
+    )  # fmt: skip
+    with served(tmp_path) as viewer:
+        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
+        tab.wait("document.querySelectorAll('.calls li').length === 2")
+        rows = tab.value(
+            "[...document.querySelectorAll('section[aria-label=\"What was said of it\"] tr')].map(e => e.innerText)"
+        )
+        assert rows == [
+            "By\t\tNumber\tWeight\tWords", "right\tfunction\t0.500\t× 2\tnearly",
+            "polite\tfunction\t–\t× 1\tpolite returned None", "len\tlogged\t7.000\t\t", "right/style\tpart\t0.250\t\t",
+        ]  # fmt: skip
+        first, second = tab.value("[...document.querySelectorAll('.calls li')].map(e => e.innerText)")
+        assert "grader_busy" in first
+        assert "attempt 2: sent again" in second
+        assert "given up: its time was over" in second
+        tab.click(".calls summary")
+        assert "grader for its whole group" in tab.text(".calls")
+        tab.open("about:blank")
+    rank.file.close()
+
+
+def test_what_a_tool_was_asked_and_said_is_folded(tab, tmp_path):
+    rank = Rank(tmp_path, 0)
+    asked = {"function": {"name": "look_up", "arguments": {"course": "Python"}}}
+    prompt = [
+        {"role": "user", "content": "The price?"},
+        {"role": "assistant", "content": "", "tool_calls": [asked]},
+        {"role": "tool", "name": "look_up", "content": "5980"},
+    ]
+    text = 'Well.<think>cheap</think><tool_call>{"name": "book", "arguments": {}}</tool_call>Booked.'
+    rank.add(prompt=rank.text(json.dumps(prompt)), text=text)
+    with served(tmp_path) as viewer:
+        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
+        tab.wait("document.querySelectorAll('details.folded').length === 4")
+        heads = tab.value("[...document.querySelectorAll('details.folded summary')].map(e => e.innerText)")
+        assert heads == ["Call of a tool: look_up", "Answer of a tool", "Thought", "Call of a tool: book"]
+        assert not tab.value("[...document.querySelectorAll('details.folded')].some(e => e.open)")
+        assert tab.value("[...document.querySelectorAll('pre.text')].map(e => e.innerText)") == ["Well.", "Booked."]
+        tab.open("about:blank")
+    rank.file.close()
+
+
 @pytest.mark.parametrize("lang", ["en", "zh"])
 def test_a_task_without_judge_and_reference_has_no_words_for_them(tab, tmp_path, lang):
     rank = Rank(tmp_path / "run", 0)
@@ -324,7 +378,19 @@ def test_a_task_without_judge_and_reference_has_no_words_for_them(tab, tmp_path,
             tab.open(f"{viewer.url}#{address}{'' if '?' in address else '?'}lang={lang}")
             tab.wait(f"{SETTLED} && document.querySelectorAll('table').length")
             shown = tab.text("body").lower().replace("preferences", "")
-            for word in ("judge", "reference", "8b", "action", "verdict", "branch", "评审", "参考", "动作", "分支"):
+            for word in (
+                "default",
+                "judge",
+                "reference",
+                "8b",
+                "action",
+                "verdict",
+                "branch",
+                "评审",
+                "参考",
+                "动作",
+                "分支",
+            ):
                 assert word not in shown, (address, word)
         tab.open("about:blank")
     rank.file.close()
@@ -339,6 +405,9 @@ def test_the_report_is_a_tab(tab, tmp_path, two_branches):
         tab.wait("document.querySelector('.report h2')?.innerText === 'Main figures'")
         assert "KL in band, fairness" in tab.text()
         assert tab.value("document.querySelectorAll('.report figure svg[role=img]').length") > 3
+        tab.click("header button.language")
+        tab.wait("document.querySelector('.report h2')?.innerText === '主要数字'")
+        assert "奖励，fairness" in tab.text()
         assert tab.problems == []
         tab.open("about:blank")
     rank.file.close()
@@ -398,3 +467,23 @@ def test_a_page_alone_filters_opens_and_compares_without_a_server(tab, tmp_path)
     tab.wait("document.querySelector('[role=alert]')")
     assert "holds a sample" in tab.text("[role=alert]")
     assert tab.problems == []
+
+
+@pytest.mark.parametrize("kind", ["dataset", "preference"])
+def test_a_page_alone_exports_what_its_server_would(tab, tmp_path, kind):
+    rank = Rank(tmp_path, 0)
+    for place, reward in enumerate((0.25, None, 1.0)):
+        rank.add(text=f"text {place}", place=place, reward=reward, outcome="infra" if reward is None else "ok")
+    file = tmp_path / "page.html"
+    assert command.main([str(tmp_path), "--html", str(file)]) == 0
+    with closing(Index([tmp_path])) as index:
+        index.refresh()
+        wanted = [json.loads(line) for line in queries.export(index, {"kind": kind})]
+    tab.open(f"{file.as_uri()}#list?lang=en")
+    tab.wait(SETTLED)
+    tab.value("URL.createObjectURL = blob => { blob.text().then(text => { window.saved = text; }); return '#'; }, 1")
+    tab.click(f".exports a[download='{kind}.jsonl']")
+    tab.wait("window.saved")
+    assert [json.loads(line) for line in tab.value("window.saved").splitlines()] in (wanted, wanted[::-1])
+    tab.open("about:blank")
+    rank.file.close()

@@ -231,3 +231,19 @@ def test_the_data_of_a_page_alone_keeps_to_its_number_and_leads_with_the_three_l
     assert set(found["completions"]) == ids
     for order in ("disagreement", "advantage", "slowest"):
         assert {item["id"] for item in queries.listing(both, {"order": order})["items"][:10]} <= ids
+
+
+def test_while_a_record_is_read_its_facets_are_counted_when_it_has_doubled(small):
+    """A count at every state, which the page asks for all the time, made reading take twice as long."""
+    index, rank = small
+    counted = []
+    rank.add()
+    index.refresh()
+    index.reading, known = True, sum(queries.state(index)["facets"]["mode"].values())
+    index.db.set_trace_callback(lambda sql: counted.append(sql) if "GROUP BY 1 ORDER BY" in sql else None)
+    index.version += 1
+    assert sum(queries.state(index)["facets"]["mode"].values()) == known
+    assert not counted
+    index.reading = False
+    queries.state(index)
+    assert counted

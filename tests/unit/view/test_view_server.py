@@ -16,8 +16,10 @@ from support.synthetic_record import HOSTILE, Rank
 from support.viewing import asked, served
 
 from salesrl_trl.view import __main__ as command
+from salesrl_trl.view import queries
 from salesrl_trl.view import viewer as server
 from salesrl_trl.view.page import ASSETS, PREACT, page
+from salesrl_trl.view.record_index import Index
 
 RELEASED = "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
 
@@ -82,6 +84,18 @@ def test_a_note_is_taken_from_the_own_page_alone(tmp_path):
         assert posted(viewer, '{"id": "0-0-1"}') == (200, {"flag": "", "note": ""})
         assert file.read_text("utf-8") == ""
     rank.file.close()
+
+
+def test_lines_that_somebody_wrote_among_the_notes_stay(tmp_path):
+    Rank(tmp_path, 0).add()
+    path = tmp_path / "record/notes.jsonl"
+    path.write_text('# ours: see the wiki\n\n{"todo": "ask Li"}\n', "utf-8")
+    with closing(Index([tmp_path])) as index:
+        index.refresh()
+        queries.keep_note(index, {"id": "0-0-1", "flag": "good"})
+        queries.keep_note(index, {"id": "0-0-1", "flag": "bad"})
+        queries.keep_note(index, {"id": "0-0-1"})
+    assert path.read_text("utf-8") == '# ours: see the wiki\n\n{"todo": "ask Li"}\n'
 
 
 def test_an_export_is_what_the_filters_choose(tmp_path):

@@ -1,0 +1,115 @@
+"""Lines at the start of a run about its training. `build.banner` has them in a recipe's banner, `components` in the
+banner of a script.
+
+Owns their wording. Loads nothing.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.training import FIXED
+from salesrl_trl.kl.law import KLTarget
+from salesrl_trl.recording.schema import record_file
+from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.reward.service.budget import Budget, read_account
+from salesrl_trl.telemetry.logs import QUIET
+from salesrl_trl.telemetry.step_lines import calls_and_usd
+from salesrl_trl.types import ALL
+
+logger = logging.getLogger(__name__)
+
+Line = tuple[str, str]  # a part of the run, and what there is to say of it
+
+
+def shown(lines: Sequence[Line]) -> list[str]:
+    return [f"[Run] {name:<12} {text}" for name, text in lines]
+
+
+def log_banner(args: SalesGRPOConfig, reward: Scorer) -> None:
+    """Log the banner of a script, unless a recipe has logged its own. The main process does."""
+    if args.is_introduced or args.process_index:
+        return
+    args.is_introduced = True
+    report = f"python -m salesrl_trl.report {args.output_dir}"
+    if "tensorboard" not in args.report_to:
+        report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'
+    lines = shown(
+        [
+            *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
+            *training_lines(args),
+            ("budget", budget_text(reward.budget)),
+            record_line(args),
+            ("report", report),
+            ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
+            ("output", args.output_dir),
+        ]
+    )
+    for line in lines:
+        logger.info(line)
+
+
+def budget_text(budget: Budget | None) -> str:
+    """Limits of the spending, and what was spent by its account so far."""
+    if budget is None:
+        return "off: no request is counted (a quota of a `Budget` for a function's `Transport` counts its calls)"
+    limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
+    before = read_account(budget.path).total()
+    so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
+    return f"{limits}{so_far}"
+
+
+def training_lines(args: SalesGRPOConfig) -> list[Line]:
+    """Its steps, rollouts and branches."""
+    targets = args.kl_targets()
+    return [
+        ("step", _step(args)),
+        ("rollouts", _rollouts(args)),
+        *(("branch", _branch(name, targets.get(name), args)) for name in args.branches),
+    ]
+
+
+def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
+    if not args.record:
+        return "record", "off: no completion is kept (record: true keeps them, with customers' texts)"
+    gib, clean = args.parsed_record()
+    filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
+    folder = record_file(Path(args.output_dir), 0).parent
+    return "record", f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"
+
+
+def _step(training: SalesGRPOConfig) -> str:
+    batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    size = batch * accumulated * training.world_size
+    processes = f" x {training.world_size} processes" if training.world_size > 1 else ""
+    length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
+    return (
+        f"{size / training.num_generations:g} prompts x {training.num_generations} completions = {size} completions "
+        f"({batch} a micro-batch x {accumulated} accumulated{processes}); {length}, learning rate "
+        f"{training.learning_rate:g}"
+    )
+
+
+def _rollouts(training: SalesGRPOConfig) -> str:
+    engine = "a vLLM server" if training.vllm_mode == "server" else "vLLM in the training process"
+    if not training.use_vllm:
+        engine = training.sampler or "transformers"
+    limit = training.vllm_max_model_length if training.use_vllm else None
+    room = f" in {limit} with the prompt" if limit else ""
+    ahead = training.rollout_lookahead
+    lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
+    return (
+        f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
+        f"{lookahead}"
+    )
+
+
+def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> str:
+    if target is None:
+        return "all rows: no KL" if name == ALL else f"{name}: no KL"
+    if not target.has_band:
+        return f"{name}: coefficient {target.beta:g}, fixed"
+    law = f", moved by {training.kl_law}" if training.kl_law else ""
+    law = ", coefficient fixed" if training.kl_law == FIXED else law
+    return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"
