@@ -73,7 +73,7 @@ class DatasetEntry:
 class DataConfig:
     """The rows to train and evaluate on."""
 
-    dataset: Annotated[list[object] | str, _check_source] = DEMO
+    dataset: Annotated[list[object] | str, _check_source] | None = DEMO
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
     `NAME:SPLIT` is another split than `train`. Several datasets are a list of mappings with the fields of
     `DatasetEntry`, as JSON on the command line."""

@@ -135,7 +135,7 @@ def own_functions(config: RewardConfig) -> dict[str, Scorer]:
     functions, refused = dict[str, Scorer](), Refusals()
     for path in config.reward_funcs:
         with refused:
-            if path != SALES:
+            if path not in (SALES, JUDGE):
                 functions[path] = reward_of(load_object(path, "reward_funcs"))
     refused.tell()
     return functions
