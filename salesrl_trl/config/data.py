@@ -111,8 +111,9 @@ class DataConfig:
         self.name, self.entry, self.sources = "", DatasetEntry(path=""), [self]
         """Of one dataset among several: its name and its entry. Each dataset by itself."""
         refused = Refusals()
+        given_dataset = self.dataset
         refused.each(lambda: check_settings(self))
-        if isinstance(self.dataset, list) or str(self.dataset).startswith("["):
+        if isinstance(given_dataset, list) or str(given_dataset).startswith("["):
             with refused.of(self, "dataset"):
                 self.sources = self._several()
             refused.tell(self)
