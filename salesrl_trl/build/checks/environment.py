@@ -268,7 +268,7 @@ def _group_port(training: SalesGRPOConfig, findings: Findings) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the group does: ended listeners do not count
         try:
-            probe.bind(("", training.vllm_group_port))
+            probe.bind(("127.0.0.1", training.vllm_group_port))
         except OSError as error:
             findings.fail(
                 f"`vllm_group_port` is {training.vllm_group_port}, and that port of this machine is in use "
