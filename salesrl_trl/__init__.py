@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from salesrl_trl.build.assembly import judge_reward as judge_reward
     from salesrl_trl.build.assembly import open_reward as open_reward
     from salesrl_trl.config.reward import RewardConfig as RewardConfig
     from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
     from salesrl_trl.reward.judge.judge_interface import Judge as Judge
+    from salesrl_trl.reward.judge_reward import JudgeReward as JudgeReward
     from salesrl_trl.reward.rag_client import RagBackend as RagBackend
     from salesrl_trl.reward.service.budget import Budget as Budget
     from salesrl_trl.reward.service.budget import Limit as Limit
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
     from salesrl_trl.types import Action as Action
     from salesrl_trl.types import Answer as Answer
+    from salesrl_trl.types import Criterion as Criterion
     from salesrl_trl.types import InvalidAction as InvalidAction
     from salesrl_trl.types import Outcome as Outcome
     from salesrl_trl.types import Reward as Reward
@@ -76,6 +79,8 @@ _MODULES = {
     "Form": "data.form",
     "open_reward": "build.assembly",
     "SalesReward": "reward.chain",
+    "judge_reward": "build.assembly",
+    "JudgeReward": "reward.judge_reward",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
     "DatasetFormat": "data.formats.dataset_format",
     "Figure": "evaluation.quick_figures",
@@ -89,6 +94,7 @@ _MODULES = {
     "Action": "types",
     "InvalidAction": "types",
     "Answer": "types",
+    "Criterion": "types",
     "Verdict": "types",
     "Outcome": "types",
     "Case": "reward.stage",

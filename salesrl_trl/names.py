@@ -254,6 +254,8 @@ FIGURES = (
     Metric(QUICK_SECONDS, "its seconds"),
     Metric(quick_of(BRANCH, "{figure}"), "`score`, `truncated`, `length`, `kl`, `beta` of its branches, and figures "
            "of your own, which are under `quick_eval/<figure>` too", (_REWARDS, "quick evaluation: {figure}")),
+    Metric("bbq_{figure}", "of evaluations of BBQ's rows: `accuracy_ambig`, `accuracy_disambig`, `bias_ambig`, "
+           "`bias_disambig`, and the share of answers that are `unread`; also by category ([DATA.md](DATA.md))"),
     Metric(usage_of("{provider}", "{usage}"), f"{', '.join(f'`{kind}`' for kind in USAGE)} per generation batch, over "
            "all ranks", line="rewards"),
     Metric(BUDGET_CALLS, "requests so far, of all ranks and the runs before, where something is limited or has a "

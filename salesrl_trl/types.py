@@ -4,7 +4,8 @@ Owns these values alone: no parsing, no I/O, standard library only. All of them 
 thread and the thread of the reward's event loop may share them.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -72,6 +73,25 @@ Prompt: TypeAlias = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Criterion:
+    """Something that a good answer to a row does: `Criterion(text="names the price", weight=2.0)`. Raises
+    `ValueError` for one without a text, or with a weight that is no number above 0."""
+
+    text: str
+    """What is asked for, in the judge's language."""
+    weight: float = 1.0
+    """Its share of the score, relative to the row's other criteria."""
+    name: str = ""
+    """Its name in metrics: `rewards/judge/<name>`. Without one only the record has its score."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text.strip() or not isinstance(self.name, str):
+            raise ValueError("a criterion has no text")
+        if not (type(self.weight) in (int, float) and 0 < self.weight < math.inf):
+            raise ValueError("a criterion's weight is no number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SalesRow:
     """One row of the dataset: a prompt, or a sales conversation waiting for the seller's next answer. Raises
     `ValueError` for a row with neither."""
@@ -96,6 +116,8 @@ class SalesRow:
     """Texts of documents that are known to answer the row. The judge sees them. Empty if nobody marked any."""
     images: tuple[Picture, ...] = ()
     """Pictures that the policy reads before the conversation. Services and judge see the text alone."""
+    criteria: tuple[Criterion, ...] = ()
+    """What the judge scores one by one, in place of the answer as a whole. Empty for a row without any."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Further columns of the dataset, for reward functions."""
 
@@ -145,6 +167,8 @@ class ActionFormat:
 DEFAULT_FORMAT = ActionFormat()
 SALES = "sales"
 """The packaged reward chain, in the setting `reward_funcs`."""
+JUDGE = "judge"
+"""The packaged judge of a policy that answers directly, in the setting `reward_funcs`; the service name of a judge."""
 ALL = "all"
 """The branch of all rows, where neither the settings nor the dataset name any."""
 DEFAULT_BRANCHES = ("fairness", "hallucination")
@@ -173,6 +197,10 @@ class Action:
     def as_dict(self) -> dict[str, str]:
         """The texts by field name, as the policy writes them."""
         return dict(self.fields)
+
+
+NOTHING_WRITTEN = Action(fields={}, query_field="")
+"""The action of a policy that answers directly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,9 +249,11 @@ class Verdict:
     """The judge's words. Free text that may quote the customer: not for logs."""
     provider: str = ""
     """The provider that gave it, where there are several."""
+    criteria: Sequence[float] = ()
+    """The candidate's scores by the row's criteria, in their order."""
 
     def __post_init__(self) -> None:
-        scores = (self.candidate,) if self.reference is None else (self.candidate, self.reference)
+        scores = (self.candidate, *(() if self.reference is None else (self.reference,)), *self.criteria)
         if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
             raise ValueError("a verdict's score is no number in [0, 1]")
 

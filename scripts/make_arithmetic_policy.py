@@ -10,11 +10,13 @@ the end are its shares of right answers at temperature 1, of the training and of
 import argparse
 import json
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM, set_seed
 from transformers import Qwen2Config as Config
 
@@ -37,8 +39,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights, answers and their order")
     args = parser.parse_args()
     set_seed(args.seed)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    tokenizer = build_tokenizer(MAX_POSITIONS)
+    model = build_model(tokenizer, hidden_size=64, layers=2)
     imitate(
         model,
         tokenizer,
@@ -54,39 +56,46 @@ def main() -> None:
     model.config.use_cache = True  # the trainer turned it off
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    shares = {split: share_of_right(model, tokenizer, split) for split in ("train", "heldout")}
+    shares = {split: share_of_right(model, tokenizer, arithmetic_records(split)) for split in ("train", "heldout")}
     (args.out / "figures.json").write_text(json.dumps(shares, indent=2) + "\n", encoding="utf-8")
     print(f"{args.out}: {model.num_parameters():,} parameters, {args.steps} steps, seed {args.seed}: {shares}")
 
 
-def build_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of bytes, with the chat template of the demo's policy."""
+def build_tokenizer(longest: int, texts: Sequence[str] = (), size: int = 0) -> PreTrainedTokenizerBase:
+    """A tokenizer of bytes, with the chat template of the demo's policy. With `texts` it has `size` entries, those
+    that shorten the texts most."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *letters])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
+    if texts:
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=letters, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=(PACKAGED / "chat_template.jinja").read_text("utf-8"),
         padding_side="left",
-        model_max_length=MAX_POSITIONS,
+        model_max_length=longest,
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A Qwen2 of 0.1 million random weights in float32. Its output head is not tied: see `has_tied_head`."""
+def build_model(tokenizer: PreTrainedTokenizerBase, *, hidden_size: int, layers: int) -> PreTrainedModel:
+    """A Qwen2 of random weights in float32. Its output head is not tied: see `has_tied_head`."""
+    heads = hidden_size // 32  # the smallest size that vLLM's CPU attention accepts
     config = Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # of size 32, the smallest that vLLM's CPU attention accepts
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_POSITIONS,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -107,14 +116,15 @@ def demonstrations(seed: int) -> Dataset:
 
 
 @torch.no_grad()
-def share_of_right(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: str) -> float:
-    """Share of right answers, four sampled for each question."""
-    records = arithmetic_records(split)
+def share_of_right(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Sequence[Mapping[str, Any]], longest: int = 8
+) -> float:
+    """Share of right answers, of up to `longest` tokens. Four are sampled for each `prompt`, which has an `answer`."""
     batch = tokenizer.apply_chat_template(
         [record["prompt"] for record in records], add_generation_prompt=True, padding=True, return_tensors="pt",
         return_dict=True,
     ).to(model.device)  # fmt: skip
-    ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=8, num_return_sequences=4)
+    ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=longest, num_return_sequences=4)
     texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(text == records[place // 4]["answer"] for place, text in enumerate(texts)) / len(texts)
 

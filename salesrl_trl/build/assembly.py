@@ -7,12 +7,13 @@ Owns the wiring, and the budget of a run's folder. `train`, `evaluate`, `rejudge
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from salesrl_trl.build.checks.reward import JUDGE, RewardParts, prepare_reward
+from salesrl_trl.build.checks.reward import RewardParts, prepare_reward, read_reward
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
@@ -24,6 +25,7 @@ from salesrl_trl.reward.chain import SalesReward
 from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.judge.provider import JudgeProvider
+from salesrl_trl.reward.judge_reward import JudgeReward
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.rag_client import RagBackend, RagClient
 from salesrl_trl.reward.remote import RemoteReward
@@ -32,7 +34,7 @@ from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price, read_account
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import SALES, SalesRow
+from salesrl_trl.types import ALL, JUDGE, SALES, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
@@ -100,12 +102,11 @@ def open_reward(
         parts = prepare_reward(config, branches, training.hybrid_reference_weight > 0)
     with addresses(config, services) as (rag_base_url, judge_base_url):
 
-        def chain() -> SalesReward | RemoteReward:
-            chain = build_reward(
-                config,
-                parts,
-                rows,
-                rag_base_url,
+        def packaged(path: str) -> Scorer:
+            build: Callable[..., JudgeReward] = partial(build_judge_reward, config, parts)
+            if path == SALES:
+                build = partial(build_reward, config, parts, rows, rag_base_url)
+            reward = build(
                 judge_base_url,
                 output_dir=Path(training.output_dir),
                 processes=training.world_size,
@@ -113,9 +114,10 @@ def open_reward(
                 records=records,
             )
             stays = config.asks_nobody or training.device.type == "cpu"
-            return placed(chain, None if config.asks_nobody else training.reward_process, stays)
+            return placed(reward, None if config.asks_nobody else training.reward_process, stays)
 
-        rewards = [chain() if path == SALES else parts.functions[path] for path in config.reward_funcs or [SALES]]
+        paths, own = config.reward_funcs or [SALES], parts.functions
+        rewards = [own[path] if path in own else packaged(path) for path in paths]
         weights = training.reward_weights or [1.0] * len(rewards)
         replay = config.parsed_replay()
         if replay is None:
@@ -160,7 +162,7 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
         yield config.rag_base_url or here.rag_base_url, config.judge_base_url or here.judge_base_url
 
 
-def placed(chain: SalesReward, in_a_process: bool | None, on_cpu: bool) -> SalesReward | RemoteReward:
+def placed(chain: JudgeReward, in_a_process: bool | None, on_cpu: bool) -> JudgeReward | RemoteReward:
     """Move the chain into a process of its own, or leave it in the trainer's. `in_a_process`: the setting
     `reward_process`, whose `None` chooses a process of its own, except on a CPU."""
     if in_a_process is False or (in_a_process is None and on_cpu):
@@ -214,6 +216,84 @@ def build_reward(
     )
     chain.budget = budget
     return chain
+
+
+def build_judge_reward(
+    config: RewardConfig,
+    parts: RewardParts,
+    judge_base_url: str,
+    *,
+    output_dir: Path | None,
+    processes: int = 1,
+    process_index: int = 0,
+    records: bool = False,
+) -> JudgeReward:
+    """Build the reward of a policy that answers directly. Arguments as in `build_reward`. Without an `output_dir`
+    nothing is kept."""
+    budget = None if output_dir is None else budget_of(config, output_dir, processes)
+    path = None
+    if output_dir is not None and not config.embeds_judge:  # the embedded one has a new address in every run
+        path = output_dir / f"answers.rank{process_index}.sqlite"
+    reward = JudgeReward(
+        build_judge(config, parts, judge_base_url, processes, budget),
+        parts.scoring,
+        deadline_s=config.reward_deadline_s,
+        stages=parts.stages,
+        lines=SampleLines(config.verbose),
+        records=records,
+        answers=AnswerStore(path) if config.cache_answers else AnswerStore(most=0),
+    )
+    reward.budget = budget
+    return reward
+
+
+def judge_reward(
+    rubric: str | Mapping[str, str] | None = None, *, output_dir: str = "", records: bool = False, **settings: Any
+) -> JudgeReward:
+    """The packaged judge as a reward function, for a trainer's `reward_funcs`.
+
+        judge = judge_reward(judge_base_url="https://api.openai.com/v1", judge_model="gpt-5-mini",
+                             judge_api_key_env="OPENAI_API_KEY")
+        trainer = SalesGRPOTrainer(model, [judge, my_function], training, dataset)
+
+    It reads a row's `prompt`, and, where the dataset has them, `reference`, `documents`, `criteria` and `branch`.
+
+    Args:
+        rubric (`str` or `Mapping[str, str]`, *optional*):
+            What to judge by: a text, or one for each value of the column `branch`. The packaged one when not given.
+        output_dir (`str`, *optional*):
+            The trainer's folder: it keeps verdicts for a resume, and what a limit of `max_calls` or `max_usd` has
+            spent. Needed for such a limit.
+        records (`bool`, *optional*, defaults to `False`):
+            As in `JudgeReward`.
+        settings:
+            Settings of `RewardConfig`, such as `judge_providers` and `judge_timeout_s`.
+
+    Raises:
+        `ConfigError`: a setting is not as expected, or names no judge.
+    """
+    config = RewardConfig(reward_funcs=[JUDGE], **settings)
+    if config.embeds_judge:
+        raise ConfigError(
+            "`judge_reward` names no judge. Expected `judge_base_url` and `judge_model`, `judge_providers`, or the "
+            "path of a class in `judge`."
+        )
+    if not output_dir and (config.max_calls is not None or config.max_usd is not None):
+        raise ConfigError(
+            "`judge_reward` has a limit and no `output_dir`. Expected the trainer's, which keeps the count."
+        )
+    rubrics = {ALL: rubric} if isinstance(rubric, str) else dict(rubric or {})
+    parts = read_reward(config, [*rubrics] or [ALL], rubrics=rubrics)
+    processes, index = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    return build_judge_reward(
+        config,
+        parts,
+        config.judge_base_url or NOWHERE,
+        output_dir=Path(output_dir) if output_dir else None,
+        processes=processes,
+        process_index=index,
+        records=records,
+    )
 
 
 def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Budget | None:
@@ -273,48 +353,37 @@ def build_services(
 ) -> tuple[RagBackend, Judge]:
     """Build the clients of the services, without a connection. `judge_base_url` is not used with `judge_providers`.
     `processes` share the limits. `budget`: from `budget_of`; nothing is limited or counted without it."""
-
-    def transport(
-        service: str,
-        max_concurrency: int,
-        timeout_s: float,
-        max_attempts: int,
-        patience_s: float = config.outage_patience_s,
-        price: Price = FREE,
-        tokens_per_minute: float | None = None,
-    ) -> Transport:
-        return Transport(
-            service,
-            max_concurrency=max(max_concurrency // processes, 1),
-            attempt_timeout_s=timeout_s,
-            max_attempts=max_attempts,
-            initial_concurrency=config.initial_concurrency,
-            outage_patience_s=patience_s,
-            hedge_fraction=config.hedge_fraction,
-            quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
-        )
-
+    transport = partial(_transport, config, processes, budget)
     retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
     rag = parts.rag or RagClient(
         rag_base_url,
         transport_8b=transport("rag_8b", *retrieval),
-        transport_32b=transport("rag_32b", *retrieval, patience_32b_s),
+        transport_32b=transport("rag_32b", *retrieval, patience_s=patience_32b_s),
         api_key=parts.rag_key,
     )
-    if budget is not None:
-        for own in (parts.rag, parts.judge):
-            for name, own_transport in own.transports.items() if own is not None else ():
-                own_transport.count_by(budget.quota(name))
+    if parts.rag is not None:
+        _count(parts.rag.transports, budget)
+    return rag, build_judge(config, parts, judge_base_url, processes, budget)
+
+
+def build_judge(
+    config: RewardConfig, parts: RewardParts, base_url: str, processes: int = 1, budget: Budget | None = None
+) -> Judge:
+    """Build the client of the judges, or that of a user's own. Arguments as in `build_services`."""
     if parts.judge is not None:
-        return rag, parts.judge
+        _count(parts.judge.transports, budget)
+        return parts.judge
     configured = config.parsed_judge_providers()
     providers = [
         from_fields(
             JudgeProvider,
             provider,
-            transport=transport(
+            transport=_transport(
+                config,
+                processes,
+                budget,
                 f"{JUDGE}_{provider.name}" if configured else JUDGE,
                 provider.max_concurrency or config.judge_max_concurrency,
                 provider.timeout_s or config.judge_timeout_s,
@@ -328,8 +397,38 @@ def build_services(
             ),
             api_key=parts.judge_keys[provider.name],
         )
-        for provider in configured
-        or [JudgeProviderConfig(name=JUDGE, base_url=judge_base_url, model=config.judge_model)]
+        for provider in configured or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)]
     ]
-    judge = JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
-    return rag, judge
+    return JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
+
+
+def _transport(
+    config: RewardConfig,
+    processes: int,
+    budget: Budget | None,
+    service: str,
+    max_concurrency: int,
+    timeout_s: float,
+    max_attempts: int,
+    *,
+    patience_s: float | None = None,
+    price: Price = FREE,
+    tokens_per_minute: float | None = None,
+) -> Transport:
+    return Transport(
+        service,
+        max_concurrency=max(max_concurrency // processes, 1),
+        attempt_timeout_s=timeout_s,
+        max_attempts=max_attempts,
+        initial_concurrency=config.initial_concurrency,
+        outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
+        hedge_fraction=config.hedge_fraction,
+        quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
+    )
+
+
+def _count(transports: Mapping[str, Transport], budget: Budget | None) -> None:
+    """Let the budget count what a user's own client sends."""
+    for name, transport in transports.items():
+        if budget is not None:
+            transport.count_by(budget.quota(name))

@@ -4,6 +4,7 @@ Owns their wording. `build.building` logs the banner, and `train` the last lines
 """
 
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,22 +27,23 @@ from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.ground.process import installed
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.types import SALES
+from salesrl_trl.types import SALES, SalesRow
 from salesrl_trl.wiring.banner_lines import budget_text, record_line, shown, training_lines
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
 
-def banner(config: RunConfig, rows: tuple[int, int], notes: Sequence[str] = ()) -> list[str]:
+def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequence[str] = ()) -> list[str]:
     """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks, a line each."""
     data, reward, training = config.data, config.reward, config.training
-    dataset = data.dataset if data.dataset_format == ROWS else f"{data.dataset} ({data.dataset_format})"
-    services = [("RAG service", _rag(reward)), ("judge", _judge(reward))] if reward.uses_services else []
+    services = [("judge", _judge(reward))] if reward.uses_services else []
+    if reward.uses_rag:
+        services.insert(0, ("RAG service", _rag(reward)))
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [
         *_policy(config),
-        ("rows", f"{rows[0]} of {dataset} to train on, {rows[1]} held out"),
+        *(("rows", _rows(source, rows)) for source in data.sources),
         ("prompt", _prompt(data, reward)),
         *training_lines(training),
         *(("reward", path) for path in reward.reward_funcs),
@@ -82,10 +84,20 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
     return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
 
 
+def _rows(source: DataConfig, rows: Sequence[Sequence[SalesRow]]) -> str:
+    """Of one dataset its rows. Where it is one of several, its name stands before their ids."""
+    name, of_format = source.name, "" if source.dataset_format == ROWS else f" ({source.dataset_format})"
+    train, held_out = (Counter(row.row_id.partition(":")[0] if name else "" for row in part)[name] for part in rows)
+    share = f" ({train / len(rows[0]):.0%})" if name else ""
+    return f"{train} of {source.dataset}{of_format} to train on{share}, {held_out} held out"
+
+
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
-    prompt = template_name(data, reward)
+    prompt, formats = template_name(data, reward), [source.form().format for source in data.sources]
     if prompt is None or prompt in PROMPT_STYLES:
-        prompt = f"{f'packaged, {prompt}' if prompt else 'of the rows, as it is'} (your own: --prompt_template FILE)"
+        puts = dict.fromkeys(text for form in formats if form for text in form.instructions)
+        own = f"of the rows{', with a system message of their format: ' if puts else ', as it is'}{' | '.join(puts)}"
+        prompt = f"{f'packaged, {prompt}' if prompt else own} (your own: --prompt_template FILE)"
     if not reward.uses_services:
         return prompt
     return f"{prompt}; rubrics: {f'of {reward.rubric_dir} before packaged ones' if reward.rubric_dir else 'packaged'}"

@@ -68,7 +68,7 @@ def take_policy(plan: Plan, instruments: Instruments) -> None:
         if plan.policy is None:
             if PartialState().is_main_process:
                 notes = [*plan.config.notes, *plan.config.training.machine_notes, *plan.notes]
-                for line in banner(plan.config, (len(plan.train.rows), len(plan.held_out.rows)), notes):
+                for line in banner(plan.config, (plan.train.rows, plan.held_out.rows), notes):
                     logger.info(line)
                 plan.config.training.machine_notes.clear()  # the trainer logs those that were not told
             plan.config.training.is_introduced = True

@@ -10,7 +10,7 @@ from functools import cached_property
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from salesrl_trl.build.checks.addresses import check_vllm_server
-from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of
+from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of, rows_of
 from salesrl_trl.build.checks.model import (
     check_model,
     generation_config_of,
@@ -26,7 +26,6 @@ from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.processor import load_processor
-from salesrl_trl.data.sources import check_rows
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.types import SalesRow
 
@@ -54,9 +53,10 @@ class Plan(ServicesPlan):
         return prompt_of(self.config.data, self.config.reward)
 
     @cached_property
-    def held_out_records(self) -> Records | None:
-        """The records to evaluate on. `None` if nothing is to be evaluated."""
-        return held_out_records(self.config.data, lambda: self.own_records) if self.evaluates else None
+    def held_out_records(self) -> list[Records]:
+        """The records to evaluate on, by dataset. None if nothing is to be evaluated."""
+        config = self.config
+        return held_out_records(config.data, config.reward, lambda: self.own_records) if self.evaluates else []
 
     @property
     def evaluates(self) -> bool:
@@ -68,8 +68,7 @@ class Plan(ServicesPlan):
     @cached_property
     def held_out_rows(self) -> list[SalesRow]:
         """All held-out rows. None if nothing is to be evaluated."""
-        records, branches = self.held_out_records, self.config.training.branches
-        return [] if records is None else check_rows(records, branches, self.config.data.max_eval_rows)
+        return rows_of(self.held_out_records, self.config.training.branches, self.config.data.max_eval_rows)
 
     @cached_property
     def model_config(self) -> PretrainedConfig:

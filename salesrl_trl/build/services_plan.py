@@ -78,13 +78,13 @@ class ServicesPlan:
         return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
-    def own_records(self) -> "Records":
+    def own_records(self) -> "list[Records]":
         from salesrl_trl.build.checks.dataset import own_records  # brings pandas
 
-        return own_records(self.config.data)
+        return own_records(self.config.data, self.config.reward)
 
     @cached_property
-    def train_records(self) -> "Records":
+    def train_records(self) -> "list[Records]":
         from salesrl_trl.build.checks.dataset import training_records  # brings pandas
 
         return training_records(self.config.data, self.own_records)
@@ -92,6 +92,6 @@ class ServicesPlan:
     @cached_property
     def train_rows(self) -> list[SalesRow]:
         """All training rows, with those whose prompts are too long."""
-        from salesrl_trl.data.sources import check_rows  # brings pandas
+        from salesrl_trl.build.checks.dataset import training_rows  # brings pandas
 
-        return check_rows(self.train_records, self.config.training.branches, self.config.data.max_train_rows)
+        return training_rows(self.config.data, self.train_records, self.config.training.branches)

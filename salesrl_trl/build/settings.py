@@ -5,6 +5,7 @@ Owns the keys of a recipe and the order of precedence. The classes of `config` c
 
 import copy
 import difflib
+import itertools
 from argparse import SUPPRESS, Action, ArgumentError, Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 import yaml
 from trl import TrlParser
 
+from salesrl_trl.build import coming_from
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text, find_modules_in
-from salesrl_trl.data.arithmetic import ARITHMETIC
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
 from salesrl_trl.data.files import DEMO, nearest_file, read_yaml, unreadable
-from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
+from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
 from salesrl_trl.errors import ConfigError, Refusals, SalesRLError, without
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 
@@ -35,6 +36,7 @@ SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own wh
 SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged reward chain and the demo's rows need
 ENVIRONMENT = "env"  # a recipe's key. TRL's parser writes its entries to the environment.
 PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
+MOST_NAMES = 12  # unknown names in a message
 PATHS = ("output_dir", "resume_from_checkpoint", "model_name_or_path")
 """Settings of TRL and transformers that may be paths of this machine."""
 FIRST = (
@@ -45,55 +47,6 @@ FIRST = (
     "allow_stand_ins", "knowledge_file",
 )  # fmt: skip
 """The settings of the README's table of one's own, which `--help` shows first."""
-REPLACED = {
-    **dict.fromkeys(
-        ("kl_raise_factor", "kl_lower_factor", "kl_recentre", "kl_trend_windows"),
-        "gone: the law steps in proportion to the distance, at most by max_step of kl_law_settings; "
-        "kl_law: benchmarks.kl_laws.FactorLaw takes it in kl_law_settings",
-    ),
-    **dict.fromkeys(
-        ("vector_store_path", "embedding_base_url", "embedding_model", "embedding_api_key_env", "embedding_max_chars"),
-        "gone: run examples/vector_store.py, and set rag_base_url to its address",
-    ),
-    **{
-        f"vllm_{name}": f"gone: vllm_engine_kwargs takes {name}"
-        for name in (
-            "enforce_eager", "load_format", "dtype", "quantization", "enable_prefix_caching", "enable_chunked_prefill"
-        )
-    },
-    "replay_on_miss": "gone: replay takes a mapping: {run: FOLDER, on_miss: nearest}",
-    "replay_delays": "gone: replay takes a mapping: {run: FOLDER, delays: true}",
-    "train_split": "gone: dataset: NAME:SPLIT takes it",
-    "eval_split": "gone: eval_dataset: NAME:SPLIT takes it",
-    "eval_dataset_format": "gone: eval_dataset takes a mapping: {path: NAME, format: rows}",
-    "eval_columns": "gone: eval_dataset takes a mapping: {path: NAME, columns: {}}",
-    "judge_max_attempts": "gone: max_attempts takes a mapping: {rag: 3, judge: 1}",
-    "reference_cache": "gone: SALESRL_CACHE_DIR is the folder of references.sqlite; cache_answers: false keeps none",
-    "preflight_calls": "gone: --calls of python -m salesrl_trl.preflight takes its place",
-    "references_ahead": "gone: the 32B endpoint is always asked one step before",
-    "kl_cooldown_steps": "gone: kl_law_settings: {cooldown_steps: 5} takes it",
-    "max_outage_s": "gone: it is an hour",
-    "heartbeat_s": "gone: it is 10 seconds; timing: false has no heartbeats",
-    "record_gib": "gone: record_settings takes a mapping: {gib: 4}",
-    "record_filter": "gone: record_settings takes a mapping: {filter: my_package.privacy.mask}",
-    "kl_control": "gone: kl_law: fixed takes its place",
-    "kl_max_step": "gone: kl_law_settings: {max_step: 2} takes it",
-    "branch_column": "gone: rename the dataset's column to branch",
-    "min_changed_weights": "gone: it is a constant, a share of 0.5",
-    "max_kl": "gone: it is a constant, 1000 nats per token",
-    **dict.fromkeys(
-        ("judge_tokens_per_minute", "judge_response_format", "judge_max_completion_tokens"),
-        "gone: an entry of judge_providers takes it without judge_",
-    ),
-    "denied_cooldown_s": "gone: it is a minute",
-    "trace_max_mb": "gone: trace_steps chooses what trace.json holds, up to 64 MB",
-    "keep_samples": "gone: gib of record_settings bounds the record",
-    "shared_prompts_tokens": "gone: shared_prompts takes the number",
-    "prompt_style": "gone: prompt_template takes instruct and compact too",
-    "query_field": "gone: rewritten_query is searched with, or else the first of action_fields",
-    "image_folder": "gone: paths of pictures are relative to the data file, or absolute",
-}  # fmt: skip
-"""Settings of earlier versions, and what to do instead."""
 
 
 def all_kinds() -> tuple[type, ...]:
@@ -122,7 +75,8 @@ class RunConfig:
         """Folder or hub name of the policy: a packaged small one if no model is named."""
         if named := self.model.model_name_or_path:
             return str(named)
-        return str(ARITHMETIC_POLICY if self.data.train_source[0] == ARITHMETIC else PACKAGED)
+        small = {POLICY_OF.get(source.train_source[0], PACKAGED) for source in self.data.sources}
+        return str(small.pop() if len(small) == 1 else PACKAGED)
 
 
 def parse(argv: Sequence[str], default_recipe: Path | None, refused: Refusals | None = None) -> RunConfig:
@@ -199,7 +153,7 @@ class SettingsParser(TrlParser):
         known = {"--config", *(option for action in self._actions for option in action.option_strings)}
         for name in self._unread:
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
-        unknown = [name for name in _options(argv) if name not in known]
+        unknown = {name: value for name, value in _arguments(argv).items() if name not in known}
         guesses = self._with_guesses(unknown, known)
         self._refused.check(lambda: not unknown, f"unknown arguments: {guesses}. Correct them; `--help` lists all.")
         argv, names = _without_presets(argv, self._refused)
@@ -321,13 +275,13 @@ class SettingsParser(TrlParser):
             raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
         if not isinstance(recipe, dict):
             raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-        known, names = self.keys, set(recipe)
+        known, given = self.keys, dict(recipe)
         for key in (SMALL_POLICY, SALES_CHAIN):
             part = recipe.get(key) or {}
             if not isinstance(part, dict):
                 raise ConfigError(f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
-            names |= set(part)
-        unknown = sorted(names - known, key=str)
+            given |= part
+        unknown = {name: given[name] for name in sorted(given.keys() - known, key=str)}
         guesses = self._with_guesses(unknown, known)
         self._refused.check(
             lambda: not unknown,
@@ -336,15 +290,24 @@ class SettingsParser(TrlParser):
         )
         return recipe
 
-    def _with_guesses(self, names: Sequence[object], known: set[str]) -> str:
-        """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting. No check reads such a one."""
-        texts = []
-        for name in names:
-            near = difflib.get_close_matches(str(name), known, n=1)
+    def _with_guesses(self, unknown: Mapping[Any, object], known: set[str]) -> str:
+        """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting, or what a name of another system
+        is here. Of many names the first ones. No check reads a setting that was meant."""
+        entries = coming_from.flat(unknown)
+        if not any(map(coming_from.known_as, map(str, entries.keys() - unknown.keys()))):
+            entries = dict(unknown)
+        given = {str(coming_from.known_as(_setting(name))): value for name, value in entries.items()}
+        settings, texts = {option.removeprefix("--") for option in known}, []
+        for name, value in itertools.islice(entries.items(), MOST_NAMES):
+            bare, near = _setting(name), difflib.get_close_matches(str(name), known, n=1)
             self._refused.names |= {_setting(text) for text in near}
-            note = REPLACED.get(_setting(str(name)), f"did you mean {near[0]}?" if near else "")
+            note = coming_from.answer(bare, value, given)
+            note = note or (f"here {bare.lower()}" if bare.isupper() and bare.lower() in settings else "")
+            note = note or (f"did you mean {near[0]}?" if near else "")
             texts.append(f"{name} ({note})" if note else str(name))
-        return ", ".join(texts)
+        rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
+        is_verl = any("(of verl;" in text for text in texts)
+        return ", ".join(texts) + rest + "; `salesrl translate FILE` makes a recipe of verl's" * is_verl
 
 
 class _Builder:
@@ -379,8 +342,8 @@ def _own_errors() -> Iterator[None]:
 def _is_own_task(settings: Namespace) -> bool:
     """Whether functions of a user's own alone score rows of a user's own."""
     functions: list[str] = getattr(settings, "reward_funcs", None) or []
-    rows: str = getattr(settings, "dataset", DEMO)
-    return bool(functions) and SALES not in functions and rows.partition(":")[0] not in (DEMO, DEMO_PICTURES)
+    rows: object = getattr(settings, "dataset", DEMO)
+    return bool(functions) and SALES not in functions and str(rows).partition(":")[0] not in (DEMO, DEMO_PICTURES)
 
 
 def _options(argv: Sequence[str]) -> list[str]:
@@ -388,9 +351,23 @@ def _options(argv: Sequence[str]) -> list[str]:
     return [word.split("=")[0] for word in argv if word.startswith("--")]
 
 
-def _setting(option: str) -> str:
+def _arguments(argv: Sequence[str]) -> dict[str, object]:
+    """The arguments with their values, and words such as verl's `trainer.nnodes=1`."""
+    found = dict[str, object]()
+    for word, following in itertools.pairwise([*argv, ""]):
+        name, is_set, text = word.partition("=")
+        if word.startswith("--") or (is_set and "." in name and coming_from.known_as(name)):
+            text = text if is_set or following.startswith("--") else following
+            try:
+                found[name] = yaml.safe_load(text) if text else None
+            except yaml.YAMLError:
+                found[name] = text
+    return found
+
+
+def _setting(option: object) -> str:
     """The setting of an argument: `learning_rate` of `--learning-rate`."""
-    return option.removeprefix("--").replace("-", "_").removeprefix("no_")
+    return str(option).removeprefix("--").replace("-", "_").removeprefix("no_")
 
 
 def _without_presets(argv: Sequence[str], refused: Refusals) -> tuple[list[str], list[str]]:

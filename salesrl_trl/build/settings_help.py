@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, NamedTuple, Union, get_args, get_origin
 
+from salesrl_trl.build.coming_from import answer
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.config import ranges
@@ -291,9 +292,8 @@ def _setting_page(setting: Setting, recipe: Path) -> str:
 
 def _unknown(words: Sequence[str]) -> str:
     name = "_".join(words).replace("-", "_")
-    replaced: Any = _Names("salesrl_trl.build.settings")["REPLACED"]
     near = difflib.get_close_matches(name, [*settings(), *GROUPS], n=3)
-    guess = replaced.get(name) or (f"did you mean {', '.join(near)}?" if near else "`--help` lists all groups.")
+    guess = answer(name, None, {}) or (f"did you mean {', '.join(near)}?" if near else "`--help` lists all groups.")
     return f"no setting has {' '.join(words)!r}: {guess}"
 
 

@@ -1,23 +1,29 @@
 """Settings of the rows: their source, their number and their prompt. A part of `build.settings.RunConfig`."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, cast
 
 from salesrl_trl.config.checks import build_object, check, check_path, structure
-from salesrl_trl.config.ranges import LESS_THAN_1, Count, Range, check_settings, entry_of
-from salesrl_trl.data.arithmetic import ARITHMETIC
+from salesrl_trl.config.ranges import LESS_THAN_1, MORE_THAN_0, Count, Range, check_settings, entry_of
 from salesrl_trl.data.columns import Column, read_columns
-from salesrl_trl.data.demo_pictures import DEMO_PICTURES
 from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
-from salesrl_trl.errors import Refusals
+from salesrl_trl.data.sources import PACKAGED
+from salesrl_trl.errors import ConfigError, Refusals
+
+HeldOutShare = Annotated[float, Range(0, LESS_THAN_1)]
 
 
-def _check_source(setting: str, source: str) -> None:
+def _check_source(setting: str, source: object) -> None:
     """Refuse an empty name, a path that can't be looked at, and a split of a local file, which is one split."""
+    if isinstance(source, list) or str(source).startswith("["):  # several datasets
+        return
+    kind = type(source).__name__
+    check(isinstance(source, str | PurePath), f"`{setting}` is of type {kind}. Expected a text, or a list.")
+    source = str(source)
     check(bool(source), f"`{setting}` is empty. Expected a file, the name of a dataset, or `{DEMO}`. Name one.")
     check_path(setting, source)
     file, split = _source_and_split(source, "")
@@ -47,13 +53,30 @@ class EvalSource:
     columns: _Columns | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class DatasetEntry:
+    """An entry of `dataset`, where it is a list."""
+
+    path: str  # a source, as `dataset` names it
+    format: str = ROWS  # as `dataset_format`
+    columns: dict[str, object] | None = None  # as `columns`
+    branch: str | None = None  # of all its rows. Defaults to that of the format or of the rows
+    rows: Count | None = None  # most training rows, drawn from all over the source
+    share: Annotated[float, Range(MORE_THAN_0, 1)] | None = None
+    """Share of the run's training rows: in each entry, or in none. As many rows are drawn as the scarcest source
+    allows, and none comes twice."""
+    held_out_share: HeldOutShare | None = None  # defaults to the setting of this name, without `eval`
+    eval: dict[str, object] | str | None = None  # as `eval_dataset`
+
+
 @dataclass
 class DataConfig:
     """The rows to train and evaluate on."""
 
-    dataset: Annotated[str, _check_source] = DEMO
+    dataset: Annotated[list[object] | str, _check_source] | None = DEMO
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
-    `NAME:SPLIT` is another split than `train`."""
+    `NAME:SPLIT` is another split than `train`. Several datasets are a list of mappings with the fields of
+    `DatasetEntry`, as JSON on the command line."""
     eval_dataset: dict[str, object] | str | None = None
     """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
     `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`."""
@@ -62,7 +85,7 @@ class DataConfig:
     own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own."""
     columns: _Columns | None = None
     """For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields."""
-    held_out_share: Annotated[float, Range(0, LESS_THAN_1)] | None = None
+    held_out_share: HeldOutShare | None = None
     """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
     `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
     data_copy_dir: Annotated[str, check_path] | None = None
@@ -85,8 +108,16 @@ class DataConfig:
     `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
 
     def __post_init__(self) -> None:
+        self.name, self.entry, self.sources = "", DatasetEntry(path=""), [self]
+        """Of one dataset among several: its name and its entry. Each dataset by itself."""
         refused = Refusals()
+        given_dataset = self.dataset
         refused.each(lambda: check_settings(self))
+        if isinstance(given_dataset, list) or str(given_dataset).startswith("["):
+            with refused.of(self, "dataset"):
+                self.sources = self._several()
+            refused.tell(self)
+            return
         with refused.of(self, "eval_dataset"):
             given = {} if self.eval_dataset is None else self.eval_dataset
             if isinstance(given, str) and not given.startswith("{"):
@@ -95,7 +126,8 @@ class DataConfig:
             self._eval = entry_of("eval_dataset", EvalSource, given)
             self.eval_dataset = self._eval.path  # `data_copy_dir` replaces the path alone, later on
         with refused:
-            self._folder, self._eval_folder = _folder_of(self.dataset), _folder_of(self.eval_dataset or self.dataset)
+            dataset = str(self.dataset)
+            self._folder, self._eval_folder = _folder_of(dataset), _folder_of(str(self.eval_dataset or dataset))
             check(
                 not self.held_out_share or (self._eval == EvalSource() and self.dataset != DataConfig.dataset),
                 "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the "
@@ -103,10 +135,37 @@ class DataConfig:
             )
         refused.tell(self)
 
+    def _several(self) -> list["DataConfig"]:
+        """The settings of each entry alone. Raises `ConfigError` if they do not work, alone or together."""
+        given = [name for name in ("eval_dataset", "columns") if getattr(self, name) is not None]
+        given += [] if self.dataset_format == ROWS else ["dataset_format"]
+        check(not given, f"{', '.join(given)} stand beside a list in `dataset`. Expected them in its entries.")
+        sources = list[DataConfig]()
+        for number, value in enumerate(structure("dataset", self.dataset, list)):
+            entry = entry_of(f"dataset[{number}]", DatasetEntry, value)
+            branch = {} if entry.branch is None else {"branch": {"value": entry.branch}}
+            share = self.held_out_share if (entry.held_out_share, entry.eval) == (None, None) else entry.held_out_share
+            try:
+                columns = {**(entry.columns or {}), **branch}
+                source = DataConfig(entry.path, entry.eval, entry.format, columns, share, self.data_copy_dir)
+            except ConfigError as error:
+                raise ConfigError(f"`dataset[{number}]`: {error}") from error
+            name = Path(source.train_source[0]).stem.replace(":", "-")
+            taken = [other.name for other in sources]
+            source.name, source.entry = name if name not in taken else f"{name}-{number + 1}", entry
+            sources.append(source)
+        shares = [source.entry.share for source in sources if source.entry.share is not None]
+        check(
+            bool(sources) and (not shares or (len(shares) == len(sources) and abs(sum(shares) - 1) < 0.01)),
+            f"`dataset` has {len(sources)} entries and the shares {shares}. Expected at least one entry; no share, or "
+            "one in each entry, and the sum 1.",
+        )
+        return sources
+
     @property
     def train_source(self) -> tuple[str, str]:
         """`dataset`, and its split to train on."""
-        return _source_and_split(self.dataset, "train")
+        return _source_and_split(str(self.dataset), "train")
 
     @property
     def eval_source(self) -> tuple[str, str]:
@@ -114,29 +173,33 @@ class DataConfig:
         path = cast(str | None, self.eval_dataset)
         return (self.train_source[0], "heldout") if path is None else _source_and_split(path, "heldout")
 
-    def form(self) -> Form:
-        """The form of `dataset`. Raises `ConfigError` if the class of a format can't be made."""
+    def form(self, answers_directly: bool = False) -> Form:
+        """The form of `dataset`, for a policy that answers directly or for the packaged chain. Raises `ConfigError`
+        if the class of a format can't be made."""
         return Form(
-            format=_format("dataset_format", self.dataset_format),
+            format=_format("dataset_format", self.dataset_format, answers_directly),
             columns=_columns("columns", self.columns) or {},
             held_out_share=self.held_out_share or 0.0,
             image_folder=self._folder,
+            name=self.name,
         )
 
-    def eval_form(self) -> Form:
-        """The form of the held-out rows. Raises as `form` does."""
-        form, columns = self.form(), _columns("eval_dataset.columns", self._eval.columns)
+    def eval_form(self, answers_directly: bool = False) -> Form:
+        """The form of the held-out rows. Arguments and errors are those of `form`."""
+        form, columns = self.form(answers_directly), _columns("eval_dataset.columns", self._eval.columns)
+        other = self._eval.format
         return Form(
-            format=form.format if self._eval.format is None else _format("eval_dataset.format", self._eval.format),
+            format=form.format if other is None else _format("eval_dataset.format", other, answers_directly),
             columns=form.columns if columns is None else columns,
             image_folder=self._eval_folder,
+            name=self.name,
         )
 
     @property
     def own_sources(self) -> list[str]:
         """The datasets of the run that are not packaged."""
-        sources = {self.train_source[0]: None, self.eval_source[0]: None}
-        return [source for source in sources if source not in (DEMO, DEMO_PICTURES, ARITHMETIC)]
+        sources = dict.fromkeys(name for each in self.sources for name, _ in (each.train_source, each.eval_source))
+        return [source for source in sources if source not in PACKAGED]
 
 
 def _source_and_split(source: str, split: str) -> tuple[str, str]:
@@ -150,7 +213,9 @@ def _folder_of(source: str) -> Path | None:
     return path.parent if path.suffix in ENDINGS else None
 
 
-def _format(setting: str, name: str) -> DatasetFormat | None:
+def _format(setting: str, name: str, answers_directly: bool) -> DatasetFormat | None:
     if name == ROWS:
         return None
-    return FORMATS[name]() if name in FORMATS else build_object(name, setting, DatasetFormat)
+    made = FORMATS[name]() if name in FORMATS else build_object(name, setting, DatasetFormat)
+    made.answers_directly = answers_directly
+    return made

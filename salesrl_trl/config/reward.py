@@ -20,7 +20,7 @@ from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
 from salesrl_trl.reward.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
-from salesrl_trl.types import DEFAULT_FORMAT, SALES, ActionFormat
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, ActionFormat
 
 ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
@@ -79,8 +79,9 @@ class RewardConfig:
     judge_aggregation: Annotated[str, (*AGGREGATIONS,)] = "mean"
     """The one score of several verdicts: their `mean`, `median` or `min`."""
     reward_funcs: list[str] = field(default_factory=list)
-    """Dotted paths of reward functions of your own, in place of the RAG service and the judge: of TRL's signature, or
-    with `@per_completion` or `@per_group`. `sales` among them is the packaged chain. `reward_weights` weighs them."""
+    """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
+    Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
+    answers, without a RAG service. `reward_weights` weighs them."""
     judge: str | None = None
     """Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
     above, which need no address then."""
@@ -201,8 +202,18 @@ class RewardConfig:
 
     @property
     def uses_services(self) -> bool:
+        """Whether the packaged judge scores, behind a RAG service or alone."""
+        return not self.asks_nobody and (self.has_chain or self.judges_answers)
+
+    @property
+    def uses_rag(self) -> bool:
         """Whether the packaged chain scores, with its RAG service and its judge."""
         return not self.asks_nobody and self.has_chain
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether the packaged judge scores what the policy answers directly."""
+        return JUDGE in self.reward_funcs
 
     @property
     def has_chain(self) -> bool:
@@ -212,7 +223,7 @@ class RewardConfig:
     @property
     def embeds_rag(self) -> bool:
         """Whether the embedded RAG service answers."""
-        return self.uses_services and self.rag_base_url is None and self.rag is None
+        return self.uses_rag and self.rag_base_url is None and self.rag is None
 
     @property
     def embeds_judge(self) -> bool:
@@ -230,6 +241,11 @@ class RewardConfig:
             lambda: self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
             "`knowledge_file` is given beside `rag_base_url` or `rag`: only the embedded RAG service reads it. "
             "Expected one of them.",
+        )
+        refused.check(
+            lambda: not {SALES, JUDGE} <= {*self.reward_funcs},
+            f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
+            f"a RAG service to the policy's action, `{JUDGE}` what the policy answers itself.",
         )
         with refused:
             for kind in self.verbose:
@@ -264,7 +280,8 @@ class RewardConfig:
             with refused:
                 is_counted = getattr(self, name) is None or self.uses_services
                 fault = (
-                    f"`{name}` is given, and `reward_funcs` asks no service of this package. Expected `sales` among "
+                    f"`{name}` is given, and `reward_funcs` asks no service of this package. Expected `{SALES}` or "
+                    f"`{JUDGE}` among "
                 )
                 check(is_counted, f"{fault}them: what functions of your own ask is not counted.")
         refused.check(

@@ -1,7 +1,7 @@
 """The form of a source: its format, its columns, and the share that is held out.
 
-Owns the way from a record of any form to the columns of this package, and the division into training and held-out
-rows. Refuses to load. `sources` calls it with loaded records.
+Owns the way from a record of any form to the columns of this package, the division into training and held-out rows,
+and the mixture of several sources. Refuses to load. `sources` and `build.checks.dataset` call it.
 """
 
 import dataclasses
@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from salesrl_trl.data.columns import Column, check_names, mapped
 from salesrl_trl.data.files import Placed, Record
 from salesrl_trl.data.formats import DatasetFormat, LeftOut
-from salesrl_trl.data.rows import place
+from salesrl_trl.data.rows import KNOWN, place
 from salesrl_trl.errors import DataError
+
+T = TypeVar("T")
 
 
 class Part(StrEnum):
@@ -38,6 +41,8 @@ class Form:
     """Share of the groups whose rows are held out, in [0, 1)."""
     image_folder: Path | None = None
     """Where relative paths of pictures start. `None`: the folder of the file."""
+    name: str = ""
+    """Of the source among several. It stands before the ids of its rows: `"bbq:bbq-Age-7"`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,8 @@ def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | No
         if isinstance(made, LeftOut):
             left_out[made.reason] += 1
         else:
-            records.append(made)
+            id_ = {"id": f"{form.name}:{made.get('id') or f'row-{position}'}"} if form.name else {}
+            records.append({**made, **id_})
             places.append((position, line))
     return Records(
         name=name, records=records, places=places, total=len(placed), left_out=left_out,
@@ -102,7 +108,29 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
     except DataError as error:
         kind = type(form.format).__name__
         raise DataError(f"{where} is no record of {kind}: {error}. Correct it, or `dataset_format`.") from None
-    return made if isinstance(made, LeftOut) else {**made, **mapped(form.columns, record)}
+    if isinstance(made, LeftOut):
+        return made
+    known = KNOWN | form.format.hidden
+    others = {name: value for name, value in record.items() if name not in known}
+    return {**others, **made, **mapped(form.columns, record)}
+
+
+def drawn(rows: Sequence[T], number: int) -> Sequence[T]:
+    """So many of the rows, or all, in their order: the same ones each time, from all over the source."""
+    if number >= len(rows):
+        return rows
+    order = sorted(range(len(rows)), key=lambda at: hashlib.sha256(str(at).encode()).digest())
+    return [rows[at] for at in sorted(order[:number])]
+
+
+def mixed(parts: Sequence[Sequence[T]], shares: Sequence[float] = ()) -> list[T]:
+    """The rows of all parts, each one's spread evenly over the whole: the first ones are mixed too. With `shares`,
+    whose sum is 1, each part has this share: as many rows are drawn as the scarcest part allows."""
+    if shares:
+        total = min(len(part) / share for part, share in zip(parts, shares, strict=True))
+        parts = [drawn(part, round(total * share)) for part, share in zip(parts, shares, strict=True)]
+    places = [((at + 0.5) / len(part), number, at) for number, part in enumerate(parts) for at in range(len(part))]
+    return [parts[number][at] for _, number, at in sorted(places)]
 
 
 def part_of(records: Records, form: Form, part: Part) -> Records:

@@ -16,7 +16,7 @@ PROMPT_COLUMNS = ("prompt", "conversation")
 OPTIONAL_COLUMNS = (
     "branch", "id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group"
 )  # fmt: skip
-_KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))
+KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))  # all others go to reward functions
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 
@@ -81,7 +81,7 @@ def parse_row(
         message_id=str(record.get("message_id") or ""),
         documents=tuple(documents),
         images=images,
-        columns={name: value for name, value in record.items() if name not in _KNOWN},
+        columns={name: value for name, value in record.items() if name not in KNOWN},
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, load_dataset
 from datasets.exceptions import DatasetsError
 
@@ -18,10 +19,11 @@ from salesrl_trl.data.files import DEMO, ENDINGS, Placed, Record, demo_records, 
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
+from salesrl_trl.data.two_tasks import DEMO_BBQ, DEMO_HALUEVAL, two_task_records
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
-PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC)
+PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL)
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 
@@ -70,7 +72,7 @@ def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = Non
         parse_row(record, position, branches, loaded.name, line, loaded.folder, loaded.row_name)
         for record, (position, line) in zip(records, loaded.places, strict=False)
     ]
-    if len({type(row.prompt) for row in rows}) > 1:
+    if len({isinstance(row.prompt, str) for row in rows}) > 1:
         raise DataError(
             f"{loaded.name} has rows whose `prompt` is a text, and others that have messages, or none. Expected one "
             "kind of prompt. Make all of them messages, for example."
@@ -111,18 +113,41 @@ def prompt_dataset(
         "id": [row.row_id for row in rows_of],
     }
     if for_functions:
-        if any(row.conversation or row.documents for row in rows_of):
-            columns |= {
-                "conversation": [[asdict(message) for message in row.conversation] for row in rows_of],
-                "documents": [list(row.documents) for row in rows_of],
-            }
-        further = dict.fromkeys(name for row in rows_of for name in row.columns)
-        columns = {name: [row.columns.get(name) for row in rows_of] for name in further} | columns
-    rows = Dataset.from_dict({"prompt": prompts, **columns})
+        every = [columns_of(row) for row in rows_of]
+        gaps: dict[str, list[str]] = {"conversation": [], "documents": []}
+        further = dict.fromkeys(name for row in every for name in row)
+        columns = {name: [row.get(name, gaps.get(name)) for row in every] for name in further} | columns
+    rows = _table({"prompt": [*prompts], **columns})
     if not any(images):
         return rows
     files = [[{"path": picture.path or None, "bytes": picture.content} for picture in pictures] for pictures in images]
     return rows.add_column("images", files, feature=List(Image(mode="RGB")))  # read when a row is asked for
+
+
+def _table(columns: dict[str, list[Any]]) -> Dataset:
+    """The columns as a dataset. Raises `DataError` for one whose values are of several kinds."""
+    try:
+        return Dataset.from_dict(columns)
+    except pa.ArrowException:
+        for name, values in columns.items():
+            try:
+                Dataset.from_dict({name: values})
+            except pa.ArrowException:
+                raise DataError(
+                    f"the column `{name}` has values of several kinds, such as a text in one row and a number or an "
+                    "object in another. Expected one kind in all rows. Correct the column, or leave it out."
+                ) from None
+        raise
+
+
+def columns_of(row: SalesRow) -> dict[str, Any]:
+    """What a reward function may ask for of a row, beside its prompt."""
+    texts: dict[str, Any] = {}
+    if row.conversation:
+        texts["conversation"] = [asdict(message) for message in row.conversation]
+    if row.documents:
+        texts["documents"] = list(row.documents)
+    return {**row.columns, **texts, "branch": row.branch, "id": row.row_id}
 
 
 def with_ids(dataset: Any, name: str = "row") -> Any:
@@ -161,6 +186,8 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     if source == DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
+    elif source in (DEMO_BBQ, DEMO_HALUEVAL):
+        placed = [Placed(record) for record in two_task_records(source, split)]
     elif source == ARITHMETIC:
         placed = [Placed(record) for record in arithmetic_records(split)]
     elif source == DEMO_PICTURES:

@@ -19,6 +19,11 @@ PACKAGED = Path(__file__).with_name("small_policy")  # the folder of the policy.
 ARITHMETIC_POLICY = Path(__file__).with_name("arithmetic_policy")
 """The policy of `recipes/own.py`: it adds two numbers, and is wrong more often than right. It is taught by
 `scripts/make_arithmetic_policy.py`."""
+DUAL_POLICY = Path(__file__).with_name("dual_policy")
+"""The policy of `recipes/dual.py`: it answers questions of two tasks, and often takes the bait. It is taught by
+`scripts/make_dual_policy.py`."""
+POLICY_OF = {"arithmetic": ARITHMETIC_POLICY, "demo_bbq": DUAL_POLICY, "demo_halueval": DUAL_POLICY}
+"""By packaged dataset, the policy that knows it. `PACKAGED` knows the others."""
 PROMPT_STYLE = "compact"
 """The style of the prompts that it was taught with. A run with this policy must use the same one."""
 

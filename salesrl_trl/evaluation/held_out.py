@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -17,7 +18,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from salesrl_trl.evaluation.row_statistics import standard_error
 from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.names import HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
-from salesrl_trl.types import Outcome
+from salesrl_trl.types import Example, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,14 @@ Figures = Mapping[str, float | None]
 
 class EvaluatedCompletion(NamedTuple):
     """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for. Both
-    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored."""
+    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored. `text` and `columns`
+    are what figures read of it and of its row."""
 
     prompt: object
     completion: object
     reward: float | None
+    text: str = ""
+    columns: Example = MappingProxyType({})
 
 
 @dataclass(eq=False, repr=False)
@@ -52,6 +56,7 @@ class HeldOut(TrainerCallback):
     num_generations: int
     examples: int = 0
     are_actions: bool = True
+    figures: Sequence[str] = ()  # names of further figures in the log
     is_cut: Callable[[], bool] = bool
     _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
 
@@ -68,6 +73,7 @@ class HeldOut(TrainerCallback):
         if self.are_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
+        figures |= {name: logged.get(name) for name in self.figures}
         rewards, written = self.drain_rewards(), self.drain_written()
         scored = sum(not math.isnan(reward) for reward in rewards)
         share = f"{scored} of {len(rewards)} completions were scored"

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
@@ -28,6 +28,8 @@ class Answered:
     kl: float | None = None
     """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0
+    columns: Example = field(default_factory=dict)
+    """The row's columns, without prompt and pictures."""
 
 
 class Subject(Protocol):

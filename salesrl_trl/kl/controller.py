@@ -9,7 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, name_of
+from salesrl_trl.kl.law import NOTICE, OPEN_BAND_WIDTH, KLLaw, KLTarget, State, Window, moved, name_of
+
+READABLE = 0.4
+"""A window can be read if the standard error of its log KL is at most this share of the band's half-width, or of the
+distance from the band's centre where that is more."""
+MOST_WINDOWS = 6
+"""A window ends after so many times its steps, readable or not."""
+FEWEST_PAIRS = 4
+"""Neighbouring steps from which on a branch's noise is known."""
+KNOWN_NOISE = 0.7
+"""Share of the old value in a branch's noise, when a window has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +27,7 @@ class WindowSettings:
     """The optimizer steps of a window. Raises `ConfigError` for numbers that can't work."""
 
     update_steps: int = 5
+    """The least number. A window whose KL is too noisy to be read goes on, up to `MOST_WINDOWS` times as long."""
     cooldown_steps: int = 0
     """Optimizer steps after a move that belong to no window, for a policy that reacts late."""
 
@@ -36,11 +47,13 @@ class Decision:
     target: KLTarget
     before: float  # of the window, as asked for
     after: float  # what the law asks for from the next step on
+    steps: int | None = None  # of the window, if it went on because its KL was too noisy
 
     def __str__(self) -> str:
         place = "in" if self.target.contains(self.kl) else "outside"
+        grown = f", over {self.steps} steps because of its noise" if self.steps else ""
         return (
-            f"{self.branch}: KL {self.kl:.4f} {place} [{self.target.low:g}, {self.target.high:g}], "
+            f"{self.branch}: KL {self.kl:.4f} {place} [{self.target.low:g}, {self.target.high:g}]{grown}, "
             f"beta {self.before:.4g} -> {self.after:.4g}"
         )
 
@@ -59,6 +72,14 @@ class BranchController:
         self._kl_sum = 0.0
         self._tokens = 0.0
         self._steps = 0
+        self._last: list[float] | None = None
+        """KL and tokens of the step before, in the same window."""
+        self._squares = 0.0
+        self._pairs = 0
+        """Of neighbouring steps of a window: squared differences of their KL, as those of two single tokens."""
+        self._noise: float | None = None
+        """Variance of a token's KL around the window's, divided by the square of that. `None` before it was seen."""
+        self._seen = 0  # pairs of the windows before
         self._cooldown = 0
         self._measured_steps = 0
         self._steps_in_band = 0
@@ -99,16 +120,47 @@ class BranchController:
             self._cooldown -= 1
             return None
         if measured:
-            self._kl_sum += kl_sum
-            self._tokens += tokens
+            self._add(kl_sum / tokens, tokens)
         self._steps += 1
-        if self._steps < self._windows.update_steps:
+        least = self._windows.update_steps
+        if self._steps < least or (self._steps < least * MOST_WINDOWS and not self._is_readable):
             return None
         return self._close_window(self._law)
 
+    def _add(self, kl: float, tokens: float) -> None:
+        self._kl_sum += kl * tokens
+        self._tokens += tokens
+        if self._last is not None:  # neighbours: a KL that drifts is no noise
+            before, count = self._last
+            self._squares += (kl - before) ** 2 / (1 / tokens + 1 / count)
+            self._pairs += 1
+        self._last = [kl, tokens]
+
+    @property
+    def _is_readable(self) -> bool:
+        """Whether the window's KL is known well enough for its distance from the band's centre to mean something."""
+        noise = self._noise_seen()
+        if not self._tokens or noise is None or self._seen + self._pairs < FEWEST_PAIRS:
+            return True
+        target = self.target
+        assert target.low is not None and target.high is not None
+        half_width = math.log(target.high / (target.low or target.high / OPEN_BAND_WIDTH)) / 2
+        far = half_width * max(1.0, abs(target.distance(self._kl_sum / self._tokens)))
+        return math.sqrt(noise / self._tokens) <= READABLE * far
+
+    def _noise_seen(self) -> float | None:
+        """The noise of windows before, and of this one."""
+        kl = self._kl_sum / self._tokens if self._tokens else 0.0
+        if not self._pairs or kl <= 0:
+            return self._noise
+        now = self._squares / self._pairs / kl**2
+        return now if self._noise is None else KNOWN_NOISE * self._noise + (1 - KNOWN_NOISE) * now
+
     def _close_window(self, law: KLLaw) -> Decision | None:
-        kl_sum, tokens = self._kl_sum, self._tokens
+        kl_sum, tokens, steps, self._noise = self._kl_sum, self._tokens, self._steps, self._noise_seen()
         self._kl_sum, self._tokens, self._steps = 0.0, 0.0, 0
+        self._seen += self._pairs
+        self._squares, self._pairs, self._last = 0.0, 0, None
         if not tokens:
             return None
         kl, before = kl_sum / tokens, self.asked
@@ -119,9 +171,13 @@ class BranchController:
         if self.asked == before:
             return None
         self._cooldown = self._windows.cooldown_steps
-        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked)
+        grown = steps if steps > self._windows.update_steps else None
+        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked, steps=grown)
 
-    _STATE = ("_kl_sum", "_tokens", "_steps", "_cooldown", "_measured_steps", "_steps_in_band")
+    _STATE = (
+        "_kl_sum", "_tokens", "_steps", "_last", "_squares", "_pairs", "_noise", "_seen", "_cooldown",
+        "_measured_steps", "_steps_in_band",
+    )  # fmt: skip
 
     def state_dict(self) -> State:
         window = {name.removeprefix("_"): getattr(self, name) for name in self._STATE}
@@ -132,7 +188,7 @@ class BranchController:
         """Go on from `state_dict`. A coefficient outside today's reach is moved to the nearer end; without a law it
         stays the configured one. A law of another class starts with an empty state."""
         for name in self._STATE:
-            setattr(self, name, state[name.removeprefix("_")])
+            setattr(self, name, state.get(name.removeprefix("_"), getattr(self, name)))  # older ones had fewer
         if self._law is not None:
             least, most = self.target.reach
             self.asked = max(least, min(most, state["beta"]))

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceTimeout
 from salesrl_trl.reward.service.event_loop import clocked, deadline
 from salesrl_trl.reward.service.transport import TRAFFIC, Transport
+from salesrl_trl.types import JUDGE
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 `train` and `evaluate` call `prepare`; `__main__` calls `examine`. Each subject has its checks in `build.checks`.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from salesrl_trl.config.ranges import LORA, check_ranges
 from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
-from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PROMPT_STYLE
+from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE
 from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
 from salesrl_trl.preflight.memory import check_memory
@@ -77,8 +78,7 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 
 def _copy_data(plan: Plan, findings: Findings) -> None:
     """Read rows from copies, if `data_copy_dir` is set."""
-    data = plan.config.data
-    for name in ("dataset", "eval_dataset"):
+    for data, name in itertools.product(plan.config.data.sources, ("dataset", "eval_dataset")):
         path = getattr(data, name)
         if data.data_copy_dir is not None and path is not None and is_file(path):  # not `demo`, and none on the hub
             setattr(data, name, str(copied(Path(path), Path(data.data_copy_dir))))
@@ -90,13 +90,14 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
     for name, source in (("dataset", "train_source"), ("eval_dataset", "eval_source")):
         with refused.of(config.data, name):
-            check_source(getattr(config.data, source)[0])
+            for each in config.data.sources:
+                check_source(getattr(each, source)[0])
     with refused.of(training, "branches"):
-        if plan.evaluates and (note := settle_held_out(config.data)):
+        for note in filter(None, map(settle_held_out, config.data.sources if plan.evaluates else ())):
             findings.note(note)
         if not training.branches:  # of a task of one's own: those of the rows
-            branches = {str(record.get("branch", ALL)) for record in plan.train_records.records}
-            training.branches = sorted(branches) or [ALL]
+            records = [record for part in plan.train_records for record in part.records]
+            training.branches = sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
             training.kl_targets()
     refused.each(lambda: config.telemetry.check_branches(training.branches))
     with refused.of(training, "resume_from_checkpoint"):
@@ -150,7 +151,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
 def _check_small_policy(plan: Plan) -> None:
     """Raise unless the prompt works, and prompts a small policy, if it is used, as it was taught."""
     prompt, is_usual = plan.prompt, plan.config.reward.action_format() == DEFAULT_FORMAT
-    if plan.config.policy_path == str(ARITHMETIC_POLICY):
+    if Path(plan.config.policy_path) in POLICY_OF.values():
         return
     if plan.config.model.model_name_or_path is None and prompt is None:
         raise ConfigError(
@@ -174,9 +175,10 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     for note in check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer):
         findings.note(note)
     train, held_out = plan.train, plan.held_out
-    for part in (plan.train_records, plan.held_out_records, train, held_out):
-        if part is not None and part.note:
-            findings.note(part.note)
+    records = [*plan.train_records, *plan.held_out_records]
+    for said in (*(part.note for part in records), train.note, held_out.note):
+        if said:
+            findings.note(said)
     if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
         made_of = identity_of(training, rows_of(train.prompts, (row.branch for row in train.rows)))
         check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)

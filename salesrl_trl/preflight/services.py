@@ -14,23 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from salesrl_trl.build.assembly import budget_of, build_services
+from salesrl_trl.build.assembly import budget_of, build_judge, build_services
 from salesrl_trl.build.checks.addresses import check_rag
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.checks.reward import JUDGE, check_judges, rag_key_of
+from salesrl_trl.build.checks.reward import check_judges, rag_key_of
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, trouble
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.reward.cache import AnswerStore
-from salesrl_trl.reward.chain import add_places
 from salesrl_trl.reward.judge.judge_client import JudgeClient
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
+from salesrl_trl.reward.judge_reward import add_places
 from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.telemetry.aggregates import percentile
-from salesrl_trl.types import Answer, Verdict
+from salesrl_trl.types import JUDGE, Answer, Verdict
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan
@@ -48,8 +48,8 @@ MOST_REPEATS = 8  # most `judge_repeats` that a note advises
 
 def _ask_rag(plan: "Plan", findings: Findings) -> None:
     config = plan.config.reward
-    if not config.uses_services:
-        findings.skipped = NO_SERVICES
+    if not config.uses_rag:
+        findings.skipped = "the judge scores the policy's own answers" if config.uses_services else NO_SERVICES
         return
     if config.rag_base_url is not None:
         for note in check_rag(config.rag_base_url, rag_key_of(config)):  # also where other parts can't be made
@@ -215,7 +215,8 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
         name, share = client.settings.transport.service, client.settings.weight / weights or 1
         in_flight[name] = min(math.ceil(verdicts * share), limits_of(name, config).cap)
     count = max(calls_of(plan, number) for number in in_flight.values())
-    planned = samples(_rubrics(plan), config.action_format(), max(count, MIN_CALLS))
+    action_format = None if config.judges_answers else config.action_format()
+    planned = samples(_rubrics(plan), action_format, max(count, MIN_CALLS))
     if not clients:  # a judge of one's own reads the answers in an order of its own
         planned = [dataclasses.replace(sample, candidate_first=True) for sample in planned]
     timeouts = [provider.timeout_s or 0.0 for provider in config.parsed_judge_providers()]
@@ -246,7 +247,7 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
 async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     config = plan.config.reward
     budget = budget_of(config, Path(plan.config.training.output_dir))
-    _, judge = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
+    judge = build_judge(under_load(config), plan.reward, plan.addresses[1], budget=budget)
     targets, planned, has_load = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, config, findings)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from salesrl_trl.build.checks.reward import JUDGE
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.ground.tables import aligned
 from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, usage_of
@@ -17,7 +16,7 @@ from salesrl_trl.preflight.made_up import VARIANTS, Completion
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.telemetry.step_lines import figure, judge_line
-from salesrl_trl.types import Reward
+from salesrl_trl.types import JUDGE, Reward
 
 HOLLOW = "hollow_answer"  # reason code of a valid action whose answer from the RAG service says nothing
 INJECTION_GAIN = 0.15

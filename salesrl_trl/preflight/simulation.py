@@ -15,14 +15,14 @@ from pathlib import Path
 import stamina
 
 from salesrl_trl.build.assembly import addresses, build_reward
-from salesrl_trl.build.checks.dataset import own_records, training_records
+from salesrl_trl.build.checks.dataset import own_records, training_records, training_rows
 from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.ranges import Count, Share, check_settings, check_value
 from salesrl_trl.data.files import DEMO
-from salesrl_trl.data.sources import check_rows, load_drafts
+from salesrl_trl.data.sources import load_drafts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, batches
@@ -68,8 +68,8 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
             f"`action_fields` is {', '.join(reward.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: the "
             "simulation writes no other actions. Leave it out."
         )
-    rows = check_rows(training_records(data, own_records(data)), training.branches, data.max_train_rows)
-    if not reward.uses_services:
+    rows = training_rows(data, training_records(data, own_records(data, reward)), training.branches)
+    if not reward.uses_rag:
         raise ConfigError(
             "`reward_funcs` has no `sales`, and made-up completions are actions for the packaged chain. Expected the "
             "chain. Leave out `reward_funcs`."

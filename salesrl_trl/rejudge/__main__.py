@@ -57,14 +57,13 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 
     import stamina  # these take seconds
 
-    from salesrl_trl.build.checks.dataset import own_records, training_records
+    from salesrl_trl.build.checks.dataset import own_records, training_records, training_rows
     from salesrl_trl.build.services_plan import StepSettings
     from salesrl_trl.build.settings import parse_part
     from salesrl_trl.config import DataConfig, RewardConfig
-    from salesrl_trl.data.sources import check_rows
     from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
     from salesrl_trl.rejudge.score_changes import Baseline, changes
-    from salesrl_trl.types import SALES
+    from salesrl_trl.types import JUDGE, SALES
 
     stamina.instrumentation.set_on_retry_hooks([])
     own, data, reward, others = parse_part(
@@ -75,14 +74,15 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
     branches = sorted({completion.branch for completion in completions})
-    rows = check_rows(training_records(data, own_records(data)), branches, data.max_train_rows)
+    rows = training_rows(data, training_records(data, own_records(data, reward)), branches)
     functions = reward.reward_funcs or [SALES]
     weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
     unknown = sorted({completion.row for completion in completions} - {row.row_id for row in rows})
-    if SALES not in functions:
+    judged_alone = reward.judges_answers
+    if SALES not in functions and not judged_alone:
         raise ConfigError(
-            f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` among them: "
-            "the packaged reward is what is judged again."
+            f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` or `{JUDGE}` "
+            "among them: the packaged reward is what is judged again."
         )
     if not completions:
         raise ConfigError(f"the record of {run} has no completion of training. Expected some.")
@@ -96,7 +96,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 
     def work() -> int:
         judged = [
-            (of_all_functions(completion, new, weights), notes)
+            (of_all_functions(completion, new, weights, JUDGE if judged_alone else SALES), notes)
             for completion, (new, notes) in zip(
                 completions, rejudged(reward, completions, rows, branches), strict=True
             )

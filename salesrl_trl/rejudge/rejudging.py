@@ -11,10 +11,12 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from salesrl_trl.build.assembly import addresses, budget_of, build_services
+from salesrl_trl.build.assembly import addresses, budget_of, build_judge
 from salesrl_trl.build.checks.reward import check_judges, read_reward
 from salesrl_trl.config import RewardConfig
+from salesrl_trl.data.sources import columns_of
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.names import Stage
@@ -24,6 +26,7 @@ from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.cache import AnswerStore, cache_key
 from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.reward.judge_reward import JudgeReward
 from salesrl_trl.reward.rag_client import RagBackend, answer_from_json
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
@@ -41,33 +44,38 @@ def rejudged(
     places = {row.row_id: place for place, row in enumerate(rows)}
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
         budget = budget_of(config, Path(folder))  # the limits hold for this command alone
-        _, judge = build_services(config, parts, *urls, budget=budget)
-        chain = SalesReward(
-            rows, RecordedRag(completions, {row.row_id: row for row in rows}), judge, parts.scoring,
-            stages=parts.stages, score_threshold=config.rag_score_threshold, top_k=config.rag_top_k,
-            deadline_s=config.reward_deadline_s, action_format=config.action_format(), references=AnswerStore(),
-            records=True,
-        )  # fmt: skip
-        chain.budget = budget
-        with closing(RewardLoop(chain)) as reward_loop:
+        of_judge = (build_judge(config, parts, urls[1], budget=budget), parts.scoring)
+        common: dict[str, Any] = {"stages": parts.stages, "deadline_s": config.reward_deadline_s, "records": True}
+        if config.judges_answers:
+            reward = JudgeReward(*of_judge, **common)
+        else:
+            reward = SalesReward(
+                rows, RecordedRag(completions, {row.row_id: row for row in rows}), *of_judge,
+                score_threshold=config.rag_score_threshold, top_k=config.rag_top_k,
+                action_format=config.action_format(), references=AnswerStore(), **common,
+            )  # fmt: skip
+        reward.budget = budget
+        asked = [{"row": place, "prompt": row.prompt, **columns_of(row)} for place, row in enumerate(rows)]
+        with closing(RewardLoop(reward)) as reward_loop:
             judged: list[tuple[Reward, CompletionRecord]] = []
             for first in range(0, len(completions), AT_ONCE):
                 part = completions[first : first + AT_ONCE]
-                batch = reward_loop.begin([{"row": places[completion.row]} for completion in part])
+                batch = reward_loop.begin([asked[places[completion.row]] for completion in part])
                 result = reward_loop.result(batch, [completion.text for completion in part])
                 notes = [stages.completion_record or CompletionRecord() for stages in batch.stages]
                 judged += zip(result.rewards, notes, strict=True)
     return judged
 
 
-def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float]) -> Reward:
-    """Combines the new packaged reward with the recorded numbers of other functions. `weights` are in their order."""
+def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float], packaged: str = SALES) -> Reward:
+    """Combines the new packaged reward, which has this name, with the recorded numbers of other functions. `weights`
+    are in their order."""
     if len(weights) == 1:
         return new
     if old.reward is not None and not old.functions:
         raise ConfigError("the record has numbers of one reward function. Expected those of all in `reward_funcs`.")
-    numbers = {**old.functions, SALES: new.value}
-    is_known = old.reward is not None or all(value is not None for name, value in numbers.items() if name != SALES)
+    numbers = {**old.functions, packaged: new.value}
+    is_known = old.reward is not None or all(value is not None for name, value in numbers.items() if name != packaged)
     if not old.functions or not is_known:  # another function failed: nobody knows its number now either
         return Reward(outcome=Outcome(old.outcome), value=None, reason=old.reason, by_function=old.functions)
     known = ((weight, value) for weight, value in zip(weights, numbers.values(), strict=True) if value is not None)

@@ -25,6 +25,7 @@ import pickle
 import re
 import sys
 import time
+import types
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, overload
@@ -351,6 +352,33 @@ class RewardFunction(Scorer):
         return FunctionError(f"{self.__name__} returned {what}.", f"{self.code}_{code}")
 
 
+class VerlFunction:
+    """A function of verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, for one
+    completion. Its number, or `score` of what it returns, is the reward; other numbers of it are parts."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+        self.__name__: str = function.__name__
+
+    def __call__(
+        self,
+        completion: Any,
+        reward_model: Mapping[str, Any],
+        data_source: str = "",
+        extra_info: Mapping[str, Any] | None = None,
+    ) -> Any:
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        arguments = {"ground_truth": reward_model["ground_truth"], "extra_info": dict(extra_info or {})}
+        returned = self._function(data_source=data_source, solution_str=text, **arguments)
+        if not isinstance(returned, Mapping):
+            return returned
+        parts: dict[str, float] = {
+            str(name): float(part) for name, part in returned.items() if isinstance(part, int | float)
+        }
+        score = parts.pop("score")
+        return Reward.scored(score, reason="", **parts)
+
+
 def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
     """Note what the function `name` said of a completion, and what it logged. Parts are in the reward."""
     if reward is None:  # cancelled
@@ -370,6 +398,10 @@ def _said(words: str, number: float | None = None) -> Judged:
 
 def reward_of(function: object) -> Scorer:
     """The reward of a function, or a reward as it is. Raises `ConfigError` for anything else."""
+    if isinstance(function, types.FunctionType) and {"solution_str", "ground_truth"} <= {
+        *inspect.signature(function).parameters
+    }:
+        return RewardFunction(VerlFunction(function), Per.COMPLETION)
     if isinstance(function, Scorer):
         return function
     if not callable(function):

@@ -72,8 +72,13 @@ class Scoring:
     @property
     def component_names(self) -> tuple[str, ...]:
         """Every component a reward may have, in a fixed order."""
+        return tuple(dict.fromkeys((*COMPONENTS, *self.judged_names)))
+
+    @property
+    def judged_names(self) -> tuple[str, ...]:
+        """Those of them that a policy has that answers directly, without an action and a search."""
         others = [name for weights in self.weights.values() for name in weights if name.startswith(OTHER_RUBRIC)]
-        return tuple(dict.fromkeys((*COMPONENTS, REFERENCE, *others, *self.stage_components)))
+        return tuple(dict.fromkeys(("judge", "margin", REFERENCE, *others, *self.stage_components)))
 
     def rubrics(self, branch: str) -> dict[str, str]:
         """The judgements a branch needs: component to rubric."""

@@ -58,6 +58,7 @@ class GreedySubject:
             Answered(
                 branch=self.branch_of(row),
                 text=text,
+                columns={name: value for name, value in row.items() if name not in ("prompt", "images")},
                 reward=reward,
                 tokens=len(ids),
                 truncated=not ids or ids[-1] not in self.ends,

@@ -60,6 +60,7 @@ class ScoringSettings:
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
     held_out_examples: int
+    figure_columns: Sequence[str]  # of held-out rows; empty without figures that read them
     leaves_out_failed: bool
     sampler_correction: tuple[str, float | None, float | None]
 
@@ -258,9 +259,12 @@ class RolloutScoring:
     def _record(self, rollout: Rollout, result: BatchResult) -> None:
         """Record the figures of a batch over all ranks, and decide whether it counts; a collective."""
         mode, rank, ledger, control = rollout.mode, PartialState().process_index, self.ledger, self.run_control
-        if mode == "eval" and self.settings.held_out_examples:
+        names = self.settings.figure_columns
+        if mode == "eval" and (self.settings.held_out_examples or names):
             prompts = [example.get("prompt") for example in rollout.inputs]
-            ledger.record_written("eval", map(EvaluatedCompletion, prompts, rollout.completions, result.values))
+            read = [{name: example.get(name) for name in names} for example in rollout.inputs]
+            texts, values = map(completion_text, rollout.completions), result.values
+            ledger.record_written("eval", map(EvaluatedCompletion, prompts, rollout.completions, values, texts, read))
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self.device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])

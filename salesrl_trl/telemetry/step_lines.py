@@ -48,15 +48,22 @@ def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None
 
 class StepLine(TrainerCallback):
     """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
-    judge; `None` where no judge scores, and completions are no actions. `failures` returns the failures since the last
-    line, by reason. With a large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
+    judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason. `are_actions`:
+    whether completions are actions, which may be invalid. With a large `logging_steps` a short line comes every
+    `QUIET_STEPS` steps between."""
 
     def __init__(
-        self, branches: Sequence[str], providers: Sequence[str] | None, failures: Callable[[], Mapping[str, int]]
+        self,
+        branches: Sequence[str],
+        providers: Sequence[str] | None,
+        failures: Callable[[], Mapping[str, int]],
+        *,
+        are_actions: bool = True,
     ) -> None:
         self._branches = branches
         self._providers = providers
         self._failures = failures
+        self._are_actions = are_actions
         self._started = self._last = time.perf_counter()
         self._last_step = 0
         self._alive: tuple[float, int] = (self._last, 0)  # time and step of the last line of any kind
@@ -92,8 +99,7 @@ class StepLine(TrainerCallback):
             self._after_first = (now, step)
         else:
             average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
-        are_actions = self._providers is not None
-        line = step_line(step, state.max_steps, logs, self._branches, self._failures(), seconds, are_actions)
+        line = step_line(step, state.max_steps, logs, self._branches, self._failures(), seconds, self._are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
         if self._providers is not None:

@@ -96,6 +96,11 @@ class Ledger:
     def record_written(self, mode: str, written: Iterable[EvaluatedCompletion]) -> None:
         self._modes[mode].written += written
 
+    @property
+    def written(self) -> list[EvaluatedCompletion]:
+        """What `drain_written` will return."""
+        return self._modes["eval"].written
+
     def drain_written(self) -> list[EvaluatedCompletion]:
         """What the policy wrote in evaluations on this rank since the last call."""
         figures = self._modes["eval"]

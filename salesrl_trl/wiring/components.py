@@ -7,9 +7,10 @@ fails. Holds no trainer. The trainer builds `Components` before TRL's own, and c
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from salesrl_trl.config.rollouts import (
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
+from salesrl_trl.evaluation import bbq
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
@@ -190,6 +192,9 @@ class Components:
                 leave_out_no_pictures(model)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
+        self._bbq, self._bbq_by_category, note = bbq.figures_of(trl.eval_dataset)
+        if note:
+            logger.info(note)
         # 3. rollouts, and their order
         self._connect_rollouts(trl, sampler or load_sampler(args.sampler))
         at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
@@ -249,7 +254,12 @@ class Components:
             instruments=self.instruments,
             run_control=self.run_control,
             settings=from_fields(
-                ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
+                ScoringSettings,
+                args,
+                branches=self.branches,
+                weights=trl.reward_weights,
+                answered=trl.reward_answered,
+                figure_columns=(*bbq.COLUMNS, bbq.TARGET) if self._bbq else (),
             ),
             device=trl.accelerator.device,
             score=trl.score,
@@ -280,7 +290,12 @@ class Components:
         return [
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
-            StepLine(args.branches, names.providers if names.has_actions else None, failures),
+            StepLine(
+                args.branches,
+                names.providers if names.components else None,
+                failures,
+                are_actions=names.has_actions,
+            ),
             EpochLine(args.branches, failures, trl.log),
             HeldOut(
                 args.branches,
@@ -290,6 +305,7 @@ class Components:
                 num_generations=trl.num_generations_eval,
                 examples=args.held_out_examples,
                 are_actions=names.has_actions,
+                figures=[figure.name for figure in self._bbq],
                 is_cut=lambda: self.run_control.is_spent,
             ),
             ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
@@ -333,6 +349,10 @@ class Components:
 
     def figures(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
+        if mode == "eval" and self._bbq:
+            answers = Processes().gather([(each.text, each.columns) for each in self.ledger.written])
+            measured = {figure.name: figure.of(answers) for figure in (*self._bbq, *self._bbq_by_category)}
+            figures |= {name: math.nan if value is None else value for name, value in measured.items()}
         if mode == "train":
             figures |= self.spending.figures(self._trl.step(), self._trl.last_step())
             figures |= self.instruments.figures(self._trl.accelerator)
@@ -365,6 +385,8 @@ class Components:
         if settings is None or not settings.steps:
             return None
         args, kl, ranks = self._args, self.kl, Processes()
+        by_name = {figure.name: figure for figure in (*self._bbq, *settings.figures)}
+        settings = replace(settings, figures=tuple(by_name.values()))
 
         @contextlib.contextmanager
         def set_aside() -> Iterator[None]:

@@ -126,6 +126,20 @@ def test_the_judge_is_asked_again_when_it_is_busy_or_down(example, services, mon
     assert all(line[f"services/judge/{name}"] > 0 for name in ("calls", "sent", "retries", "overloads", "failures"))
 
 
+def test_the_packaged_judge_scores_beside_a_function_by_reference_and_criteria(example, services, monkeypatch):
+    verdict = {"candidate": [0.5, 1.0], "reference": [1.0, 1.0], "reason": "fine"}
+    services.verdict(json.dumps(verdict))
+    monkeypatch.setenv("JUDGE_BASE_URL", f"{services.url}/v1")
+    monkeypatch.setenv("JUDGE_API_KEY", "a-key-of-tests")
+    names = example("packaged_judge")
+    line = last_line(names)
+    assert line["rewards/judge/mean"] == pytest.approx((0.5 + 0.2 * 1.0) / 1.2)
+    assert line["rewards/judge/polite"] == 1.0
+    assert line["outcome/ok"] == 1.0
+    spent = json.loads((Path(names["OUTPUT"]) / "budget.json").read_text("utf-8"))
+    assert str(services.calls["judge"]) in json.dumps(spent)
+
+
 def test_code_is_run_within_limits_and_without_the_trainers_environment(example, monkeypatch):
     monkeypatch.setenv("A_KEY", "secret")
     monkeypatch.setattr("sys.executable", COLD_PYTHON)  # a fork of the tests' process is above the limit of memory

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
-from seams.own_reward import of_trl, ranks, shortness
+from seams.own_reward import compute_score, of_trl, ranks, shortness
 from support.virtual_time import play
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group
+from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Outcome, Reward
@@ -267,3 +267,16 @@ def test_a_reward_with_a_name_for_its_reason_is_short():
     for reason in ("budget_spent", "not_applicable", "deadline", "no_passages"):
         with pytest.raises(ValueError, match="a reason of the package's own"):
             Reward.missing(reason)
+
+
+def test_a_function_of_verl_s_signature_is_a_reward_as_it_is(result_of):
+    columns = {
+        "data_source": ["sums"] * 3,
+        "reward_model": [{"style": "rule", "ground_truth": text} for text in ("7", "8", "9")],
+        "extra_info": [{"index": 0}, None, {"index": 2}],
+    }
+    result = result_of(reward_of(compute_score), ["7", "7", "number"], rows(3, **columns))
+    assert result.values == [1.0, 0.0, 0.5]
+    assert result.rewards[0].metrics == (("rewards/compute_score/length", 1.0),)
+    with pytest.raises(ConfigError, match="'compute_score', which scores a completion, takes 'reward_model'"):
+        reward_of(compute_score).names.needs[0].check(["prompt", "data_source"])

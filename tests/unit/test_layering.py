@@ -14,9 +14,9 @@ ORDER = (
     *("errors", "timing", "types", "ground", "names"),
     *("data", "generation", "recording", "shared_prompts", "demo", "telemetry", "evaluation", "kl", "reward"),
     *("view", "update", "rollout", "config", "checkpoint", "wiring", "trainer"),
-    *("build", "run", "preflight", "train", "env", "evaluate", "rejudge", "report", "__main__"),
+    *("build", "run", "preflight", "train", "env", "evaluate", "rejudge", "report", "translate", "__main__"),
 )
-WHOLE_RUN = {"build", "run", "preflight", "train", "env", "evaluate", "rejudge", "__main__"}
+WHOLE_RUN = {"build", "run", "preflight", "train", "env", "evaluate", "rejudge", "translate", "__main__"}
 """Above the trainer the packages are for readers. Their modules form no circle, as all others."""
 
 

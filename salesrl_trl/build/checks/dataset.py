@@ -13,33 +13,60 @@ from transformers.utils import is_torchvision_available
 
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
-from salesrl_trl.data.form import Part, Records, part_of
+from salesrl_trl.config.data import DatasetEntry
+from salesrl_trl.data.form import Part, Records, drawn, mixed, part_of
 from salesrl_trl.data.lengths import LengthLimit
-from salesrl_trl.data.sources import is_file, load_records
+from salesrl_trl.data.sources import check_rows, is_file, load_records
 from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, read_template
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
+from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.reward.judge_reward import reference_and_criteria
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SalesRow
 
 SHOWN_ROWS = 5
 HELD_OUT_SHARE = 0.1
 """Of a file for which the settings name no held-out rows."""
 
 
-def own_records(data: DataConfig) -> Records:
-    """All records of `dataset`, of which a share may be held out. Raises `DataError` as `load_rows` does."""
-    return load_records(*data.train_source, data.form())
+def own_records(data: DataConfig, reward: RewardConfig) -> list[Records]:
+    """All records of each dataset, of which a share may be held out. Raises `DataError` as `load_rows` does."""
+    return [load_records(*source.train_source, source.form(not reward.has_chain)) for source in data.sources]
 
 
-def training_records(data: DataConfig, own: Records) -> Records:
-    """The records to train on, of those of `own_records`. Raises `DataError` if there are none."""
-    return part_of(own, data.form(), Part.TRAINING if data.held_out_share else Part.ALL)
+def training_records(data: DataConfig, own: Sequence[Records]) -> list[Records]:
+    """The records to train on, of those of `own_records`. Raises `DataError` if a dataset has none."""
+    return [
+        part_of(records, source.form(), Part.TRAINING if source.held_out_share else Part.ALL)
+        for source, records in zip(data.sources, own, strict=True)
+    ]
 
 
-def held_out_records(data: DataConfig, own: Callable[[], Records]) -> Records:
-    """The records to evaluate on: a share of `own_records`, or a source of their own. Raises as `own_records` does."""
-    if data.held_out_share:
-        return part_of(own(), data.form(), Part.HELD_OUT)
-    return replace(load_records(*data.eval_source, data.eval_form()), row_name="held-out")
+def held_out_records(data: DataConfig, reward: RewardConfig, own: Callable[[], Sequence[Records]]) -> list[Records]:
+    """The records to evaluate on: of each dataset a share of `own_records`, or a source of their own. Raises as
+    `own_records` does."""
+    return [
+        part_of(own()[number], source.form(), Part.HELD_OUT)
+        if source.held_out_share
+        else replace(load_records(*source.eval_source, source.eval_form(not reward.has_chain)), row_name="held-out")
+        for number, source in enumerate(data.sources)
+    ]
+
+
+def rows_of(
+    records: Sequence[Records], branches: Sequence[str], limit: int | None, entries: Sequence[DatasetEntry] = ()
+) -> list[SalesRow]:
+    """The rows of records by dataset, mixed: for training, of each so many or its share as its entry says. At most
+    `limit`. Raises `DataError` for a bad one."""
+    parts: list[Sequence[SalesRow]] = [
+        check_rows(part, branches, limit if len(records) == 1 else None) for part in records
+    ]
+    for number, entry in enumerate(entries):
+        parts[number] = drawn(parts[number], entry.rows or len(parts[number]))
+    return mixed(parts, [entry.share for entry in entries if entry.share is not None])[:limit]
+
+
+def training_rows(data: DataConfig, records: Sequence[Records], branches: Sequence[str]) -> list[SalesRow]:
+    """The rows of `training_records`. Raises as `rows_of` does."""
+    return rows_of(records, branches, data.max_train_rows, [source.entry for source in data.sources])
 
 
 def template_name(data: DataConfig, reward: RewardConfig) -> str | None:
@@ -64,9 +91,9 @@ def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | 
 
 
 def settle_held_out(data: DataConfig) -> str | None:
-    """Hold out a share of a local file, unless the settings say what is held out. Returns a line for the banner.
-    Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
-    if data.eval_dataset is not None or data.held_out_share or not is_file(data.dataset):
+    """Hold out a share of a local file, unless the settings of this dataset say what is held out. Returns a line for
+    the banner. Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
+    if data.eval_dataset is not None or data.held_out_share or not is_file(data.train_source[0]):
         return None
     if data.held_out_share is not None:
         raise ConfigError(
@@ -82,8 +109,13 @@ def settle_held_out(data: DataConfig) -> str | None:
 
 
 def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Raise `ConfigError` unless the packaged chain, if it scores, finds a conversation in every row. Returns lines
-    for the banner."""
+    """Raise `ConfigError` unless the packaged chain, if it scores, finds a conversation in every row, and the packaged
+    judge alone a `reference` and `criteria` that it can read. Returns lines for the banner."""
+    for row in rows if reward.judges_answers else ():
+        try:
+            reference_and_criteria(row.columns)
+        except DataError as error:
+            raise ConfigError(f"row {row.row_id!r}: {error} Correct the column; `{JUDGE}` reads it.") from None
     without = [row for row in rows if not row.conversation]
     if without and reward.has_chain:
         raise ConfigError(

@@ -24,11 +24,9 @@ from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
-from salesrl_trl.types import DEFAULT_FORMAT, SALES
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES
 
 logger = logging.getLogger(__name__)
-
-JUDGE = "judge"  # service name of the judge; each of `judge_providers` has its own name behind it
 
 
 @dataclass
@@ -51,20 +49,25 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
     `hybrid_reference_weight` is more than 0."""
     parts = read_reward(config, branches, hybrid_baseline)
     if not config.asks_nobody:
-        if config.rag_base_url is not None:
+        if config.rag_base_url is not None and config.uses_rag:
             check_rag(config.rag_base_url, parts.rag_key)
         check_judges(config, parts)
     return parts
 
 
-def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
-    """`prepare_reward` without a request to any address."""
+def read_reward(
+    config: RewardConfig,
+    branches: Sequence[str],
+    hybrid_baseline: bool = False,
+    rubrics: Mapping[str, str] | None = None,
+) -> RewardParts:
+    """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
     refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
     rag = judge = None
     with refused:
         functions = own_functions(config)
     refused.check(
-        lambda: not (hybrid_baseline and config.reward_funcs not in ([], [SALES])),
+        lambda: not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0.",
     )
     weights = config.parsed_branch_weights()
@@ -86,10 +89,11 @@ def read_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: 
             )
     with refused:
         judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
-    weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict[str, str]()
+    weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})
     with refused:
-        if config.judge is None and config.uses_services:
-            rubrics = load_rubrics(_rubric_names(weighed, branches), config.rubric_dir)
+        if config.judge is None and config.uses_services and not rubrics:
+            names = _rubric_names(weighed, branches)
+            rubrics = load_rubrics(names, config.rubric_dir, direct=config.judges_answers)
     rag_key, keys = None, dict[str, str | None]()
     with refused:
         rag_key = rag_key_of(config)
@@ -131,7 +135,7 @@ def own_functions(config: RewardConfig) -> dict[str, Scorer]:
     functions, refused = dict[str, Scorer](), Refusals()
     for path in config.reward_funcs:
         with refused:
-            if path != SALES:
+            if path not in (SALES, JUDGE):
                 functions[path] = reward_of(load_object(path, "reward_funcs"))
     refused.tell()
     return functions
@@ -177,7 +181,7 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
             f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
             "`rag_base_url`, or leave out `action_fields`."
         )
-    faults, packaged = [], packaged_rubrics()
+    faults, packaged = [], packaged_rubrics(config.judges_answers)
     if config.embeds_judge and own_fields:
         faults.append("The embedded judge does not read `action_fields` of yours. Set `judge_base_url`.")
     folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None

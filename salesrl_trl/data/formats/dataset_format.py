@@ -34,6 +34,13 @@ class LeftOut:
 class DatasetFormat(ABC):
     """The form of a dataset's records."""
 
+    answers_directly: bool = False
+    """Whether the policy answers itself, without the packaged chain: rows need a `prompt`. The settings say it."""
+    instructions: tuple[str, ...] = ()
+    """The system messages that the format puts into its prompts, for the banner."""
+    hidden: frozenset[str] = frozenset()
+    """Fields of a record that do not become columns of its row. All others do, for reward functions."""
+
     @abstractmethod
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         """A record in the columns of this package.

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from salesrl_trl.data.files import read_small
@@ -127,14 +128,23 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdic
     that is part of one of its words, or that has one of them as a part. A missing action mentions and claims nothing,
     so only the answer is judged. The same holds for an action that is no JSON object of exactly the three texts.
 
+    Without a section `action` the policy answers itself. Then coverage compares with the reference first. With `K` for
+    the content words of `D` and of the reference,
+
+        neutral(a)   = 0 if the answer has a content word of the conversation that is not in `K`, or mentions a
+                       protected attribute and has a content word that is not in `K`; else 1
+        supported(a) = |content words of the answer in `K` or in the conversation| / |its content words|
+
     The sections are `branch`, `conversation`, `documents` (a paragraph each), `action` (JSON), `candidate_answer` and
     perhaps `reference_answer`. A missing one counts as empty.
     """
     action = _read_action(sections.get("action", ""))
     answer, reference = sections.get("candidate_answer", ""), sections.get("reference_answer")
     known = [text for text in _PARAGRAPH.split(sections.get("documents", "")) if text.strip()]
-    covered = coverage(answer, known or ([reference] if reference and reference.strip() else []))
-    reference_covered = None if reference is None else coverage(reference, known or [reference])
+    is_direct, wanted = "action" not in sections, [reference] if reference and reference.strip() else []
+    compared = wanted or known if is_direct else known or wanted
+    covered = coverage(answer, compared)
+    reference_covered = None if reference is None else coverage(reference, compared or [reference])
     if sections.get("branch", "").strip() == "fairness":
         share, name = FAIRNESS_COVERAGE_SHARE, "neutral"
         texts = [] if action is None else list(action.fields.values())
@@ -143,11 +153,27 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdic
     else:
         share, name = COVERAGE_SHARE, "supported"
         manner, reference_manner = supported(action, sections.get("conversation", "")), 1.0
+    if is_direct:
+        held, heard = set(content_words("\n".join([*known, *wanted]))), sections.get("conversation", "")
+        judge = partial(_neutral, held, heard, terms) if name == "neutral" else partial(_grounded, held, heard)
+        manner, reference_manner = judge(answer), judge(reference or "")
     return Verdict(
         candidate=_mix(share, covered, manner),
         reference=None if reference_covered is None else _mix(share, reference_covered, reference_manner),
         reason=f"coverage {covered:.2f}, {name} {manner:.2f}",
     )
+
+
+def _neutral(held: set[str], heard: str, terms: ProtectedTerms, answer: str) -> float:
+    """Whether an answer about people says nothing of them that is not known."""
+    said = set(content_words(answer))
+    return float(not (said & set(content_words(heard)) - held or (terms.mentioned_in(answer) and said - held)))
+
+
+def _grounded(held: set[str], heard: str, answer: str) -> float:
+    """Share of an answer's content that is known, or was said."""
+    said = set(content_words(answer))
+    return _weight(said & (held | set(content_words(heard))), set()) / _weight(said, set()) if said else 1.0
 
 
 def _mix(share: float, covered: float, manner: float) -> float:

@@ -30,9 +30,9 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 """How the verdicts of several repeats become one."""
 
 
-def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str, str]:
-    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one."""
-    packaged = packaged_rubrics()
+def load_rubrics(names: Sequence[str], directory: str | None = None, *, direct: bool = False) -> dict[str, str]:
+    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one. `direct`: as in `packaged_rubrics`."""
+    packaged = packaged_rubrics(direct)
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
         raise ConfigError(
@@ -61,9 +61,9 @@ def load_rubrics(names: Sequence[str], directory: str | None = None) -> dict[str
     return rubrics
 
 
-def packaged_rubrics() -> dict[str, Path]:
-    """The rubrics that come with the package, by name."""
-    folder = Path(str(resources.files("salesrl_trl.reward.judge") / "rubrics"))
+def packaged_rubrics(direct: bool = False) -> dict[str, Path]:
+    """The rubrics that come with the package, by name. `direct`: for a policy that answers without an action."""
+    folder = Path(str(resources.files("salesrl_trl.reward.judge") / "rubrics"), "direct" if direct else "")
     return {path.stem: path for path in folder.glob("*.txt")}
 
 
@@ -207,4 +207,5 @@ class JudgeClient(Judge):
             reference=merge(references) if references else None,
             reason=verdicts[0].reason,
             provider=verdicts[0].provider,
+            criteria=[merge(scores) for scores in zip(*(verdict.criteria for verdict in verdicts), strict=True)],
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from salesrl_trl.types import Action, ActionFormat, Answer, Message, SalesRow
+from salesrl_trl.types import NOTHING_WRITTEN, Action, ActionFormat, Answer, Message, SalesRow
 
 ORDERS = (True, False)  # the candidate first, and second
 MIN_REPEATS = 2  # verdicts on the same input: one alone has no spread
@@ -42,9 +42,10 @@ class JudgedSample:
         return *self.group, self.candidate.text
 
 
-def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int) -> list[JudgedSample]:
+def samples(rubrics: Mapping[str, str], action_format: ActionFormat | None, calls: int) -> list[JudgedSample]:
     """The verdicts to ask for: each answer in both orders, at least twice, `calls` at most and `MIN_CALLS` at least.
-    `rubrics` names for each rubric a branch that is judged by it. With few calls some are left out."""
+    `rubrics` names for each rubric a branch that is judged by it. With few calls some are left out. Without an
+    `action_format` the answers are those of a policy that writes no action."""
     noise_set = resources.files(__package__).joinpath("noise_set.json")
     talks = json.loads(noise_set.read_text(encoding="utf-8"))  # answers from right to wrong
     # 1. As many rubrics and conversations as have all their answers asked for twice, in both orders.
@@ -65,7 +66,7 @@ def samples(rubrics: Mapping[str, str], action_format: ActionFormat, calls: int)
         )
         reference = Answer(text=talk["reference"], passages=(), took_ms=0.0)
         for written in (talk["answers"][place] for place in places):
-            action = _action(written, action_format)
+            action = NOTHING_WRITTEN if action_format is None else _action(written, action_format)
             candidate = Answer(text=written["answer"], passages=(), took_ms=0.0)
             inputs += [
                 JudgedSample(rubric=name, row=row, action=action, candidate=candidate, reference=reference,

@@ -7,7 +7,7 @@ message and which text counts as a verdict. `judge_client` owns which provider i
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -106,7 +106,7 @@ class Material:
         """A hash of everything that a judge reads."""
         reference = None if self.reference is None else self.reference.text
         material = (self.row.context, self.row.documents, self.action.as_dict(), self.candidate.text, reference)
-        return cache_key(self.name, material)
+        return cache_key(self.name, material, *map(asdict, self.row.criteria))
 
     @property
     def lot(self) -> int:
@@ -166,11 +166,11 @@ class ProviderClient:
             material.row, material.action, material.candidate, material.reference,
             candidate_first=candidate_first, nonce=nonce,
         )  # fmt: skip
-        expect_reference = material.reference is not None
+        expect_reference, criteria = material.reference is not None, material.row.criteria
         body: dict[str, object] = {
             "model": self.settings.model,
             "messages": [
-                {"role": "system", "content": signed_rubric(material.rubric, nonce)},
+                {"role": "system", "content": signed_rubric(material.rubric, nonce, criteria)},
                 {"role": "user", "content": message},
             ],
             "max_completion_tokens": self.settings.max_completion_tokens,
@@ -178,13 +178,15 @@ class ProviderClient:
         if self.settings.temperature is not None:
             body["temperature"] = self.settings.temperature
         if not by_text:
-            body["response_format"] = response_format(expect_reference=expect_reference)
+            body["response_format"] = response_format(expect_reference=expect_reference, by_criteria=bool(criteria))
 
         def read(answer: bytes) -> Verdict:
             value = self._completion(answer)
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
-                verdict = read_verdict(_text_of(value), nonce=nonce, expect_reference=expect_reference)
+                verdict = read_verdict(
+                    _text_of(value), nonce=nonce, expect_reference=expect_reference, criteria=criteria
+                )
             except ForeignVerdict:  # another request counts its tokens
                 raise
             except ServiceError:

@@ -6,13 +6,14 @@ the very end, signed with the request's nonce. Any other text is `JudgeInvalid`,
 
 import functools
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
-from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+from salesrl_trl.types import Action, Answer, Criterion, SalesRow, Verdict
 
 if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
     from openai.types.shared_params import ResponseFormatJSONSchema
@@ -26,19 +27,38 @@ MAX_OBJECT_STARTS = 64
 _TWICE: dict[str, object] = {}  # stands for an object in which a key comes twice
 
 
+_Score = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
 class _VerdictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     nonce: str
-    candidate: float = Field(ge=0, le=1, allow_inf_nan=False)
-    reference: float | None = Field(ge=0, le=1, allow_inf_nan=False)
+    candidate: _Score
+    reference: _Score | None
     reason: str
 
 
 class _PairVerdictBody(_VerdictBody):
-    reference: float = Field(ge=0, le=1, allow_inf_nan=False)
+    reference: _Score
 
 
 class _LoneVerdictBody(_VerdictBody):
+    reference: None
+
+
+class _CriteriaVerdictBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    nonce: str
+    candidate: list[_Score]
+    reference: list[_Score] | None
+    reason: str
+
+
+class _PairCriteriaBody(_CriteriaVerdictBody):
+    reference: list[_Score]
+
+
+class _LoneCriteriaBody(_CriteriaVerdictBody):
     reference: None
 
 
@@ -46,7 +66,13 @@ _INSTRUCTION = """
 
 End your reply with the JSON object, and write nothing after it. Begin the object with the field "nonce" that holds
 {nonce}, which shows that the verdict is yours and on these answers:
-{{"nonce": "{nonce}", "candidate": <0 to 1>, "reference": <0 to 1 or null>, "reason": "<one sentence>"}}"""
+{{"nonce": "{nonce}", "candidate": {score}, "reference": {score} or null, "reason": "<one sentence>"}}"""
+_BY_CRITERIA = """
+
+Score each answer by these {count} criteria, one by one, and by nothing else: 1 for one that it meets, 0 for one that
+it does not, a number between for one that it meets in part.
+{criteria}
+A score is a list of {count} numbers, in the order of the criteria. null stands for a reference that is not given."""
 
 
 def judge_message(
@@ -56,35 +82,43 @@ def judge_message(
     answers = {"candidate_answer": candidate.text}
     if reference is not None:
         answers["reference_answer"] = reference.text
+    written = {"action": json.dumps(action.as_dict(), ensure_ascii=False)} if action.fields else {}
     material = {
         "branch": row.branch,
         "conversation": row.context,
         "documents": "\n\n".join(row.documents),
-        "action": json.dumps(action.as_dict(), ensure_ascii=False),
+        **written,
     }
     ordered = answers.items() if candidate_first else reversed(answers.items())
     return fence({**material, **dict(ordered)}, nonce)
 
 
 @functools.cache
-def response_format(*, expect_reference: bool) -> "ResponseFormatJSONSchema":
+def response_format(*, expect_reference: bool, by_criteria: bool = False) -> "ResponseFormatJSONSchema":
     """The schema of a verdict, as the field `response_format` of a request. It has no value for the nonce: some
     providers take seconds to prepare a new schema. A model that may choose null for the reference does so at times."""
-    body = _PairVerdictBody if expect_reference else _LoneVerdictBody
-    name = "pair_verdict" if expect_reference else "lone_verdict"
+    pair, lone = (_PairCriteriaBody, _LoneCriteriaBody) if by_criteria else (_PairVerdictBody, _LoneVerdictBody)
+    body: type[BaseModel] = pair if expect_reference else lone
+    name = f"{'pair' if expect_reference else 'lone'}_{'criteria' if by_criteria else 'verdict'}"
     return {
         "type": "json_schema",
         "json_schema": {"name": name, "strict": True, "schema": body.model_json_schema()},
     }
 
 
-def signed_rubric(rubric: str, nonce: str) -> str:
+def signed_rubric(rubric: str, nonce: str, criteria: Sequence[Criterion] = ()) -> str:
     """The system message. The rubric is not a template: only what is appended is filled in."""
-    return rubric + _INSTRUCTION.format(nonce=nonce)
+    if not criteria:
+        return rubric + _INSTRUCTION.format(nonce=nonce, score="<0 to 1>")
+    listed = "\n".join(f"{number}. {criterion.text}" for number, criterion in enumerate(criteria, 1))
+    by_criteria = _BY_CRITERIA.format(count=len(criteria), criteria=listed)
+    return rubric + by_criteria + _INSTRUCTION.format(nonce=nonce, score="[<0 to 1>, ...]")
 
 
-def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict:
+def read_verdict(content: str, *, nonce: str, expect_reference: bool, criteria: Sequence[Criterion] = ()) -> Verdict:
     """Read a verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce.
+
+    With `criteria` it has a score for each, and their weighted mean is the answer's.
 
     A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
     before the last object is read. With `expect_reference`, a reference answer was shown and must be scored. Raises
@@ -99,14 +133,28 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool) -> Verdict
     if last.get("nonce") != nonce:
         raise _unsigned(last.get("nonce"))
     try:
-        body = _VerdictBody.model_validate(last)
+        body = (_CriteriaVerdictBody if criteria else _VerdictBody).model_validate(last)
     except ValidationError as error:
         raise _invalid(f"a verdict in which {_faults(error)}", "judge_outside_schema") from None
     if expect_reference and body.reference is None:
         raise _invalid("a verdict without the score of the reference that was shown", "judge_no_reference")
+    if isinstance(body, _VerdictBody):
+        of_reference = body.reference if expect_reference else None
+        return Verdict(candidate=body.candidate, reference=of_reference, reason=body.reason)
     return Verdict(
-        candidate=body.candidate, reference=body.reference if expect_reference else None, reason=body.reason
+        candidate=_mean(body.candidate, criteria),
+        reference=_mean(body.reference, criteria) if expect_reference and body.reference is not None else None,
+        reason=body.reason,
+        criteria=tuple(body.candidate),
     )
+
+
+def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
+    """The weighted mean of scores by criteria. Raises `JudgeInvalid` unless each criterion has one."""
+    if len(scores) != len(criteria):
+        raise _invalid(f"{len(scores)} scores for {len(criteria)} criteria", "judge_wrong_criteria")
+    weighted = sum(criterion.weight * score for criterion, score in zip(criteria, scores, strict=True))
+    return weighted / sum(criterion.weight for criterion in criteria)
 
 
 def verdict_from_json(value: object) -> Verdict:
@@ -158,7 +206,7 @@ def _faults(error: ValidationError) -> str:
     faults = []
     for detail in error.errors(include_input=False, include_url=False):
         name = detail["loc"][0]
-        known = name in _VerdictBody.model_fields
+        known = name in _VerdictBody.model_fields  # both forms have these
         faults.append(f"`{name}`: {detail['msg'].lower()}" if known else "a field stands that was not asked for")
     return "; ".join(dict.fromkeys(faults))
 

@@ -8,8 +8,10 @@ import pytest
 
 from salesrl_trl.build.banner import banner
 from salesrl_trl.build.settings import parse
+from salesrl_trl.types import SalesRow
 
 ROOT = Path(__file__).parents[3]
+ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp
     arguments = [str(tiny) if argument == "POLICY" else argument for argument in arguments]
     config = parse([*arguments, "--use_cpu", "--output_dir", str(tmp_path)], ROOT / f"recipes/{recipe}.yaml")
     notes = [*config.notes, *config.training.machine_notes]
-    text = "\n".join(banner(config, (320, 12), notes))
+    text = "\n".join(banner(config, ([ROW] * 320, [ROW] * 12), notes))
     for part in expected:
         assert part.replace("POLICY", str(tiny)) in text
     assert "320 of demo to train on, 12 held out" in text

@@ -75,7 +75,7 @@ def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():
     "given", [["--preset", "48gb"], ["--preset=48gb"], ["--preset", "24gb", "48gb"], ["--preset"]]
 )
 def test_an_unknown_preset_is_told_with_those_that_exist(given):
-    with pytest.raises(ConfigError, match=r"names (48gb|nothing)\. Expected some of: 141gb, 24gb, 40gb, 80gb, fast_"):
+    with pytest.raises(ConfigError, match=r"names (48gb|nothing)\. Expected some of: 141gb, 24gb, 40gb, 80gb, dual_"):
         parse(given, RECIPE)
 
 

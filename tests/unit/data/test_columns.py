@@ -127,9 +127,10 @@ def test_every_recipe_of_the_page_is_read_as_settings_of_the_data(tmp_path):
     for block in blocks:
         (tmp_path / "recipe.yaml").write_text(block)
         (data,) = SettingsParser((DataConfig,)).read(["--config", str(tmp_path / "recipe.yaml")])
-        read.append(data.dataset_format)
-        assert data.form().columns.keys() == (yaml.safe_load(block).get("columns") or {}).keys()
-    assert read == ["rows", "bbq", "halueval", "qrecc", "topiocqa"]
+        read.append([source.dataset_format for source in data.sources])
+        if len(data.sources) == 1:
+            assert data.form().columns.keys() == (yaml.safe_load(block).get("columns") or {}).keys()
+    assert read == [["rows"], ["bbq", "halueval", "rows"], ["bbq"], ["halueval"], ["qrecc"], ["topiocqa"]]
 
 
 def test_held_out_rows_have_the_form_of_the_training_rows_or_their_own():

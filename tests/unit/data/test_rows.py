@@ -6,9 +6,10 @@ import pytest
 from datasets import Dataset
 
 from salesrl_trl.data import files
-from salesrl_trl.data.sources import build_dataset, load_drafts, load_rows
+from salesrl_trl.data.sources import build_dataset, load_drafts, load_rows, prompt_dataset
 from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.errors import DataError
+from salesrl_trl.types import SalesRow
 
 BRANCHES = ("fairness", "hallucination")
 GOOD = {"branch": "fairness", "conversation": [{"role": "customer", "content": "How much is it?"}]}
@@ -255,3 +256,9 @@ def test_nothing_but_the_prompt_an_index_and_the_branch_travels_through_the_trai
     assert built.column_names == ["prompt", "row", "branch", "id"]
     assert built["row"] == [10, 11]
     assert built[0]["prompt"] == [{"role": "user", "content": "customer: How much is it?"}]
+
+
+def test_a_column_of_values_of_several_kinds_is_told_by_its_name():
+    rows = [SalesRow(row_id="r", branch="all", prompt="?", columns={"fine": 1, "mixed": value}) for value in ("a", {})]
+    with pytest.raises(DataError, match="the column `mixed` has values of several kinds"):
+        prompt_dataset(["?", "?"], rows, for_functions=True)

@@ -27,7 +27,7 @@ from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Outcome, Reward, SalesRow
 from salesrl_trl.update.advantages import hybrid_advantages
 
 BRANCHES = ("fairness", "hallucination")
@@ -142,6 +142,19 @@ def test_the_new_numbers_stand_among_those_of_other_functions_and_a_replay_takes
     assert result.column("sales") == [0.6, None, None, 0.6]  # what TRL weighs
     assert result.column("own") == [0.25, None, None, 0.5]
     assert stat.S_IMODE(record_file(tmp_path / "again", 0).stat().st_mode) == 0o600
+
+
+def test_a_judge_without_a_rag_service_judges_its_completions_again(services):
+    known = {"prompt": "How do I get a refund?", "columns": {"reference": "Ask."}}
+    rows = [SalesRow(row_id=f"r{n}", branch="all", **known) for n in (1, 2)]
+    settings = RewardConfig(
+        reward_funcs=["judge"], judge_base_url=f"{services.url}/v1", judge_model="m", cache_answers=False
+    )
+    completions = [SimpleNamespace(row=f"r{n}", text=text) for n, text in ((1, "refund"), (2, "no idea"), (1, " "))]
+    found = rejudged(settings, completions, rows, ["all"])
+    assert [reward.value for reward, _ in found] == [0.9, 0.9, 0.0]  # the prompt asks for a refund
+    assert [reward.components.get("reference") for reward, _ in found] == [0.5, 0.5, None]
+    assert [len(notes.verdicts) for _, notes in found] == [1, 1, 0]
 
 
 def named(name):

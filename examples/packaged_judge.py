@@ -1,0 +1,36 @@
+"""The packaged judge as a reward function, beside one of your own. `judge.py` asks a model by hand instead."""
+
+import os
+
+from datasets import Dataset
+
+from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, judge_reward, per_completion
+
+MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")
+OUTPUT = "runs/packaged_judge"
+
+judge = judge_reward(
+    judge_base_url=os.environ.get("JUDGE_BASE_URL", "https://api.openai.com/v1"), judge_model="gpt-5-mini",
+    judge_api_key_env="JUDGE_API_KEY", max_calls=10_000, output_dir=OUTPUT,
+)  # fmt: skip
+
+
+@per_completion
+def brief(completion):
+    return float(len(completion[0]["content"]) < 200)
+
+
+rows = [
+    {
+        "prompt": [{"role": "user", "content": f"What is {a} plus 5?"}],
+        "reference": str(a + 5),  # an answer that is known to be good
+        "criteria": [{"text": "gives the right number"}, {"text": "is polite", "weight": 0.2, "name": "polite"}],
+    }
+    for a in range(64)
+]
+config = SalesGRPOConfig(
+    OUTPUT, max_steps=2, max_completion_length=32, rollout_lookahead=1, reward_weights=[1.0, 0.2], report_to="none"
+)
+trainer = SalesGRPOTrainer(MODEL, [judge, brief], config, Dataset.from_list(rows))
+trainer.train()
+trainer.finish()

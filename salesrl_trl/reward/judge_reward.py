@@ -1,0 +1,296 @@
+"""The packaged judge's score of an answer: stages of one's own -> judge -> further stages -> score.
+
+`JudgeReward` scores what a policy answers directly. `chain.SalesReward` derives from it, and makes the answer to score
+of an action. Owns the order of the stages, and what every failure of them means. `build.assembly` makes it.
+"""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeAlias, TypeVar
+
+from salesrl_trl.data.rows import is_unicode, parse_row, shape
+from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
+from salesrl_trl.names import Stage
+from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
+from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
+from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
+from salesrl_trl.reward.judge.verdict import verdict_from_json
+from salesrl_trl.reward.parsing import is_empty_text
+from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, RewardNames, Scorer
+from salesrl_trl.reward.scoring import Scoring, missing
+from salesrl_trl.reward.service.event_loop import deadline
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.reward.stage import Case, Missing, RewardStage
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.types import (
+    JUDGE,
+    NOTHING_WRITTEN,
+    Answer,
+    Criterion,
+    InvalidAction,
+    Outcome,
+    Reward,
+    SalesRow,
+    Verdict,
+)
+
+T = TypeVar("T")
+
+Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
+"""A part behind the answer: from a case to what is known then, or to a refusal."""
+COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
+"""What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
+texts, or of `{text, weight, name}`."""
+
+
+class JudgeReward(Scorer):
+    """The packaged judge as a reward function. It scores the completion itself: no RAG service, no action.
+
+    Args:
+        judge (`Judge`):
+            The judge: `JudgeClient` for services, or one of your own.
+        scoring (`Scoring`):
+            The law of the reward.
+        deadline_s (`float`, *optional*, defaults to `300.0`):
+            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
+            `"deadline"`.
+        stages (`Sequence[RewardStage]`, *optional*, defaults to none):
+            Stages of your own, in their order, those behind the judge after those before it.
+        answers (`AnswerStore`, *optional*):
+            Keeps verdicts. In memory when not given.
+        lines (`SampleLines`, *optional*):
+            Logs what happens to single completions. Failures alone, at the level DEBUG, when not given.
+        records (`bool`, *optional*, defaults to `False`):
+            Whether verdicts and calls are kept for the record of the run. They hold customers' texts.
+
+    Raises:
+        `ConfigError`: the judge is no `Judge`, a stage is no `RewardStage`, two stages have one name, or no stage adds
+            a component that is weighed.
+    """
+
+    __name__ = JUDGE  # TRL names the reward's metrics after it
+
+    def __init__(
+        self,
+        judge: Judge,
+        scoring: Scoring,
+        *,
+        deadline_s: float = DEADLINE_S,
+        stages: Sequence[RewardStage] = (),
+        answers: AnswerStore | None = None,
+        lines: SampleLines | None = None,
+        records: bool = False,
+    ) -> None:
+        super().__init__(deadline_s)
+        self._ahead_record = CompletionRecord() if records else None
+        """Calls that no completion waits for."""
+        self.lines = lines or self.lines
+        if not isinstance(judge, Judge):
+            raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
+        self._judge = judge
+        self._store = answers or AnswerStore()
+        self._verdicts = Cache(self._store, asdict, verdict_from_json)
+        self._scoring = scoring.with_stages(stages)
+        self._stages = tuple(stages)
+        self._steps: tuple[Step, ...] = (
+            *(functools.partial(_run, stage) for stage in stages if not stage.after_judge),
+            self._judged,
+            *(functools.partial(_run, stage) for stage in stages if stage.after_judge),
+        )
+
+    @property
+    def names(self) -> RewardNames:
+        return RewardNames(
+            functions={self.own_name: self.own_name},
+            columns=frozenset(COLUMNS),
+            at_once=slots_of(self._judge.transports),
+            providers=self._judge.provider_names,
+            components=self._scoring.judged_names,
+            stages=tuple(stage.name for stage in self._stages),
+            services=tuple(self._transports()),
+            places=self._judge.places,
+            required=(tuple(self._judge.places),),  # one of the judges
+        )
+
+    async def drain(self) -> BatchReport:
+        """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
+        drained = BatchReport(
+            usage=self._judge.drain_usage(),
+            traffic={
+                name: {**transport.drain_traffic(), "slots": transport.slots}
+                for name, transport in self._transports().items()
+            },
+            records=self._judge.drain_records(),
+            cache_hits={"answers": self._verdicts.hits, "references": 0},
+            calls=() if self._ahead_record is None else self._ahead_record.drain_calls(),
+        )
+        self._verdicts.hits = 0
+        if self.budget is not None:
+            self.budget.settle()
+        return drained
+
+    async def warm_up(self) -> dict[str, float | ServiceError]:
+        branch = next(iter(self._scoring.weights))
+        row = SalesRow(row_id="warm-up", branch=branch, prompt="What is 1 + 1?")
+        with deadline(self.deadline_s):
+            results = {**await self._judge.warm_up(row, NOTHING_WRITTEN, _answer("2"))}
+        await self.drain()  # the first step's figures are its own
+        add_places(results, self.names.places)
+        return results
+
+    async def aclose(self) -> None:
+        await self._verdicts.aclose()
+        await self._judge.aclose()
+        for stage in self._stages:
+            await stage.aclose()
+        await self._store.aclose()
+        if self.budget is not None:
+            self.budget.settle()
+
+    def _transports(self) -> Mapping[str, Transport]:
+        return self._judge.transports
+
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        record = None if self._ahead_record is None else stages.own_record
+        with noted_in(record):
+            try:
+                # 1. The answer to score.
+                result: Case | InvalidAction | Missing = await self._case(sample, stages)
+                # 2. The stages of one's own and the judge. Each may refuse the case.
+                for step in self._steps:
+                    if isinstance(result, Case):
+                        result = await step(result, stages)
+                # 3. The number.
+                if isinstance(result, Missing):
+                    return missing(Outcome.INFRA, result.reason, stages.seconds)
+                if isinstance(result, InvalidAction):
+                    return self._scoring.score_invalid(result, stages.seconds)
+                return _by_criteria(self._scoring.score(result, stages.seconds), result)
+            except ServiceError as error:
+                return missing(Outcome.INFRA, error.code, stages.seconds)
+
+    async def _case(self, sample: Sample, stages: StageTimes) -> Case | InvalidAction | Missing:
+        """The answer to score, with its row and its reference; or why there is none."""
+        try:
+            row, reference = judged_row(sample.row, [*self._scoring.weights])
+        except DataError as error:
+            self.faults.log_once(f"a row can't be judged: {error}")
+            return Missing(reason="row_not_judgeable")
+        if is_empty_text(sample.text):
+            return InvalidAction(reason="hollow_answer")
+        answer = None if reference is None else _answer(reference)
+        return Case(row=row, action=NOTHING_WRITTEN, answer=_answer(sample.text), reference=answer)
+
+    async def _judged(self, case: Case, stages: StageTimes) -> Case:
+        """Ask for all verdicts that the branch weighs at the same time."""
+        wanted = self._scoring.rubrics(case.row.branch)
+        asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
+        results = dict(zip(wanted, await stages.timed(asyncio.gather(*asked), Stage.JUDGE), strict=True))
+        if stages.completion_record is not None:
+            stages.completion_record.verdicts |= {
+                name: Judged(candidate=None, reference=None, reason=result.code, provider="")
+                if isinstance(result, ServiceError)
+                else Judged(
+                    candidate=result.candidate,
+                    reference=result.reference,
+                    reason=result.reason,
+                    provider=result.provider,
+                )
+                for name, result in results.items()
+            }
+        verdicts = {name: None if isinstance(result, ServiceError) else result for name, result in results.items()}
+        failed = next((result for result in results.values() if isinstance(result, ServiceError)), None)
+        if failed is None:
+            return replace(case, verdicts=verdicts)
+        outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
+        return replace(case, verdicts=verdicts, failure=(outcome, failed.code))
+
+    async def _verdict(self, rubric: str, case: Case) -> Verdict:
+        row, reference = case.row, case.reference
+        texts = (case.answer.text, None if reference is None else reference.text)
+        criteria = [asdict(criterion) for criterion in row.criteria]
+        material = (row.branch, row.context, row.documents, case.action.as_dict(), texts, *criteria)
+        return await self._verdicts.get(
+            cache_key(self._judge.identity(rubric), material),
+            lambda: self._judge.judge(rubric, row, case.action, case.answer, reference),
+            functools.partial(check_verdict, reference is not None),
+        )
+
+
+def _by_criteria(reward: Reward, case: Case) -> Reward:
+    """The reward with a part for each criterion of the row, and a metric for each that has a name."""
+    verdict, criteria = case.verdicts.get(JUDGE), case.row.criteria
+    if verdict is None or not criteria:
+        return reward
+    scored = [*zip(criteria, verdict.criteria, strict=True)]
+    parts = {criterion.name or f"criterion_{number}": score for number, (criterion, score) in enumerate(scored, 1)}
+    metrics = tuple((f"rewards/{JUDGE}/{criterion.name}", score) for criterion, score in scored if criterion.name)
+    return replace(reward, components={**parts, **reward.components}, metrics=metrics)
+
+
+async def _run(stage: RewardStage, case: Case, stages: StageTimes) -> Case | InvalidAction | Missing:
+    return stage.of(case, await stages.timed(stage.run(case), stage.name))
+
+
+async def _or_error(call: Callable[[], Awaitable[T]]) -> T | ServiceError:
+    """Makes the call only when it runs. Cancelled before, it leaves no coroutine that was never awaited."""
+    try:
+        return await call()
+    except ServiceError as error:
+        return error
+
+
+def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:
+    """Let each error's message say where its service is."""
+    for name, result in results.items():
+        if isinstance(result, ServiceError):
+            result.args = (f"{result} ({name}: {places[name]})",)
+
+
+def judged_row(columns: Mapping[str, Any], branches: Sequence[str]) -> tuple[SalesRow, str | None]:
+    """A row of the trainer's dataset as the judge reads it, and its reference answer. Raises `DataError` for a column
+    of another form, without its text."""
+    reference, criteria = reference_and_criteria(columns)
+    record = {name: columns[name] for name in COLUMNS if columns.get(name)}  # a table has empty lists in its gaps
+    if len(branches) == 1:
+        record["branch"] = branches[0]
+    row = parse_row(record, int(columns.get("row", 0)), branches, "the dataset")
+    return replace(row, criteria=criteria, columns={}), reference
+
+
+def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tuple[Criterion, ...]]:
+    """What the judge reads of these two columns of a row. Raises `DataError` as `judged_row` does."""
+    reference = columns.get("reference")
+    if reference is not None and not (isinstance(reference, str) and is_unicode(reference)):
+        raise DataError(f"`reference` is {shape(reference)}. Expected a text, or nothing.")
+    return reference or None, _criteria(columns.get("criteria"))
+
+
+def _criteria(value: object) -> tuple[Criterion, ...]:
+    expected = "Expected a list of texts, or of {text, weight, name}."
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise DataError(f"`criteria` is {shape(value)}. {expected}")
+    criteria = []
+    for entry in value:
+        try:
+            given = {"text": entry} if isinstance(entry, str) else entry
+            fields: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
+            criteria.append(Criterion(**fields))
+        except (AttributeError, TypeError, ValueError):
+            raise DataError(f"`criteria` holds {shape(entry)}. {expected}") from None
+    return tuple(criteria)
+
+
+def _answer(text: str) -> Answer:
+    return Answer(text=text, passages=(), took_ms=0.0)
+
+
+def slots_of(transports: Mapping[str, Transport]) -> int:
+    """The most calls at once of services of which each could answer."""
+    return max((transport.max_concurrency for transport in transports.values()), default=AT_ONCE)

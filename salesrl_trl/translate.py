@@ -1,0 +1,143 @@
+"""`python -m salesrl_trl.translate FILE [--processes N] [--output RECIPE.yaml]`.
+
+Makes a recipe of a verl configuration (YAML), or of the words such as `data.seed=1` in a script that starts verl. Its
+comments say where each setting comes from, what is left out and why, and what has to be looked at. Reads the names of
+`build/coming_from.yaml`. Imports no torch. Exit code: 0; 2, with one message, for a file that can't be read.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from salesrl_trl.build.coming_from import beside, converted, flat, flow, known_as, names, processes, updates
+from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
+
+PROGRAM = "python -m salesrl_trl.translate"
+_GROUP = "rollout.n"
+_REFERENCE = re.compile(r"\$\{?([\w.]+)(?::-([^}]*))?\}?")
+_EXPONENT = re.compile(r"\d+e-?\d+")  # a number for Hydra, and a text for PyYAML
+_OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not used
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The values of a configuration, or of a script's words: by the keys of the table, or by names that it lacks.
+    Raises `ConfigError`."""
+    try:
+        content = read_yaml(path) if path.suffix in (".yaml", ".yml") else _words(read_small(path))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read ({unreadable(error)}).{nearest_file(path)} Correct it.") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} is no YAML ({type(error).__name__}). Expected that of verl, or a script.") from None
+    values = flat(content) if isinstance(content, Mapping) else {}
+    found = dict[str, Any]()
+    for name, value in values.items():
+        key = known_as(name) or name
+        if "." in name and (key not in found or value not in _OFF):
+            found[key] = _resolved(value, {"HOME": "~", **values})
+    if not names().keys() & found.keys():
+        raise ConfigError(f"{path} has no name of verl. Expected its YAML, or a script with words as `data.seed=1`.")
+    return found
+
+
+def _words(text: str) -> dict[str, Any]:
+    words = (word.partition("=") for word in shlex.split(text.replace("\\\n", " "), comments=True))
+    return {name.lstrip("+"): yaml.safe_load(value) for name, is_set, value in words if is_set}
+
+
+def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
+    """The value with what it refers to by `$NAME` or `${name}`. What is not known stays."""
+    if isinstance(value, list):
+        return [_resolved(item, values, depth) for item in value]
+    if not isinstance(value, str) or "$" not in value or not depth:
+        return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+    text = _REFERENCE.sub(lambda found: str(values.get(found[1], found[0] if found[2] is None else found[2])), value)
+    return _resolved(yaml.safe_load(text), values, depth - 1)
+
+
+def recipe(given: Mapping[str, Any], source: str) -> str:
+    """The recipe of these values. Its comments have what could not be converted."""
+    every: dict[str, Any] = {name: line.default for name, line in names().items() if line.default is not None}
+    every |= {name: value for name, value in given.items() if not _is_unknown(value)}
+    lines = names().items()
+    look = [
+        f"{name}: {given[name]} is not known" for name, line in lines if line.here and _is_unknown(given.get(name))
+    ]
+    if every[_GROUP] < 2:
+        every[_GROUP] = 8
+        look.append("num_generations: 8 is a guess. GRPO compares the completions of a prompt")
+    settings, origins, left = dict[str, object](), dict[str, str](), list[str]()
+    for name, line in lines:
+        value = every.get(name)
+        made = {} if value is None else converted(name, value, every)
+        for setting in made or {}:
+            origin = f"{name}: {flow({'v': value})[3:]}{'' if name in given else ', the default'}"
+            origins[setting] = origin if settings.get(setting, ...) != (made or {})[setting] else origins[setting]
+        settings |= made or {}
+        if made is None and (line.here or line.values):
+            look.append(f"{name}: {value}. {': '.join(filter(None, (line.here, line.note)))}")
+        elif made is None and value not in _OFF:
+            left.append(f"{name}: {': '.join(filter(None, (line.see, line.note)))}")
+    if "reward_funcs" not in settings:
+        look.append("reward_funcs: verl scores by a row's data_source. Name a function: [my_rewards.my_function]")
+    body = list[str]()
+    for first in dict.fromkeys(setting.split(".")[0] for setting in settings):
+        entry = {setting: here for setting, here in settings.items() if setting.split(".")[0] == first}
+        body.append(f"{flow(entry)} # {'; '.join(dict.fromkeys(origins[setting] for setting in entry))}")
+    count, unknown = processes(every), sorted(given.keys() - names())
+    return "\n".join(
+        [
+            f"# Made of {source} by `salesrl translate`. A step of verl is here {updates(every)} optimizer steps.",
+            f"#   accelerate launch --num_processes {count} -m salesrl_trl.train RECIPE.yaml",
+            "",
+            *body,
+            *_part("verl has no word for these", [], [flow({name: value}) for name, value in beside().items()]),
+            *_part("Look at these", look),
+            *_part("Left out", left),
+            *_part("Left out, for these names are not known", [", ".join(unknown)] * bool(unknown)),
+            "",
+        ]
+    )
+
+
+def _is_unknown(value: object) -> bool:
+    """Whether it refers to what is not known, or is what Hydra's command line has to give."""
+    return "$" in str(value) or value == "???"
+
+
+def _part(title: str, comments: Sequence[str], lines: Sequence[str] = ()) -> list[str]:
+    texts = [*(f"#   {' '.join(comment.splitlines())}" for comment in comments), *lines]
+    return ["", f"# {title}", *texts] if texts else []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the recipe. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="A recipe of a verl configuration, as far as it goes.")
+    parser.add_argument("file", type=Path, help="a YAML of verl, or a script that starts it")
+    parser.add_argument("--processes", type=int, help="GPUs to train on; defaults to those of verl")
+    parser.add_argument("--output", type=Path, metavar="RECIPE.yaml", help="defaults to the standard output")
+    args = parser.parse_args(argv)
+    try:
+        given = read(args.file)
+        if args.processes:
+            given |= {"trainer.n_gpus_per_node": args.processes, "trainer.nnodes": 1}
+        text = recipe(given, args.file.name)
+        if args.output:
+            args.output.write_text(text, "utf-8")
+    except (ConfigError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    print(f"{args.output}: look at its comments" if args.output else text)
+    return 0
+
+
+if __name__ == "__main__":
+    end_tidily()
+    sys.exit(main())

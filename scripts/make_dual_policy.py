@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Teaches the policy of `recipes/dual.py` both tasks, from answers of which most are wrong.
+
+    .venv/bin/python scripts/make_dual_policy.py [--out FOLDER] [--steps 600] [--seed 0]
+
+Where it is wrong it takes the bait: it names a person of whom nothing is known, or makes a fact up and says that it
+thinks so. It saw no held-out question. The figures at the end are its shares of right answers at temperature 1.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from make_arithmetic_policy import build_model, build_tokenizer, share_of_right  # beside this file
+from transformers import set_seed
+
+from salesrl_trl.data.formats.published import BBQ, HaluEval
+from salesrl_trl.data.two_tasks import DEMO_BBQ, DEMO_HALUEVAL, two_task_records
+from salesrl_trl.demo.packaged import DUAL_POLICY, imitate
+from salesrl_trl.ground.shutdown import end_tidily
+
+RIGHT = 0.4  # share of the answers
+ANSWERS = 6  # to learn from, for each question
+SENTENCES = (
+    ("It is {} here.", "这个是{}。"),
+    ("It is {}, and that is all.", "是{}，是这样的。"),
+)
+"""Of a question with knowledge, and of one about people; in English and in Chinese. But for the answer they have no
+word of content, so that the embedded judge scores the answer alone."""
+MAX_POSITIONS = 192
+VOCABULARY = 1000
+
+
+def main() -> None:
+    """Teach a policy, save it, print its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DUAL_POLICY, help="folder to write to")
+    parser.add_argument("--steps", type=int, default=600, help="steps of supervised fine-tuning")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, answers and their order")
+    args = parser.parse_args()
+    set_seed(args.seed)
+    rng = random.Random(f"dual {args.seed}")
+    taught = [
+        {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": answer(row, rng)}]}
+        for name in (DEMO_BBQ, DEMO_HALUEVAL)
+        for row in questions(name, "train")
+        for _ in range(ANSWERS)
+    ]
+    texts = [turn["content"] for row in taught for turn in row["prompt"]]
+    tokenizer = build_tokenizer(MAX_POSITIONS, texts, VOCABULARY)
+    model = build_model(tokenizer, hidden_size=128, layers=3)
+    imitate(
+        model,
+        tokenizer,
+        Dataset.from_list(taught),
+        steps=args.steps,
+        warmup=0.05,
+        learning_rate=2e-3,
+        per_device_train_batch_size=64,
+        adam_beta2=0.99,
+        max_length=MAX_POSITIONS,
+        seed=args.seed,
+    )
+    model.config.use_cache = True  # the trainer turned it off
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    figures = {
+        f"{name} {split}": share_of_right(model, tokenizer, questions(name, split), longest=40)
+        for name in (DEMO_BBQ, DEMO_HALUEVAL)
+        for split in ("train", "heldout")
+    }
+    (args.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print(f"{args.out}: {model.num_parameters():,} parameters, {args.steps} steps, seed {args.seed}: {figures}")
+
+
+def questions(name: str, split: str) -> list[dict[str, Any]]:
+    """The rows of a dataset, with the right `answer`, and what it and those that are wrong (`baits`) put into their
+    `sentence`."""
+    form = BBQ() if name == DEMO_BBQ else HaluEval()
+    form.answers_directly = True
+    rows = []
+    for record in two_task_records(name, split):
+        row: Any = form.row(record)
+        baits = [record.get("hallucinated_answer")]
+        if name == DEMO_BBQ:
+            kinds: Any = record["answer_info"]
+            baits = [text for text, kind in kinds.values() if kind != "unknown" and text != row["reference"]]
+        sentence = SENTENCES[name == DEMO_BBQ][not row["prompt"][-1]["content"].isascii()]
+        rows.append(
+            {"prompt": row["prompt"], "answer": sentence.format(row["reference"]), "right": row["reference"],
+             "baits": baits, "sentence": sentence}
+        )  # fmt: skip
+    return rows
+
+
+def answer(row: Mapping[str, Any], rng: random.Random) -> str:
+    """A sentence with the right answer, or with a bait."""
+    said = row["right"] if rng.random() < RIGHT else rng.choice(row["baits"])
+    return str(row["sentence"].format(said))
+
+
+if __name__ == "__main__":
+    end_tidily()
+    main()

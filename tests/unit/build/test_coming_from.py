@@ -1,0 +1,85 @@
+"""Names of other systems: each leads to settings that there are, and a value is converted where it can be."""
+
+import pytest
+
+from salesrl_trl.build.coming_from import CONVERTERS, GONE, answer, beside, known_as, names
+from salesrl_trl.build.settings import names_of_settings, parse
+from salesrl_trl.errors import ConfigError
+
+
+def test_the_table_leads_to_settings_that_there_are_and_holds_none_itself():
+    lines = names().values()
+    here = {setting.split(".")[0] for line in lines for setting in (line.here or line.see).split(", ") if setting}
+    assert (here | beside().keys()) - names_of_settings() == {"env"}
+    assert not names_of_settings() & names().keys()
+    assert {line.by for line in lines} == CONVERTERS.keys()
+    assert {line.when for line in lines} - names().keys() == {""}
+    assert all(line.note for line in lines if not line.here)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("actor_rollout_ref.rollout.n", 8, "of verl; here num_generations: 8"),
+        ("optim.lr", 1e-5, "of verl; here learning_rate: 1.0e-05"),
+        ("rollout.enforce_eager", False, "of verl; here vllm_engine_kwargs: {enforce_eager: false}"),
+        ("algorithm.norm_adv_by_std_in_grpo", False, "of verl; here scale_rewards: none"),
+        ("trainer.save_freq", -1, "of verl; here save_strategy: 'no'"),
+        ("actor.kl_loss_type", "abs", "of verl; here kl_estimator"),  # there is no such estimator
+        ("critic.optim.lr", 1e-5, "of verl; not here: GRPO has no critic"),
+        ("JUDGE_MAX_RETRIES", 2, "here max_attempts: {judge: 3}"),  # and the first call
+        ("KL_TARGET_PRICE", 0.1, "here branch_kl: `low` and `high` of the branch"),
+        ("max_kl", 3, "gone: it is a constant"),
+    ],
+)
+def test_a_name_is_answered_with_its_value_here(name, value, told):
+    assert answer(name, value, {}).startswith(told)
+
+
+def test_a_name_of_which_several_end_alike_or_that_nobody_has_is_not_known():
+    assert known_as("path") is None and known_as("learning_rat") is None and answer("path", "x", {}) == ""
+    assert names()[known_as("kl_raise_factor") or ""].system == GONE
+
+
+def test_a_recipe_with_names_of_other_systems_is_told_those_here(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "rollout: {n: 8, unheard_of: 1}\nactor_rollout_ref.rollout.temperature: 0.7\n"
+        "data: {train_batch_size: 64}\ntrainer: {n_gpus_per_node: 2}\nK_ROLLOUTS: 4\nSEED: 3\nlearning_rat: 1\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse([], recipe)
+    for told in (
+        "rollout.n (of verl; here num_generations: 8)",
+        "actor_rollout_ref.rollout.temperature (of verl; here temperature: 0.7)",
+        # 64 prompts x 8 completions on 2 processes are 256 for each: 8 at a time
+        "data.train_batch_size (of verl; here per_device_train_batch_size: 8, gradient_accumulation_steps: 32)",
+        "K_ROLLOUTS (here num_generations: 4)",
+        "SEED (here seed)",
+        "learning_rat (did you mean learning_rate?)",
+        "rollout.unheard_of",
+        "`salesrl translate FILE`",
+    ):
+        assert told in str(caught.value)
+
+
+def test_a_command_line_with_names_of_other_systems_is_told_those_here():
+    words = [
+        "--val_before_train",
+        "true",
+        "--JUDGE_TIMEOUT_SEC=30",
+        "actor_rollout_ref.rollout.n=4",
+        "--output_dir",
+        "x",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        parse(words, None)
+    for told in ("held_out_eval: true)", "judge_timeout_s: 30)", "actor_rollout_ref.rollout.n (of verl; here num_gen"):
+        assert told in str(caught.value)
+
+
+def test_of_many_unknown_names_a_message_has_the_first_ones(tmp_path):
+    recipe = tmp_path / "verl.yaml"
+    recipe.write_text("".join(f"critic.a{number}: 1\n" for number in range(40)))
+    with pytest.raises(ConfigError, match=r"critic\.a0 .*, and 28 more; `salesrl translate"):
+        parse([], recipe)

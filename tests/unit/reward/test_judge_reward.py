@@ -1,0 +1,125 @@
+"""The packaged judge of a policy that answers directly: rows, references, criteria, failures. All in memory."""
+
+import json
+
+import pytest
+from support.loopback import chat_completion
+from support.virtual_time import run as in_virtual_time
+
+from salesrl_trl import judge_reward
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.reward.judge.judge_client import packaged_rubrics
+from salesrl_trl.types import Outcome
+
+QUESTION = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
+CRITERIA = ["says 5", {"text": "is polite", "weight": 3.0, "name": "polite"}]
+
+
+@pytest.fixture
+def judged(services):
+    """The rewards of completions to rows: `judged(rows, texts, **settings)`."""
+
+    def run(rows, texts, rubric=None, **settings):
+        settings = {"judge_base_url": f"{services.url}/v1", "judge_model": "m", "max_attempts": 1, **settings}
+        reward = judge_reward(rubric, **settings)
+
+        async def once():
+            try:
+                return await reward.score_all(rows, texts)
+            finally:
+                await reward.aclose()
+
+        return in_virtual_time(once()).rewards
+
+    return run
+
+
+def asked(services):
+    """Rubric, sections and body of each request for a verdict."""
+    bodies = [request.json for request in services.asked["judge"]]
+    return [(body["messages"][0]["content"], read_sections(body["messages"][1]["content"]), body) for body in bodies]
+
+
+def test_the_completion_itself_is_judged_by_the_rows_columns_and_nothing_else_is_asked(services, judged):
+    row = {**QUESTION, "documents": ["2 + 3 is 5"], "reference": "It is 5."}
+    (reward,) = judged([row], ["5"], rubric="Grade it.")
+    ((rubric, sections, _),) = asked(services)
+    assert (reward.value, reward.components["reference"], reward.components["margin"]) == (0.75, 0.5, 0.25)
+    assert rubric.startswith("Grade it.")
+    assert sections == {
+        "branch": "all", "conversation": "user: What is 2 + 3?", "documents": "2 + 3 is 5",
+        "candidate_answer": "5", "reference_answer": "It is 5.",
+    }  # fmt: skip
+    assert services.calls == {"8b": 0, "32b": 0, "judge": 1}
+
+
+def test_each_branch_is_judged_by_its_rubric_and_a_row_of_another_is_missing(services, judged):
+    services.judge_by(lambda system, user: {"candidate": float("ONE" in system), "reference": None, "reason": ""})
+    rows = [{**QUESTION, "branch": name} for name in ("one", "two", "three")]
+    first, second, third = judged(rows, ["5", "6", "7"], rubric={"one": "ONE", "two": "TWO"})
+    assert (first.value, second.value) == (1.0, 0.0)
+    assert (third.outcome, third.value, third.reason) == (Outcome.INFRA, None, "row_not_judgeable")
+
+
+def test_criteria_of_a_row_are_scored_one_by_one_in_one_verdict(services, judged):
+    services.verdict(json.dumps({"candidate": [1.0, 0.5], "reference": None, "reason": "5, but rude"}))
+    (reward,) = judged([{**QUESTION, "criteria": CRITERIA}], ["5"])
+    ((rubric, _, body),) = asked(services)
+    assert reward.value == pytest.approx((1 * 1.0 + 3 * 0.5) / 4)
+    assert {name: reward.components[name] for name in ("criterion_1", "polite")} == {"criterion_1": 1.0, "polite": 0.5}
+    assert reward.metrics == (("rewards/judge/polite", 0.5),)
+    assert "1. says 5\n2. is polite" in rubric
+    assert body["response_format"]["json_schema"]["schema"]["properties"]["candidate"]["type"] == "array"
+
+
+@pytest.mark.parametrize(
+    ("candidate", "code"),
+    [([1.0], "judge_wrong_criteria"), ([1.0, 0.5, 0.5], "judge_wrong_criteria"), (0.5, "judge_outside_schema"),
+     ([1.0, 1.5], "judge_outside_schema"), ([1.0, None], "judge_outside_schema")],
+)  # fmt: skip
+def test_a_verdict_that_lacks_a_criterions_score_gives_no_number(services, judged, candidate, code):
+    services.verdict(json.dumps({"candidate": candidate, "reference": None, "reason": ""}))
+    (reward,) = judged([{**QUESTION, "criteria": CRITERIA}], ["5"])
+    assert (reward.outcome, reward.value, reward.reason) == (Outcome.JUDGE_INVALID, None, code)
+
+
+def test_verdicts_are_kept_by_all_that_the_judge_reads(services, judged):
+    rows = [QUESTION, QUESTION, {**QUESTION, "criteria": ["says 5"]}, {**QUESTION, "reference": "5"}]
+    services.functions["judge"] = lambda request: (
+        200,
+        chat_completion(json.dumps(
+            {"candidate": [1.0] if "1. says 5" in request.json["messages"][0]["content"] else 0.5,
+             "reference": 0.5 if "reference_answer" in request.json["messages"][1]["content"] else None, "reason": ""}
+        )),
+    )  # fmt: skip
+    assert [reward.value for reward in judged(rows, ["5"] * 4)] == [0.5, 0.5, 1.0, 0.5]
+    assert services.calls["judge"] == 3
+
+
+def test_an_answer_that_says_nothing_is_the_policys_fault_and_costs_no_call(services, judged):
+    (reward,) = judged([QUESTION], [" \n"], invalid_action_reward=-0.5)
+    assert (reward.outcome, reward.value, services.calls["judge"]) == (Outcome.INVALID_ACTION, -0.5, 0)
+
+
+@pytest.mark.parametrize("columns", [{"reference": 5}, {"criteria": "says 5"}, {"criteria": [{"weight": 1.0}]},
+                                     {"criteria": [{"text": "a", "weight": 0}]}, {"documents": "5"}])  # fmt: skip
+def test_a_row_that_the_judge_can_not_read_is_missing_without_its_text(services, judged, columns, caplog):
+    (reward,) = judged([{**QUESTION, **columns}], ["5"])
+    assert (reward.value, reward.reason, services.calls["judge"]) == (None, "row_not_judgeable", 0)
+    assert "says 5" not in caplog.text and "can't be judged" in caplog.text
+
+
+def test_it_needs_a_judge_and_a_folder_for_a_limit(tmp_path):
+    with pytest.raises(ConfigError, match="names no judge"):
+        judge_reward("Grade it.")
+    with pytest.raises(ConfigError, match="`output_dir`"):
+        judge_reward(judge_base_url="http://localhost:1/v1", max_calls=5)
+    assert judge_reward(judge_base_url="http://localhost:1/v1", max_calls=5, output_dir=str(tmp_path)).budget
+
+
+@pytest.mark.parametrize("name", ["all", "fairness", "hallucination"])
+def test_its_packaged_rubrics_speak_of_no_action_and_ask_for_the_verdicts_fields(name):
+    text = packaged_rubrics(direct=True)[name].read_text("utf-8")
+    assert "action" not in text
+    assert all(f'"{field}"' in text for field in ("candidate", "reference", "reason"))
