@@ -17,7 +17,7 @@ from salesrl_trl.recording.writer import Recorder
 
 
 def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None) -> Recorder:
-    """The recorder of this rank; a collective. Its file holds the weight of each reward function, if there are several.
+    """The recorder of this rank; a collective. Its file holds the weight of each of several functions.
     A run that goes on from the checkpoint `resumed` has the id that its first rank's file has. Raises `ConfigError`
     where that file can't be read."""
     folder = Path(args.output_dir)
