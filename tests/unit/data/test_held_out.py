@@ -119,8 +119,8 @@ def test_a_row_without_an_id_is_named_by_its_place_and_its_dataset(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
     data = DataConfig(dataset=str(tmp_path / "train.jsonl"), eval_dataset=str(tmp_path / "other.jsonl"))
     own = own_records(data, RewardConfig())
-    held_out = rows_of(held_out_records(data, RewardConfig(), lambda: own), ())
-    assert [row.row_id for row in rows_of(training_records(data, own), ())] == ["row-0", "0"]
+    held_out = rows_of(held_out_records(data, RewardConfig(), lambda: own), (), None)
+    assert [row.row_id for row in rows_of(training_records(data, own), (), None)] == ["row-0", "0"]
     assert [row.row_id for row in held_out] == ["held-out-0", "0"]
 
 
