@@ -224,7 +224,7 @@ class JudgeReward(Scorer):
 def _by_criteria(reward: Reward, case: Case) -> Reward:
     """The reward with a part for each criterion of the row, and a metric for each that has a name."""
     verdict, criteria = case.verdicts.get(JUDGE), case.row.criteria
-    if verdict is None or not criteria:
+    if verdict is None or not verdict.criteria:  # a judge of a user's own may score the answer as a whole
         return reward
     scored = [*zip(criteria, verdict.criteria, strict=True)]
     parts = {criterion.name or f"criterion_{number}": score for number, (criterion, score) in enumerate(scored, 1)}
@@ -258,7 +258,8 @@ def judged_row(columns: Mapping[str, Any], branches: Sequence[str]) -> tuple[Sal
     record = {name: columns[name] for name in COLUMNS if columns.get(name)}  # a table has empty lists in its gaps
     if len(branches) == 1:
         record["branch"] = branches[0]
-    row = parse_row(record, int(columns.get("row", 0)), branches, "the dataset")
+    place = columns.get("row")  # of a dataset of this package's; in another it may be anything
+    row = parse_row(record, place if isinstance(place, int) else 0, branches, "the dataset")
     return replace(row, criteria=criteria, columns={}), reference
 
 

@@ -32,6 +32,7 @@ class MixedReward(Scorer):
         self._are_all = are_all
         self._names = _names_of_all([reward.names for reward in rewards])
         self._weights = dict(zip(self._names.functions, weights, strict=True))
+        self._components = {name: reward.names.components for name, reward in zip(self._weights, rewards, strict=True)}
 
     @property
     def names(self) -> RewardNames:
@@ -67,7 +68,7 @@ class MixedReward(Scorer):
             value=value,
             reason=reason,
             components={
-                name if name in self._names.components else f"{function}/{name}": part
+                name if name in self._components[function] else f"{function}/{name}": part
                 for function, reward in rewards.items()
                 for name, part in reward.components.items()
             },
@@ -110,6 +111,14 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         [logged_as] = names.functions.values()
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
+    twice = [
+        name for name, times in Counter(name for names in every for name in names.components).items() if times > 1
+    ]
+    if twice:
+        raise ConfigError(
+            f"several rewards have the components {', '.join(twice)}: verdicts, metrics and costs of two packaged judges "
+            "have the same names. Expected one, which judges by further rubrics as `judge_<rubric>`."
+        )
     columns = frozenset(column for names in every for column in names.columns or ())
     kinds = ("needs", "providers", "components", "stages", "services", "required")
     return RewardNames(

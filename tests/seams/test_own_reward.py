@@ -280,3 +280,43 @@ def test_a_function_of_verl_s_signature_is_a_reward_as_it_is(result_of):
     assert result.rewards[0].metrics == (("rewards/compute_score/length", 1.0),)
     with pytest.raises(ConfigError, match="'compute_score', which scores a completion, takes 'reward_model'"):
         reward_of(compute_score).names.needs[0].check(["prompt", "data_source"])
+
+
+@pytest.mark.parametrize(
+    ("returned", "parts"),
+    [({"score": torch.tensor(0.5), "acc": 1}, {"acc": 1.0}), ({"score": 0.5, "value": 1.0, "reason": 2.0},
+     {"value": 1.0, "reason": 2.0}), ({"score": 0.5, "acc": float("nan"), "words": "Bob"}, {})],
+)  # fmt: skip
+def test_what_verl_reads_of_a_function_s_mapping_is_its_score(returned, parts):
+    def compute(data_source, solution_str, ground_truth, extra_info=None):
+        return returned if solution_str == "7" else 0.0
+
+    turns = [{"role": "assistant", "content": "I look it up."}, {"role": "assistant", "content": "7"}]
+    scoring = reward_of(compute).score_all(rows(1, reward_model=[{"ground_truth": "7"}]), [turns])
+    (reward,) = asyncio.run(scoring).rewards
+    assert (reward.value, reward.components) == (0.5, parts)
+
+
+def test_words_about_an_invalid_answer_are_no_code_of_a_figure():
+    @per_completion
+    def strict(completion):
+        return Reward(outcome=Outcome.INVALID_ACTION, value=-1.0, reason=completion)
+
+    result = asyncio.run(strict.score_all(rows(3), ["Bob called", "no_action", ""]))
+    assert [each.reason for each in result.rewards] == ["strict_invalid", "no_action", "strict_invalid"]
+    assert (result.values, result.rewards[0].columns) == ([-1.0] * 3, {"strict/reason": "Bob called"})
+
+
+def test_a_part_takes_no_metric_of_trls():
+    @per_completion
+    def parted(completion):
+        return Reward.scored(0.5, mean=0.25, std=0.25, style=0.75)
+
+    result, metrics = asyncio.run(parted.score_all(rows(1), ["a"])), []
+    result.log(lambda *_: None, lambda *given: metrics.append(given))
+    assert metrics == [("rewards/parted/style", 0.75)]
+
+
+def test_an_integer_beyond_all_floats_leaves_the_others_of_its_batch_their_rewards():
+    scoring = RewardFunction(lambda completions: [10**400, 1.0]).score_all(rows(2), ["a", "b"])
+    assert asyncio.run(scoring).values == [None, 1.0]
