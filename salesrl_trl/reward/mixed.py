@@ -111,13 +111,11 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         [logged_as] = names.functions.values()
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
-    twice = [
-        name for name, times in Counter(name for names in every for name in names.components).items() if times > 1
-    ]
-    if twice:
+    components = Counter(name for names in every for name in names.components)
+    if twice := [name for name, times in components.items() if times > 1]:
         raise ConfigError(
-            f"several rewards have the components {', '.join(twice)}: verdicts, metrics and costs of two packaged judges "
-            "have the same names. Expected one, which judges by further rubrics as `judge_<rubric>`."
+            f"several rewards have the components {', '.join(twice)}: metrics and costs of two packaged judges have the "
+            "same names. Expected one, which judges by further rubrics as `judge_<rubric>`."
         )
     columns = frozenset(column for names in every for column in names.columns or ())
     kinds = ("needs", "providers", "components", "stages", "services", "required")

@@ -155,7 +155,7 @@ def test_a_weight_of_a_search_is_refused(component):
 
 def test_a_rubric_beside_the_given_ones_comes_from_its_file_or_is_refused(services, judged, tmp_path):
     weights = {"branch_reward_weights": {"all": {"judge": 1.0, "judge_style": 1.0}}}
-    with pytest.raises(ConfigError, match="style.txt"):
+    with pytest.raises(ConfigError, match=r"style\.txt"):
         judged([QUESTION], ["5"], rubric="Grade it.", **weights)
     (tmp_path / "style.txt").write_text("Grade its style.")
     (reward,) = judged([QUESTION], ["5"], rubric="Grade it.", rubric_dir=str(tmp_path), **weights)
