@@ -148,8 +148,7 @@ class JudgeReward(Scorer):
         for stage in self._stages:
             await stage.aclose()
         await self._store.aclose()
-        if self.budget is not None:
-            self.budget.settle()
+        await super().aclose()
 
     def _transports(self) -> Mapping[str, Transport]:
         return self._judge.transports

@@ -138,8 +138,10 @@ class Scorer(ABC):
         """Everything that services did since the last call. Without times."""
         return NOTHING_SCORED
 
-    async def aclose(self) -> None:  # noqa: B027  for those that have something to close
-        """Close what belongs to the running event loop."""
+    async def aclose(self) -> None:
+        """Close what belongs to the running event loop, and settle the account of its budget."""
+        if self.budget is not None:
+            self.budget.settle()
 
     @property
     def own_name(self) -> str:

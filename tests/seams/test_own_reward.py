@@ -10,9 +10,12 @@ from support.virtual_time import play
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.service.budget import FREE, Budget, Limit, read_account
 from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
 
 FAULTS = {
@@ -320,3 +323,19 @@ def test_a_part_takes_no_metric_of_trls():
 def test_an_integer_beyond_all_floats_leaves_the_others_of_its_batch_their_rewards():
     scoring = RewardFunction(lambda completions: [10**400, 1.0]).score_all(rows(2), ["a", "b"])
     assert asyncio.run(scoring).values == [None, 1.0]
+
+
+def test_a_function_s_budget_is_settled_at_its_end(tmp_path):
+    budget = Budget(tmp_path / "budget.json", [Limit(name="max_calls", kind="calls", most=1000)])
+    options = {"max_concurrency": 2, "attempt_timeout_s": 5.0, "max_attempts": 1}
+    function = per_completion(
+        lambda completion: 1.0, transport=Transport("mine", **options, quota=budget.quota("mine", FREE))
+    )
+
+    async def cut_off():  # no batch is reported after its calls
+        await function.score(Sample(row={"prompt": "p"}, completion="a"), StageTimes("track"))
+        await function.aclose()
+
+    asyncio.run(cut_off())
+    account = read_account(tmp_path / "budget.json")
+    assert (account.total("mine").calls, account.taken) == (1, {"max_calls": 1.0})
