@@ -86,8 +86,8 @@ class JudgeReward(Scorer):
         records: bool = False,
     ) -> None:
         super().__init__(deadline_s)
-        self._ahead_record = CompletionRecord() if records else None
-        """Calls that no completion waits for."""
+        self.records = records
+        self._ahead_record = CompletionRecord()  # of calls that no completion waits for
         self.lines = lines or self.lines
         if not isinstance(judge, Judge):
             raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
@@ -126,7 +126,7 @@ class JudgeReward(Scorer):
             },
             records=self._judge.drain_records(),
             cache_hits={"answers": self._verdicts.hits, "references": 0},
-            calls=() if self._ahead_record is None else self._ahead_record.drain_calls(),
+            calls=self._ahead_record.drain_calls(),
         )
         self._verdicts.hits = 0
         if self.budget is not None:
@@ -154,8 +154,7 @@ class JudgeReward(Scorer):
         return self._judge.transports
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        record = None if self._ahead_record is None else stages.own_record
-        with noted_in(record):
+        with noted_in(stages.own_record if self.records else None):
             try:
                 # 1. The answer to score.
                 result: Case | InvalidAction | Missing = await self._case(sample, stages)

@@ -61,7 +61,7 @@ def recorded_run(run_of, services, tmp_path):
 
     services.functions["8b"] = answer
     trainer = run_of(
-        tmp_path / "first", loopback_reward(services, default_rows(), records=True),
+        tmp_path / "first", loopback_reward(services, default_rows()),
         instruments=instruments(tmp_path / "first"),
     )  # fmt: skip
     return trainer, tmp_path / "first"
@@ -110,6 +110,9 @@ def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_
                 low, high = (rewards[each] for each in sorted(rewards))
                 assert low < 0 < high
                 assert math.isclose(low, -high, abs_tol=1e-4)
+    with closing(open_record(record_file(folder, 0))) as file:  # the reward was made without `records`
+        asked = file.execute("SELECT count(*) FROM verdicts UNION ALL SELECT count(*) FROM calls").fetchall()
+    assert min(asked) > (0,)
     evaluated = [*recorded(folder, "eval")]
     assert {each.step for each in evaluated} == {STEPS}
     assert {each.row for each in evaluated} == {each.row_id for each in default_rows()}

@@ -16,6 +16,7 @@ from salesrl_trl.reward.judge.judge_client import packaged_rubrics
 from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.judge_reward import JudgeReward
 from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.reward.scoring import Scoring
 from salesrl_trl.types import Outcome, Reward, Verdict
 
@@ -161,6 +162,17 @@ def test_a_rubric_beside_the_given_ones_comes_from_its_file_or_is_refused(servic
     (reward,) = judged([QUESTION], ["5"], rubric="Grade it.", rubric_dir=str(tmp_path), **weights)
     assert reward.value is not None
     assert sorted(rubric.split(".")[0] for rubric, _, _ in asked(services)) == ["Grade it", "Grade its style"]
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_for_a_trainer_that_records_what_the_judge_says_is_kept(records):
+    judge = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
+    loop = RewardFuncs.of(judge, None, False, records=records).reward_loop
+    batch = loop.begin([QUESTION])
+    loop.result(batch, ["5"])
+    loop.close()
+    kept = batch.stages[0].completion_record
+    assert ([*kept.verdicts] if kept else []) == (["judge"] if records else [])
 
 
 def test_parts_of_another_function_are_not_taken_for_the_judges_and_a_second_judge_is_refused():
