@@ -61,7 +61,7 @@ def recorded_run(run_of, services, tmp_path):
 
     services.functions["8b"] = answer
     trainer = run_of(
-        tmp_path / "first", loopback_reward(services, default_rows()),
+        tmp_path / "first", loopback_reward(services, default_rows(), records=True),
         instruments=instruments(tmp_path / "first"),
     )  # fmt: skip
     return trainer, tmp_path / "first"
@@ -110,13 +110,17 @@ def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_
                 low, high = (rewards[each] for each in sorted(rewards))
                 assert low < 0 < high
                 assert math.isclose(low, -high, abs_tol=1e-4)
-    with closing(open_record(record_file(folder, 0))) as file:  # the reward was made without `records`
-        asked = file.execute("SELECT count(*) FROM verdicts UNION ALL SELECT count(*) FROM calls").fetchall()
-    assert all(count for [count] in asked)
     evaluated = [*recorded(folder, "eval")]
     assert {each.step for each in evaluated} == {STEPS}
     assert {each.row for each in evaluated} == {each.row_id for each in default_rows()}
     assert {each.advantage for each in evaluated} == {None}
+
+
+def test_a_script_that_sets_record_has_what_services_said(run_of, services, tmp_path):
+    run_of(tmp_path, loopback_reward(services, default_rows()), record=True, report_to="none")
+    with closing(open_record(record_file(tmp_path, 0))) as file:
+        for table in ("verdicts", "calls"):
+            assert file.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
 
 
 def test_settings_name_record_and_replay(recorded_run, tmp_path):
