@@ -375,8 +375,8 @@ class VerlFunction:
         if not isinstance(returned, Mapping):
             return returned
         numbers = {str(name): part for name, part in returned.items() if isinstance(part, int | float)}
-        known = {name: float(part) for name, part in numbers.items() if abs(part) <= LARGEST_REWARD}  # no NaN
-        parts = {name: part for name, part in known.items() if name != "score"}
+        numbers.pop("score", None)
+        parts = {name: float(part) for name, part in numbers.items() if abs(part) <= LARGEST_REWARD}  # no NaN
         return Reward(outcome=Outcome.OK, value=float(returned["score"]), components=parts)
 
 

@@ -256,8 +256,7 @@ def judged_row(columns: Mapping[str, Any], branches: Sequence[str]) -> tuple[Sal
     record = {name: columns[name] for name in COLUMNS if columns.get(name)}  # a table has empty lists in its gaps
     if len(branches) == 1:
         record["branch"] = branches[0]
-    place = columns.get("row")  # of a dataset of this package's; in another it may be anything
-    row = parse_row(record, place if isinstance(place, int) else 0, branches, "the dataset")
+    row = parse_row(record, place if isinstance(place := columns.get("row"), int) else 0, branches, "the dataset")
     return replace(row, criteria=criteria, columns={}), reference
 
 

@@ -114,8 +114,7 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
     components = Counter(name for names in every for name in names.components)
     if twice := [name for name, times in components.items() if times > 1]:
         raise ConfigError(
-            f"several rewards have the components {', '.join(twice)}: figures and costs of two packaged judges have "
-            "the same names. Expected one, which judges by further rubrics as `judge_<rubric>`."
+            f"several rewards have the components {', '.join(twice)}. Expected one packaged judge alone."
         )
     columns = frozenset(column for names in every for column in names.columns or ())
     kinds = ("needs", "providers", "components", "stages", "services", "required")

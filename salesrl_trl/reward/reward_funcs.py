@@ -44,8 +44,7 @@ class RewardFuncs:
         records: bool = False,
     ) -> "RewardFuncs":
         """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `in_a_process` is the
-        setting `reward_process`. With `has_more` an environment has a reward beside them. With `records` what
-        services say is kept for the record."""
+        setting `reward_process`. With `has_more` an environment has a reward beside them. `records`: of `Scorer`."""
         every: list[Any] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
             every = [*reward_funcs]

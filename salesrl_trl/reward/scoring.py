@@ -144,18 +144,14 @@ class Scoring:
     def _components(
         self, case: Case, answer: Answer, judged: Mapping[str, float | None], of_stages: Mapping[str, float | None]
     ) -> dict[str, float | None]:
-        unknown: dict[str, float | None] = dict.fromkeys(self.stage_components)
-        if not case.action.fields:  # nothing was searched for
-            return {**judged, **unknown, **of_stages}
-        documents, found = case.row.documents, answer.passages
-        return {
-            **judged,
-            "retrieval": max((passage.score for passage in found), default=0.0),
-            "right_document": float(any(best.text in documents for best in found[:1])) if documents else None,
-            FORMAT: 1.0,
-            **unknown,
-            **of_stages,
-        }
+        of_search, documents, found = dict[str, float | None](), case.row.documents, answer.passages
+        if case.action.fields:
+            of_search = {
+                "retrieval": max((passage.score for passage in found), default=0.0),
+                "right_document": float(any(best.text in documents for best in found[:1])) if documents else None,
+                FORMAT: 1.0,
+            }
+        return {**judged, **of_search, **dict.fromkeys(self.stage_components), **of_stages}
 
     def _combine(self, weights: Mapping[str, float], components: Mapping[str, float | None]) -> float | None:
         known = {name: weight for name, weight in weights.items() if components.get(name) is not None}
