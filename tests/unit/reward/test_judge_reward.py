@@ -62,6 +62,14 @@ def test_the_completion_itself_is_judged_by_the_rows_columns_and_nothing_else_is
     assert services.calls == {"8b": 0, "32b": 0, "judge": 1}
 
 
+def test_of_a_prompt_with_a_picture_the_judge_sees_the_text_alone(services, judged):
+    parts = [{"type": "image", "image": object()}, {"type": "text", "text": "What is 2 + 3?"}]
+    turns = [{"role": "assistant", "content": None, "tool_calls": [{}]}, {"role": "user", "content": parts}]
+    judged([{"prompt": turns}], ["5"])
+    ((_, sections, _),) = asked(services)
+    assert sections["conversation"] == "assistant: \nuser: What is 2 + 3?"
+
+
 def test_each_branch_is_judged_by_its_rubric_and_a_row_of_another_is_missing(services, judged):
     services.judge_by(lambda system, user: {"candidate": float("ONE" in system), "reference": None, "reason": ""})
     rows = [{**QUESTION, "branch": name} for name in ("one", "two", "three")]
