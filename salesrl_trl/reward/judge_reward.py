@@ -209,6 +209,7 @@ class JudgeReward(Scorer):
 
     async def _verdict(self, rubric: str, case: Case) -> Verdict:
         row, reference = case.row, case.reference
+        row = row if rubric == row.branch else replace(row, criteria=())  # by a further rubric the answer as a whole
         texts = (case.answer.text, None if reference is None else reference.text)
         criteria = [asdict(criterion) for criterion in row.criteria]
         material = (row.branch, row.context, row.documents, case.action.as_dict(), texts, *criteria)

@@ -183,6 +183,22 @@ def test_for_a_trainer_that_records_what_the_judge_says_is_kept(records):
     assert ([*kept.verdicts] if kept else []) == (["judge"] if records else [])
 
 
+def test_by_a_further_rubric_the_answer_is_scored_as_a_whole(services, judged, tmp_path):
+    (tmp_path / "style.txt").write_text("Grade its style.")
+    services.judge_by(
+        lambda system, user: {"candidate": 0.25 if "style" in system else [1.0, 1.0], "reference": None, "reason": ""}
+    )
+    weights = {"all": {"judge": 0.5, "judge_style": 0.5}}
+    (reward,) = judged(
+        [{**QUESTION, "criteria": CRITERIA}],
+        ["5"],
+        "Grade it.",
+        rubric_dir=str(tmp_path),
+        branch_reward_weights=weights,
+    )
+    assert (reward.value, reward.components["judge_style"]) == (0.625, 0.25)
+
+
 def test_parts_of_another_function_are_not_taken_for_the_judges_and_a_second_judge_is_refused():
     @per_completion
     def other(completion):
