@@ -192,8 +192,7 @@ class RewardFunction(Scorer):
     async def drain(self) -> BatchReport:
         if self.budget is not None:
             self.budget.settle()
-        traffic = {**self._transport.drain_traffic(), "slots": self._transport.slots}
-        return BatchReport(traffic={self.code: traffic})
+        return BatchReport(traffic={self.code: self._transport.drain_traffic()})
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         record, reward = stages.own_record, None

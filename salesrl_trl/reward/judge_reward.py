@@ -120,10 +120,7 @@ class JudgeReward(Scorer):
         """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
         drained = BatchReport(
             usage=self._judge.drain_usage(),
-            traffic={
-                name: {**transport.drain_traffic(), "slots": transport.slots}
-                for name, transport in self._transports().items()
-            },
+            traffic={name: transport.drain_traffic() for name, transport in self._transports().items()},
             records=self._judge.drain_records(),
             cache_hits={"answers": self._verdicts.hits, "references": 0},
             calls=self._ahead_record.drain_calls(),

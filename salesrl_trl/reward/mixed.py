@@ -14,6 +14,7 @@ from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Per, RewardNames, Scorer
+from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
 
@@ -28,7 +29,8 @@ class MixedReward(Scorer):
     def __init__(self, rewards: Sequence[Scorer], weights: Sequence[float], are_all: bool = True) -> None:
         super().__init__(max((reward.deadline_s for reward in rewards), default=DEADLINE_S))
         self._rewards = tuple(rewards)
-        self.budget = next((reward.budget for reward in rewards if reward.budget is not None), None)
+        if budgets := [reward.budget for reward in rewards if reward.budget is not None]:  # of one account
+            self.budget = Budget(budgets[0].path, [*dict.fromkeys(limit for each in budgets for limit in each.limits)])
         self._are_all = are_all
         self._names = _names_of_all([reward.names for reward in rewards])
         self._weights = dict(zip(self._names.functions, weights, strict=True))

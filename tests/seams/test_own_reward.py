@@ -17,6 +17,7 @@ from salesrl_trl.reward.service.budget import FREE, Budget, Limit, read_account
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.update.spending import Spending
 
 FAULTS = {
     "raises": "shortness_raised_ValueError",
@@ -339,3 +340,19 @@ def test_a_function_s_budget_is_settled_at_its_end(tmp_path):
     asyncio.run(cut_off())
     account = read_account(tmp_path / "budget.json")
     assert (account.total("mine").calls, account.taken) == (1, {"max_calls": 1.0})
+
+
+def test_of_several_functions_the_limit_of_each_is_seen(tmp_path):
+    def limited(name, most):
+        budget = Budget(tmp_path / "budget.json", [Limit(name=f"of_{name}", kind="calls", most=most, service=name)])
+        options = {"max_concurrency": 2, "attempt_timeout_s": 5.0, "max_attempts": 1}
+        return per_completion(
+            lambda completion: 1.0, transport=Transport(name, **options, quota=budget.quota(name, FREE))
+        )
+
+    reward = MixedReward([limited("first", 100), limited("second", 2)], [1.0, 1.0])
+    result = asyncio.run(reward.score_all(rows(4), ["a"] * 4))
+    assert [each.reason for each in result.rewards] == ["", "", "budget_spent", "budget_spent"]
+    spending = Spending(reward.budget)
+    assert spending.is_reached()
+    assert "of_second" in spending.reported()
