@@ -16,7 +16,7 @@ from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Per, RewardNames, Scorer
 from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
+from salesrl_trl.types import JUDGE, NOT_APPLICABLE, Example, Outcome, Reward
 
 
 class MixedReward(Scorer):
@@ -113,10 +113,11 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         [logged_as] = names.functions.values()
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
-    components = Counter(name for names in every for name in names.components)
-    if twice := [name for name, times in components.items() if times > 1]:
+    judging = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # names of verdicts
+    taken = Counter(name for names, own in zip(every, judging, strict=True) for name in {*names.components, *own})
+    if twice := sorted({name for names in every for name in names.components if taken[name] > 1}):
         raise ConfigError(
-            f"several rewards have the components {', '.join(twice)}. Expected one packaged judge alone."
+            f"several rewards have the name {', '.join(twice)}. Expected one packaged judge, other names."
         )
     columns = frozenset(column for names in every for column in names.columns or ())
     kinds = ("needs", "providers", "components", "stages", "services", "required")

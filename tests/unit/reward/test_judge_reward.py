@@ -207,8 +207,12 @@ def test_parts_of_another_function_are_not_taken_for_the_judges_and_a_second_jud
     own = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
     (reward,) = in_virtual_time(MixedReward([own, other], [1.0, 1.0]).score_all([QUESTION], ["5"])).rewards
     assert (reward.components["judge"], reward.components["other/judge"]) == (0.75, 0.1)
-    with pytest.raises(ConfigError, match="have the components judge, margin"):
+    with pytest.raises(ConfigError, match="have the name judge, margin"):
         MixedReward([own, own], [1.0, 1.0])
+    other.__name__ = "judge"  # its words would take the place of the packaged judge's in the record
+    with pytest.raises(ConfigError, match="have the name judge"):
+        MixedReward([own, other], [1.0, 1.0])
+    MixedReward([other, other], [1.0, 1.0])
 
 
 def test_it_needs_a_judge_and_a_folder_for_a_limit(tmp_path):
