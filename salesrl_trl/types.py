@@ -140,7 +140,7 @@ class SalesRow:
         lines = []
         for message in self.prompt:
             content = message.get("content")
-            parts = content if isinstance(content, list) else [{"text": content}]  # pictures have no text
+            parts: list[Example] = content if isinstance(content, list) else [{"text": content}]  # pictures have none
             lines.append(f"{message['role']}: {' '.join(part['text'] for part in parts if part.get('text'))}")
         return "\n".join(lines)
 
