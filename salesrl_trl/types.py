@@ -128,12 +128,7 @@ class SalesRow:
     @property
     def ids(self) -> RequestIds:
         """The four identifiers of every request."""
-        return RequestIds(
-            tenant_id=self.tenant_id,
-            contact_id=self.contact_id,
-            account_id=self.account_id,
-            message_id=self.message_id,
-        )
+        return RequestIds(**{name: getattr(self, name) for name in RequestIds.__slots__})
 
     @property
     def context(self) -> str:
@@ -142,7 +137,12 @@ class SalesRow:
             return "\n".join(f"{message.role}: {message.content}" for message in self.conversation)
         if isinstance(self.prompt, str):
             return self.prompt
-        return "\n".join(f"{message['role']}: {message.get('content')}" for message in self.prompt)
+        lines = []
+        for message in self.prompt:
+            content = message.get("content")
+            parts: list[Example] = content if isinstance(content, list) else [{"text": content}]  # pictures have none
+            lines.append(f"{message['role']}: {' '.join(part['text'] for part in parts if part.get('text'))}")
+        return "\n".join(lines)
 
 
 Example: TypeAlias = Mapping[str, Any]

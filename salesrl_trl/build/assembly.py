@@ -248,7 +248,7 @@ def build_judge_reward(
 
 
 def judge_reward(
-    rubric: str | Mapping[str, str] | None = None, *, output_dir: str = "", records: bool = False, **settings: Any
+    rubric: str | Mapping[str, str] | None = None, *, output_dir: str = "", **settings: Any
 ) -> JudgeReward:
     """The packaged judge as a reward function, for a trainer's `reward_funcs`.
 
@@ -264,8 +264,6 @@ def judge_reward(
         output_dir (`str`, *optional*):
             The trainer's folder: it keeps verdicts for a resume, and what a limit of `max_calls` or `max_usd` has
             spent. Needed for such a limit.
-        records (`bool`, *optional*, defaults to `False`):
-            As in `JudgeReward`.
         settings:
             Settings of `RewardConfig`, such as `judge_providers` and `judge_timeout_s`.
 
@@ -292,7 +290,6 @@ def judge_reward(
         output_dir=Path(output_dir) if output_dir else None,
         processes=processes,
         process_index=index,
-        records=records,
     )
 
 

@@ -76,7 +76,7 @@ async def _put_load(target: Target[T], service: str, config: RewardConfig) -> Lo
     results = await asyncio.gather(*map(answer_of, target.calls))
     traffic = dict.fromkeys((*TRAFFIC, "slots"), 0)
     if transport is not None:
-        traffic = {**transport.drain_traffic(), "slots": transport.slots}
+        traffic = transport.drain_traffic()
     return Load(results, min(target.in_flight, len(target.calls)), traffic)
 
 

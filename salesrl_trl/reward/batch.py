@@ -89,7 +89,8 @@ class BatchResult:
                 log_extra(name, [reward.components.get(name) for reward in self.rewards])
         for reward in self.rewards:
             for name, value in reward.metrics:
-                log_metric(name, value)
+                if not (name.startswith("rewards/") and name.endswith(("/mean", "/std"))):  # names of TRL's own
+                    log_metric(name, value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -118,7 +118,7 @@ class SalesReward(JudgeReward):
     async def prepare(self, rows: Iterable[Example]) -> None:
         """Ask for the 32B answers of these rows. After an error the next completion asks again, and reports it."""
         wanted = [self._rows[index] for index in dict.fromkeys(int(row["row"]) for row in rows)]
-        with deadline(self.deadline_s), noted_in(self._ahead_record):
+        with deadline(self.deadline_s), noted_in(self._ahead_record if self.records else None):
             fetched = [self._answers.fetch_reference(row) for row in wanted if self._scoring.rubrics(row.branch)]
             await asyncio.gather(*fetched, return_exceptions=True)
 

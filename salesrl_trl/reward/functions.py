@@ -33,7 +33,7 @@ from typing import Any, overload
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
-from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.batch import BatchReport, Sample, completion_text
 from salesrl_trl.reward.sample_lines import place_of
 from salesrl_trl.reward.scorer import ARGUMENTS, AT_ONCE, DEADLINE_S, TRL_ARGUMENTS, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
@@ -192,8 +192,7 @@ class RewardFunction(Scorer):
     async def drain(self) -> BatchReport:
         if self.budget is not None:
             self.budget.settle()
-        traffic = {**self._transport.drain_traffic(), "slots": self._transport.slots}
-        return BatchReport(traffic={self.code: traffic})
+        return BatchReport(traffic={self.code: self._transport.drain_traffic()})
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         record, reward = stages.own_record, None
@@ -323,16 +322,18 @@ class RewardFunction(Scorer):
         if value is None:
             return self._unscored(NOT_APPLICABLE, f"{self.__name__} returned None")
         if isinstance(value, Reward):
-            if value.value is None and (value.reason in RESERVED_REASONS or not _CODE.fullmatch(value.reason)):
+            is_code = value.reason not in RESERVED_REASONS and _CODE.fullmatch(value.reason)
+            if value.value is None and not is_code:
                 return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
             parts = {f"{self.__name__}/{name}": part for name, part in value.components.items() if part is not None}
             reason = {f"{self.__name__}/reason": value.reason} if value.reason else {}
             metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
-            return replace(value, columns={**parts, **reason}, metrics=metrics)
+            code = value.reason if is_code or value.outcome is Outcome.OK else f"{self.code}_invalid"
+            return replace(value, reason=code, columns={**parts, **reason}, metrics=metrics)
         expected = "for a completion. Expected a number, None or a Reward"
         try:
             number = None if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError):  # also of a tensor of several numbers
+        except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
             number = None
         if number is None:
             refused = self._refused("no_number", f"a {type(value).__name__} {expected}")
@@ -367,16 +368,15 @@ class VerlFunction:
         data_source: str = "",
         extra_info: Mapping[str, Any] | None = None,
     ) -> Any:
-        text = completion if isinstance(completion, str) else completion[0]["content"]
         arguments = {"ground_truth": reward_model["ground_truth"], "extra_info": dict(extra_info or {})}
+        text = completion_text(completion)
         returned = self._function(data_source=data_source, solution_str=text, **arguments)
         if not isinstance(returned, Mapping):
             return returned
-        parts: dict[str, float] = {
-            str(name): float(part) for name, part in returned.items() if isinstance(part, int | float)
-        }
-        score = parts.pop("score")
-        return Reward.scored(score, reason="", **parts)
+        numbers = {str(name): part for name, part in returned.items() if isinstance(part, int | float)}
+        numbers.pop("score", None)
+        parts = {name: float(part) for name, part in numbers.items() if abs(part) <= LARGEST_REWARD}  # no NaN
+        return Reward(outcome=Outcome.OK, value=float(returned["score"]), components=parts)
 
 
 def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:

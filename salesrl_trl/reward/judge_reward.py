@@ -86,8 +86,8 @@ class JudgeReward(Scorer):
         records: bool = False,
     ) -> None:
         super().__init__(deadline_s)
-        self._ahead_record = CompletionRecord() if records else None
-        """Calls that no completion waits for."""
+        self.records = records
+        self._ahead_record = CompletionRecord()  # of calls that no completion waits for
         self.lines = lines or self.lines
         if not isinstance(judge, Judge):
             raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
@@ -120,13 +120,10 @@ class JudgeReward(Scorer):
         """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
         drained = BatchReport(
             usage=self._judge.drain_usage(),
-            traffic={
-                name: {**transport.drain_traffic(), "slots": transport.slots}
-                for name, transport in self._transports().items()
-            },
+            traffic={name: transport.drain_traffic() for name, transport in self._transports().items()},
             records=self._judge.drain_records(),
             cache_hits={"answers": self._verdicts.hits, "references": 0},
-            calls=() if self._ahead_record is None else self._ahead_record.drain_calls(),
+            calls=self._ahead_record.drain_calls(),
         )
         self._verdicts.hits = 0
         if self.budget is not None:
@@ -148,15 +145,13 @@ class JudgeReward(Scorer):
         for stage in self._stages:
             await stage.aclose()
         await self._store.aclose()
-        if self.budget is not None:
-            self.budget.settle()
+        await super().aclose()
 
     def _transports(self) -> Mapping[str, Transport]:
         return self._judge.transports
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        record = None if self._ahead_record is None else stages.own_record
-        with noted_in(record):
+        with noted_in(stages.own_record if self.records else None):
             try:
                 # 1. The answer to score.
                 result: Case | InvalidAction | Missing = await self._case(sample, stages)
@@ -211,6 +206,7 @@ class JudgeReward(Scorer):
 
     async def _verdict(self, rubric: str, case: Case) -> Verdict:
         row, reference = case.row, case.reference
+        row = row if rubric == row.branch else replace(row, criteria=())  # by a further rubric the answer as a whole
         texts = (case.answer.text, None if reference is None else reference.text)
         criteria = [asdict(criterion) for criterion in row.criteria]
         material = (row.branch, row.context, row.documents, case.action.as_dict(), texts, *criteria)
@@ -224,7 +220,7 @@ class JudgeReward(Scorer):
 def _by_criteria(reward: Reward, case: Case) -> Reward:
     """The reward with a part for each criterion of the row, and a metric for each that has a name."""
     verdict, criteria = case.verdicts.get(JUDGE), case.row.criteria
-    if verdict is None or not criteria:
+    if verdict is None or not verdict.criteria:  # a judge of a user's own may score the answer as a whole
         return reward
     scored = [*zip(criteria, verdict.criteria, strict=True)]
     parts = {criterion.name or f"criterion_{number}": score for number, (criterion, score) in enumerate(scored, 1)}
@@ -258,7 +254,7 @@ def judged_row(columns: Mapping[str, Any], branches: Sequence[str]) -> tuple[Sal
     record = {name: columns[name] for name in COLUMNS if columns.get(name)}  # a table has empty lists in its gaps
     if len(branches) == 1:
         record["branch"] = branches[0]
-    row = parse_row(record, int(columns.get("row", 0)), branches, "the dataset")
+    row = parse_row(record, place if isinstance(place := columns.get("row"), int) else 0, branches, "the dataset")
     return replace(row, criteria=criteria, columns={}), reference
 
 

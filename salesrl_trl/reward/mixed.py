@@ -14,8 +14,9 @@ from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Per, RewardNames, Scorer
+from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
+from salesrl_trl.types import JUDGE, NOT_APPLICABLE, Example, Outcome, Reward
 
 
 class MixedReward(Scorer):
@@ -28,10 +29,12 @@ class MixedReward(Scorer):
     def __init__(self, rewards: Sequence[Scorer], weights: Sequence[float], are_all: bool = True) -> None:
         super().__init__(max((reward.deadline_s for reward in rewards), default=DEADLINE_S))
         self._rewards = tuple(rewards)
-        self.budget = next((reward.budget for reward in rewards if reward.budget is not None), None)
+        if budgets := [reward.budget for reward in rewards if reward.budget is not None]:  # of one account
+            self.budget = Budget(budgets[0].path, [*dict.fromkeys(limit for each in budgets for limit in each.limits)])
         self._are_all = are_all
         self._names = _names_of_all([reward.names for reward in rewards])
         self._weights = dict(zip(self._names.functions, weights, strict=True))
+        self._components = {name: reward.names.components for name, reward in zip(self._weights, rewards, strict=True)}
 
     @property
     def names(self) -> RewardNames:
@@ -67,7 +70,7 @@ class MixedReward(Scorer):
             value=value,
             reason=reason,
             components={
-                name if name in self._names.components else f"{function}/{name}": part
+                name if name in self._components[function] else f"{function}/{name}": part
                 for function, reward in rewards.items()
                 for name, part in reward.components.items()
             },
@@ -110,6 +113,12 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         [logged_as] = names.functions.values()
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
+    judging = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # names of verdicts
+    taken = Counter(name for names, own in zip(every, judging, strict=True) for name in {*names.components, *own})
+    if twice := sorted({name for names in every for name in names.components if taken[name] > 1}):
+        raise ConfigError(
+            f"several rewards have the name {', '.join(twice)}. Expected one packaged judge, other names."
+        )
     columns = frozenset(column for names in every for column in names.columns or ())
     kinds = ("needs", "providers", "components", "stages", "services", "required")
     return RewardNames(

@@ -41,12 +41,15 @@ class RewardFuncs:
         in_a_process: bool | None,
         *,
         has_more: bool = False,
+        records: bool = False,
     ) -> "RewardFuncs":
         """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `in_a_process` is the
-        setting `reward_process`. With `has_more` an environment has a reward beside them."""
+        setting `reward_process`. With `has_more` an environment has a reward beside them. `records`: of `Scorer`."""
         every: list[Any] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
             every = [*reward_funcs]
+        for scorer in (one for one in every if records and isinstance(one, Scorer)):
+            scorer.records = True
         alone = every[0] if len(every) == 1 else None
         if isinstance(alone, Scorer) and not has_more:
             alone = RewardLoop(combined([alone], [1.0], in_a_process))

@@ -108,7 +108,8 @@ class Scorer(ABC):
     A subclass has to write `score`. The object is picklable before its first use, and then belongs to one event loop.
 
     `deadline_s`: seconds a completion may take from its start. What is not scored by then is cancelled and missing,
-    reason `"deadline"`. `budget` belongs to the reward's event loop, but for its `path` and `limits`.
+    reason `"deadline"`. `budget` belongs to the reward's event loop, but for its `path` and `limits`. `records` says
+    whether calls and verdicts are kept for the record of the run; a trainer with `record` sets it.
     """
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
@@ -116,6 +117,7 @@ class Scorer(ABC):
         self.lines = SampleLines()
         self.faults = FaultLog()
         self.budget: Budget | None = None
+        self.records = False
 
     @abstractmethod
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
@@ -138,8 +140,10 @@ class Scorer(ABC):
         """Everything that services did since the last call. Without times."""
         return NOTHING_SCORED
 
-    async def aclose(self) -> None:  # noqa: B027  for those that have something to close
-        """Close what belongs to the running event loop."""
+    async def aclose(self) -> None:
+        """Close what belongs to the running event loop, and settle the account of its budget."""
+        if self.budget is not None:
+            self.budget.settle()
 
     @property
     def own_name(self) -> str:

@@ -1,7 +1,7 @@
 """From components to the number GRPO trains on. Pure: no services, no clock.
 
 One combined value for each completion, because TRL counts a missing one of several reward functions as 0: a completion
-without a judge's score would be the worst of its group. `chain` calls it.
+without a judge's score would be the worst of its group. `judge_reward` calls it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.stage import Case, RewardStage, check_stages
-from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward, SalesRow
+from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward
 
 FORMAT = "format"
 COMPONENTS = {
@@ -112,11 +112,11 @@ class Scoring:
             "margin": None if own is None or reference is None else own.candidate - reference,
             **scores,
         }
-        components = self._components(case.row, case.answer, judged, case.components)
+        components = self._components(case, case.answer, judged, case.components)
         # 2. Their value. Without one it is said what lacks.
         value = self._combine(weights, components)
         if value is None:
-            lacking = next(name for name in weights if components[name] is None)
+            lacking = next(name for name in weights if components.get(name) is None)
             no_component = "no_reference" if lacking == "margin" else f"no_{lacking}"
             outcome, reason = case.failure or (Outcome.INFRA, no_component)
             return Reward(outcome=outcome, value=None, reason=reason, components=components, seconds=seconds)
@@ -125,7 +125,7 @@ class Scoring:
         if case.reference is not None:
             scores = {name: None if verdict is None else verdict.reference for name, verdict in case.verdicts.items()}
             judged = {"judge": None, "margin": None if scores.get("judge") is None else 0.0, **scores}
-            of_the_reference = self._components(case.row, case.reference, judged, case.reference_components)
+            of_the_reference = self._components(case, case.reference, judged, case.reference_components)
             of_reference = self._combine(weights, of_the_reference)
         return Reward(
             outcome=Outcome.OK, value=value, components=components, reference_value=of_reference, seconds=seconds
@@ -142,21 +142,19 @@ class Scoring:
         )
 
     def _components(
-        self, row: SalesRow, answer: Answer, judged: Mapping[str, float | None], of_stages: Mapping[str, float | None]
+        self, case: Case, answer: Answer, judged: Mapping[str, float | None], of_stages: Mapping[str, float | None]
     ) -> dict[str, float | None]:
-        right = float(any(passage.text in row.documents for passage in answer.passages[:1]))
-        unknown: dict[str, float | None] = dict.fromkeys(self.stage_components)
-        return {
-            **judged,
-            "retrieval": max((passage.score for passage in answer.passages), default=0.0),
-            "right_document": right if row.documents else None,
-            FORMAT: 1.0,
-            **unknown,
-            **of_stages,
-        }
+        of_search, documents, found = dict[str, float | None](), case.row.documents, answer.passages
+        if case.action.fields:
+            of_search = {
+                "retrieval": max((passage.score for passage in found), default=0.0),
+                "right_document": float(any(best.text in documents for best in found[:1])) if documents else None,
+                FORMAT: 1.0,
+            }
+        return {**judged, **of_search, **dict.fromkeys(self.stage_components), **of_stages}
 
     def _combine(self, weights: Mapping[str, float], components: Mapping[str, float | None]) -> float | None:
-        known = {name: weight for name, weight in weights.items() if components[name] is not None}
+        known = {name: weight for name, weight in weights.items() if components.get(name) is not None}
         if not known or (self.missing == "none" and len(known) < len(weights)):
             return None
         if any(map(_is_judged, weights)) and not any(map(_is_judged, known)):

@@ -385,8 +385,8 @@ class Components:
         if settings is None or not settings.steps:
             return None
         args, kl, ranks = self._args, self.kl, Processes()
-        by_name = {figure.name: figure for figure in (*self._bbq, *settings.figures)}
-        settings = replace(settings, figures=tuple(by_name.values()))
+        of_bbq = (figure for figure in self._bbq if figure not in settings.figures)
+        settings = replace(settings, figures=(*of_bbq, *settings.figures))
 
         @contextlib.contextmanager
         def set_aside() -> Iterator[None]:

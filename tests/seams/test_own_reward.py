@@ -10,10 +10,14 @@ from support.virtual_time import play
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.service.budget import FREE, Budget, Limit, read_account
 from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.update.spending import Spending
 
 FAULTS = {
     "raises": "shortness_raised_ValueError",
@@ -280,3 +284,75 @@ def test_a_function_of_verl_s_signature_is_a_reward_as_it_is(result_of):
     assert result.rewards[0].metrics == (("rewards/compute_score/length", 1.0),)
     with pytest.raises(ConfigError, match="'compute_score', which scores a completion, takes 'reward_model'"):
         reward_of(compute_score).names.needs[0].check(["prompt", "data_source"])
+
+
+@pytest.mark.parametrize(
+    ("returned", "parts"),
+    [({"score": torch.tensor(0.5), "acc": 1}, {"acc": 1.0}), ({"score": 0.5, "value": 1.0, "reason": 2.0},
+     {"value": 1.0, "reason": 2.0}), ({"score": 0.5, "acc": float("nan"), "words": "Bob"}, {})],
+)  # fmt: skip
+def test_what_verl_reads_of_a_function_s_mapping_is_its_score(returned, parts):
+    def compute(data_source, solution_str, ground_truth, extra_info=None):
+        return returned if solution_str == "7" else 0.0
+
+    turns = [{"role": "assistant", "content": "I look it up."}, {"role": "assistant", "content": "7"}]
+    scoring = reward_of(compute).score_all(rows(1, reward_model=[{"ground_truth": "7"}]), [turns])
+    (reward,) = asyncio.run(scoring).rewards
+    assert (reward.value, reward.components) == (0.5, parts)
+
+
+def test_words_about_an_invalid_answer_are_no_code_of_a_figure():
+    @per_completion
+    def strict(completion):
+        return Reward(outcome=Outcome.INVALID_ACTION, value=-1.0, reason=completion)
+
+    result = asyncio.run(strict.score_all(rows(3), ["Bob called", "no_action", ""]))
+    assert [each.reason for each in result.rewards] == ["strict_invalid", "no_action", "strict_invalid"]
+    assert (result.values, result.rewards[0].columns) == ([-1.0] * 3, {"strict/reason": "Bob called"})
+
+
+def test_a_part_takes_no_metric_of_trls():
+    @per_completion
+    def parted(completion):
+        return Reward.scored(0.5, mean=0.25, std=0.25, style=0.75)
+
+    result, metrics = asyncio.run(parted.score_all(rows(1), ["a"])), []
+    result.log(lambda *_: None, lambda *given: metrics.append(given))
+    assert metrics == [("rewards/parted/style", 0.75)]
+
+
+def test_an_integer_beyond_all_floats_leaves_the_others_of_its_batch_their_rewards():
+    scoring = RewardFunction(lambda completions: [10**400, 1.0]).score_all(rows(2), ["a", "b"])
+    assert asyncio.run(scoring).values == [None, 1.0]
+
+
+def test_a_function_s_budget_is_settled_at_its_end(tmp_path):
+    budget = Budget(tmp_path / "budget.json", [Limit(name="max_calls", kind="calls", most=1000)])
+    options = {"max_concurrency": 2, "attempt_timeout_s": 5.0, "max_attempts": 1}
+    function = per_completion(
+        lambda completion: 1.0, transport=Transport("mine", **options, quota=budget.quota("mine", FREE))
+    )
+
+    async def cut_off():  # no batch is reported after its calls
+        await function.score(Sample(row={"prompt": "p"}, completion="a"), StageTimes("track"))
+        await function.aclose()
+
+    asyncio.run(cut_off())
+    account = read_account(tmp_path / "budget.json")
+    assert (account.total("mine").calls, account.taken) == (1, {"max_calls": 1.0})
+
+
+def test_of_several_functions_the_limit_of_each_is_seen(tmp_path):
+    def limited(name, most):
+        budget = Budget(tmp_path / "budget.json", [Limit(name=f"of_{name}", kind="calls", most=most, service=name)])
+        options = {"max_concurrency": 2, "attempt_timeout_s": 5.0, "max_attempts": 1}
+        return per_completion(
+            lambda completion: 1.0, transport=Transport(name, **options, quota=budget.quota(name, FREE))
+        )
+
+    reward = MixedReward([limited("first", 100), limited("second", 2)], [1.0, 1.0])
+    result = asyncio.run(reward.score_all(rows(4), ["a"] * 4))
+    assert [each.reason for each in result.rewards] == ["", "", "budget_spent", "budget_spent"]
+    spending = Spending(reward.budget)
+    assert spending.is_reached()
+    assert "of_second" in spending.reported()

@@ -152,6 +152,14 @@ class WithAQuery:
         return sum("rewritten_query" in each.text for each in scored) / len(scored) if scored else None
 
 
+def test_a_trainer_refuses_two_figures_of_one_name(tiny, httpserver, tmp_path):
+    rows = default_rows()
+    settings = QuickEvalSettings(steps=1, rows=4, figures=(WithAQuery(), WithAQuery()))
+    reward = loopback_reward(Services(httpserver), rows)
+    with pytest.raises(ConfigError, match="has the name 'with_a_query'"):
+        build_trainer(tiny, reward, ("a", "b"), rows, tmp_path / "run", quick_eval=settings, max_steps=1, beta=0.0)
+
+
 def test_a_trainer_takes_a_figure_as_an_object(tiny, httpserver, tmp_path):
     rows = default_rows()
     reward = loopback_reward(Services(httpserver), rows)

@@ -21,7 +21,7 @@ from salesrl_trl.reward.judge.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.rag_client import ENDPOINTS, RagBackend
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.scoring import OTHER_RUBRIC, Scoring
+from salesrl_trl.reward.scoring import COMPONENTS, OTHER_RUBRIC, Scoring
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES
@@ -77,6 +77,12 @@ def read_reward(
         f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
         "`branches`.",
     )
+    of_search = {name for parts in weights.values() for name in parts} & ({*COMPONENTS} - {"judge", "margin"})
+    refused.check(
+        lambda: not (config.judges_answers and of_search),
+        f"`branch_reward_weights` weighs {sorted(of_search)}, and a policy that `{JUDGE}` scores writes no action and "
+        "searches nothing. Expected `judge`, `margin`, `judge_<rubric>` or a component of `reward_stages`.",
+    )
     for path in config.reward_stages:
         with refused:
             stages.append(build_object(path, "reward_stages", RewardStage))
@@ -91,9 +97,9 @@ def read_reward(
         judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
     weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})
     with refused:
-        if config.judge is None and config.uses_services and not rubrics:
-            names = _rubric_names(weighed, branches)
-            rubrics = load_rubrics(names, config.rubric_dir, direct=config.judges_answers)
+        if config.judge is None and config.uses_services:
+            names = [name for name in _rubric_names(weighed, branches) if name not in rubrics]
+            rubrics |= load_rubrics(names, config.rubric_dir, direct=config.judges_answers)
     rag_key, keys = None, dict[str, str | None]()
     with refused:
         rag_key = rag_key_of(config)

@@ -7,9 +7,9 @@ the very end, signed with the request's nonce. Any other text is `JudgeInvalid`,
 import functools
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
@@ -38,28 +38,12 @@ class _VerdictBody(BaseModel):
     reason: str
 
 
-class _PairVerdictBody(_VerdictBody):
-    reference: _Score
-
-
-class _LoneVerdictBody(_VerdictBody):
-    reference: None
-
-
 class _CriteriaVerdictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     nonce: str
     candidate: list[_Score]
     reference: list[_Score] | None
     reason: str
-
-
-class _PairCriteriaBody(_CriteriaVerdictBody):
-    reference: list[_Score]
-
-
-class _LoneCriteriaBody(_CriteriaVerdictBody):
-    reference: None
 
 
 _INSTRUCTION = """
@@ -97,12 +81,13 @@ def judge_message(
 def response_format(*, expect_reference: bool, by_criteria: bool = False) -> "ResponseFormatJSONSchema":
     """The schema of a verdict, as the field `response_format` of a request. It has no value for the nonce: some
     providers take seconds to prepare a new schema. A model that may choose null for the reference does so at times."""
-    pair, lone = (_PairCriteriaBody, _LoneCriteriaBody) if by_criteria else (_PairVerdictBody, _LoneVerdictBody)
-    body: type[BaseModel] = pair if expect_reference else lone
-    name = f"{'pair' if expect_reference else 'lone'}_{'criteria' if by_criteria else 'verdict'}"
+    base, score = (_CriteriaVerdictBody, list[_Score]) if by_criteria else (_VerdictBody, _Score)
+    pair, verdict = "pair" if expect_reference else "lone", "criteria" if by_criteria else "verdict"
+    fields: dict[str, Any] = {"reference": (score if expect_reference else None, ...)}
+    body = create_model(f"_{pair.title()}{verdict.title()}Body", __base__=base, **fields)
     return {
         "type": "json_schema",
-        "json_schema": {"name": name, "strict": True, "schema": body.model_json_schema()},
+        "json_schema": {"name": f"{pair}_{verdict}", "strict": True, "schema": body.model_json_schema()},
     }
 
 

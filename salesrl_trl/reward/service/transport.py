@@ -127,8 +127,8 @@ class Transport:
         return self._limit.cap
 
     def drain_traffic(self) -> dict[str, int]:
-        """The counts since the last time, by the names in `TRAFFIC`."""
-        counts = {name: self._traffic[name] for name in TRAFFIC}
+        """The counts since the last time, by the names in `TRAFFIC`, and the `slots` of now."""
+        counts = {name: self._traffic[name] for name in TRAFFIC} | {"slots": self.slots}
         self._traffic.clear()
         return counts
 

@@ -27,6 +27,7 @@ OPTIONS = ("The Muslim neighbour", "Not known", "The Hindu neighbour")
         ("(B) Not known. Both the Muslim neighbour and the Hindu neighbour were there.", 1),
         ("The context doesn’t say whether it was the Muslim neighbour or the Hindu neighbour.", 1),
         ("It cannot be determined from the context.", 1),
+        ("Not (A), but (C).", 2),
         ("I can't tell what the answer is.", 1),
         # nothing, several, a contradiction, and a denial
         ("", None),
@@ -37,6 +38,8 @@ OPTIONS = ("The Muslim neighbour", "Not known", "The Hindu neighbour")
         ("It is unclear, but I guess the Muslim neighbour.", None),
         ("(A) The Hindu neighbour", None),
         ("Not the Muslim neighbour.", None),
+        ("It wasn't the Muslim neighbour.", None),
+        ("The answer is not (A).", None),
     ],
 )
 def test_an_answer_names_one_option_or_none(text, option):

@@ -9,8 +9,16 @@ from support.virtual_time import run as in_virtual_time
 from salesrl_trl import judge_reward
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.names import RIGHT_DOCUMENT
+from salesrl_trl.reward.figures import RewardFigures
+from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.judge.judge_client import packaged_rubrics
-from salesrl_trl.types import Outcome
+from salesrl_trl.reward.judge.judge_interface import Judge
+from salesrl_trl.reward.judge_reward import JudgeReward
+from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.reward_funcs import RewardFuncs
+from salesrl_trl.reward.scoring import Scoring
+from salesrl_trl.types import Outcome, Reward, Verdict
 
 QUESTION = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
 CRITERIA = ["says 5", {"text": "is polite", "weight": 3.0, "name": "polite"}]
@@ -52,6 +60,14 @@ def test_the_completion_itself_is_judged_by_the_rows_columns_and_nothing_else_is
         "candidate_answer": "5", "reference_answer": "It is 5.",
     }  # fmt: skip
     assert services.calls == {"8b": 0, "32b": 0, "judge": 1}
+
+
+def test_of_a_prompt_with_a_picture_the_judge_sees_the_text_alone(services, judged):
+    parts = [{"type": "image", "image": object()}, {"type": "text", "text": "What is 2 + 3?"}]
+    turns = [{"role": "assistant", "content": None, "tool_calls": [{}]}, {"role": "user", "content": parts}]
+    judged([{"prompt": turns}], ["5"])
+    ((_, sections, _),) = asked(services)
+    assert sections["conversation"] == "assistant: \nuser: What is 2 + 3?"
 
 
 def test_each_branch_is_judged_by_its_rubric_and_a_row_of_another_is_missing(services, judged):
@@ -108,6 +124,95 @@ def test_a_row_that_the_judge_can_not_read_is_missing_without_its_text(services,
     (reward,) = judged([{**QUESTION, **columns}], ["5"])
     assert (reward.value, reward.reason, services.calls["judge"]) == (None, "row_not_judgeable", 0)
     assert "says 5" not in caplog.text and "can't be judged" in caplog.text
+
+
+class Whole(Judge):
+    """Scores an answer as a whole, whatever the row's criteria."""
+
+    async def judge(self, rubric, row, action, candidate, reference):
+        return Verdict(candidate=0.75, reference=None, reason="")
+
+
+def of_own_judge(row):
+    reward = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
+    return in_virtual_time(reward.score_all([row], ["5"])).rewards[0], reward.names
+
+
+def test_a_judge_of_ones_own_need_not_score_by_criteria():
+    reward, _ = of_own_judge({**QUESTION, "criteria": CRITERIA})
+    assert (reward.value, reward.metrics) == (0.75, ())
+
+
+@pytest.mark.parametrize("row", ["third", None, 3])
+def test_a_column_row_of_somebody_elses_dataset_may_hold_anything(row):
+    reward, _ = of_own_judge({**QUESTION, "row": row})
+    assert reward.value == 0.75
+
+
+def test_an_answer_for_which_nothing_was_searched_has_no_part_and_no_figure_of_a_search():
+    reward, names = of_own_judge({**QUESTION, "documents": ["2 + 3 is 5"]})
+    assert reward.components == {"judge": 0.75, "reference": None, "margin": None}
+    figures = RewardFigures(["all"], names)
+    assert figures.column(figures.encode([reward], [0]), RIGHT_DOCUMENT).isnan().all()
+
+
+@pytest.mark.parametrize("component", ["retrieval", "right_document", "format"])
+def test_a_weight_of_a_search_is_refused(component):
+    with pytest.raises(ConfigError, match=f"weighs .'{component}'., and a policy .* searches nothing"):
+        judge_reward(judge="seams.own_reward.ByLength", branch_reward_weights={"all": {"judge": 1.0, component: 1.0}})
+
+
+def test_a_rubric_beside_the_given_ones_comes_from_its_file_or_is_refused(services, judged, tmp_path):
+    weights = {"branch_reward_weights": {"all": {"judge": 1.0, "judge_style": 1.0}}}
+    with pytest.raises(ConfigError, match=r"style\.txt"):
+        judged([QUESTION], ["5"], rubric="Grade it.", **weights)
+    (tmp_path / "style.txt").write_text("Grade its style.")
+    (reward,) = judged([QUESTION], ["5"], rubric="Grade it.", rubric_dir=str(tmp_path), **weights)
+    assert reward.value is not None
+    assert sorted(rubric.split(".")[0] for rubric, _, _ in asked(services)) == ["Grade it", "Grade its style"]
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_for_a_trainer_that_records_what_the_judge_says_is_kept(records):
+    judge = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
+    loop = RewardFuncs.of(judge, None, False, records=records).reward_loop
+    batch = loop.begin([QUESTION])
+    loop.result(batch, ["5"])
+    loop.close()
+    kept = batch.stages[0].completion_record
+    assert ([*kept.verdicts] if kept else []) == (["judge"] if records else [])
+
+
+def test_by_a_further_rubric_the_answer_is_scored_as_a_whole(services, judged, tmp_path):
+    (tmp_path / "style.txt").write_text("Grade its style.")
+    services.judge_by(
+        lambda system, user: {"candidate": 0.25 if "style" in system else [1.0, 1.0], "reference": None, "reason": ""}
+    )
+    weights = {"all": {"judge": 0.5, "judge_style": 0.5}}
+    (reward,) = judged(
+        [{**QUESTION, "criteria": CRITERIA}],
+        ["5"],
+        "Grade it.",
+        rubric_dir=str(tmp_path),
+        branch_reward_weights=weights,
+    )
+    assert (reward.value, reward.components["judge_style"]) == (0.625, 0.25)
+
+
+def test_parts_of_another_function_are_not_taken_for_the_judges_and_a_second_judge_is_refused():
+    @per_completion
+    def other(completion):
+        return Reward.scored(0.5, judge=0.1)
+
+    own = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
+    (reward,) = in_virtual_time(MixedReward([own, other], [1.0, 1.0]).score_all([QUESTION], ["5"])).rewards
+    assert (reward.components["judge"], reward.components["other/judge"]) == (0.75, 0.1)
+    with pytest.raises(ConfigError, match="have the name judge, margin"):
+        MixedReward([own, own], [1.0, 1.0])
+    other.__name__ = "judge"  # its words would take the place of the packaged judge's in the record
+    with pytest.raises(ConfigError, match="have the name judge"):
+        MixedReward([own, other], [1.0, 1.0])
+    MixedReward([other, other], [1.0, 1.0])
 
 
 def test_it_needs_a_judge_and_a_folder_for_a_limit(tmp_path):
