@@ -21,7 +21,7 @@ GONE = "gone"
 """The part of the table with the settings of earlier versions."""
 Given = Mapping[str, Any]
 """Values by the keys of the table."""
-UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError)
+UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
 
 
 class Name(NamedTuple):
@@ -60,7 +60,7 @@ def names() -> dict[str, Name]:
 
 def known_as(name: str) -> str | None:
     """The key in the table for a name, whose first parts may be left out: `"optim.lr"`. `None` for another name."""
-    name = name.lstrip("+").removeprefix("actor_rollout_ref.")
+    name = name.lstrip("+").removeprefix("actor_rollout_ref.").removeprefix("reward.")  # of verl 0.9
     ends = [name] if name in names() else [key for key in names() if key.endswith(f".{name}")]
     return ends[0] if len(ends) == 1 else next((key for key in names() if fnmatchcase(name, key)), None)
 
@@ -99,6 +99,14 @@ def flat(given: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
         inner = flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
         found |= inner if name != "_target_" else {}
     return found
+
+
+def value_of(text: str) -> Any:
+    """The value of a word of a command line."""
+    try:
+        return yaml.safe_load(text) if text else None
+    except yaml.YAMLError:
+        return text
 
 
 def flow(settings: Mapping[str, object]) -> str:
@@ -166,7 +174,10 @@ CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
     "not_negative": lambda here, value, _: {here: max(value, 0)},
     "one_more": lambda here, value, _: {here: value + 1},
     "column": lambda here, value, _: {} if here.endswith(f".{value}") else {here: value},
-    "lora": lambda _, value, __: {"use_peft": True, "lora_r": value} if value else {},
+    "lora": lambda _, value, __: {"use_peft": True, "lora_r": value, "lora_dropout": 0.0} if value else {},
+    "kl": lambda here, value, given: dict(
+        zip(here.split(", "), (value, given.get("actor.kl_loss_type") in ("kl", "k1")), strict=True)
+    ),
     "one_file": _one_file,
     "lengths": _lengths,
     "sizes": _sizes,
