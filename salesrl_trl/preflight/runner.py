@@ -175,6 +175,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     for note in check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer):
         findings.note(note)
     train, held_out = plan.train, plan.held_out
+    findings.refused.each(lambda: plan.datasets)
     records = [*plan.train_records, *plan.held_out_records]
     for said in (*(part.note for part in records), train.note, held_out.note):
         if said:
