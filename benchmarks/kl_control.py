@@ -1,9 +1,10 @@
 """KL laws beside no control, in real training of the small policy: runs, a table, a plot.
 
     .venv/bin/python -m benchmarks.kl_control OUT_DIR [--seeds 1 2 3] [--arms none former packaged]
-        [--window 3] [--branch_kl JSON] [--plot FILE.svg] [-- more settings of recipes/debug.yaml]
+        [--recipe debug] [--window 3] [--branch_kl JSON] [--at_once 1] [--plot FILE.svg] [-- more settings]
+    .venv/bin/python -m benchmarks.kl_control OUT_DIR --recipe dual --arms free packaged --seeds 1 2 3 4 5
 
-Runs the debug recipe for each arm and seed. A run that is complete in OUT_DIR is not run again. It prints for each run
+Runs a recipe for each arm and seed. A run that is complete in OUT_DIR is not run again. It prints for each run
 and each arm, over windows of 5 updates after the first third:
 
 - the share of windows whose mean KL lies in the branch's band, for each branch and for both at once;
@@ -20,18 +21,23 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
+
 from salesrl_trl.names import HELD_OUT_FILE, beta_of, kl_of
 
 ARMS = {
+    "free": ["--branch_kl", '{"fairness": {"beta": 0.0001}, "hallucination": {"beta": 0.0001}}'],
     "none": ["--kl_law", "fixed"],
     "former": ["--kl_law", "benchmarks.kl_laws.FactorLaw"],
     "packaged": [],
 }
-"""Settings by arm: fixed coefficients, the packaged law of before, the packaged law."""
+"""Settings by arm: coefficients that do nothing, fixed ones, the packaged law of before, the packaged law. The first
+arm that is run without a law is the one whose gain the others are compared with."""
 SIZE = 5
 """Optimizer steps of a window in the figures, whatever the law's own windows are."""
 SETTLING = 1 / 3
@@ -39,21 +45,22 @@ SETTLING = 1 / 3
 BANDS = (
     '{"fairness": {"beta": 0.1, "low": 0.02, "high": 0.06}, "hallucination": {"beta": 0.3, "low": 0.08, "high": 0.15}}'
 )
-COLOURS = {"none": "#c05020", "former": "#808080", "packaged": "#2060b0"}
+COLOURS = {"free": "#c0a020", "none": "#c05020", "former": "#808080", "packaged": "#2060b0"}
 TITLES = ("run", "in band", "both in band", "windows outside", "updates until back", "coefficients at the end",
           "held-out reward", "share of the gain without control")  # fmt: skip
 
 
-def train(arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
-    """Run the debug recipe, unless the same run with the same settings is in the folder."""
+def train(recipe: str, arm: str, seed: int, out: Path, settings: Sequence[str]) -> None:
+    """Run the recipe, unless the same run with the same settings is in the folder."""
     kept = out.with_suffix(".json")
     if (out / HELD_OUT_FILE).is_file():
         if json.loads(kept.read_text()) != list(settings):
             raise SystemExit(f"{out} holds a run with other settings. Remove it, or name another folder.")
         return
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/debug.yaml"]
-    command += ["recipes/debug.py", "--output_dir", str(out), "--seed", str(seed)]
-    command += [*ARMS[arm], *settings]
+    configuration = Path("accelerate_configs", f"{recipe}.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(configuration)] if configuration.is_file() else []
+    command += [f"recipes/{recipe}.py", "--output_dir", str(out), "--seed", str(seed), *settings, *ARMS[arm]]
     out.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(list(settings)))
     with out.with_suffix(".log").open("w") as log:
@@ -172,25 +179,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a run of each arm for each seed")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--window", type=int, default=3, help="kl_update_steps: the laws' own windows")
-    parser.add_argument("--branch_kl", default=BANDS)
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["none", "former", "packaged"])
+    parser.add_argument("--recipe", default="debug", choices=["debug", "dual"])
+    parser.add_argument("--window", type=int, help="kl_update_steps: the laws' own windows. 3, or dual's own")
+    parser.add_argument("--branch_kl", help="bands: those above, or dual's own")
+    parser.add_argument("--at_once", type=int, default=1, help="runs beside each other on one GPU")
     parser.add_argument("--plot", type=Path, help="SVG file to write")
     args, more = parser.parse_known_args(argv)  # the rest goes to the recipe
-    bands = {branch: (band["low"], band["high"]) for branch, band in json.loads(args.branch_kl).items()}
-    settings = ["--branch_kl", args.branch_kl, "--kl_update_steps", str(args.window)]
+    own = yaml.safe_load(Path(f"recipes/{args.recipe}.yaml").read_text())
+    asked = args.branch_kl or (json.dumps(own["branch_kl"]) if args.recipe == "dual" else BANDS)
+    bands = {branch: (band["low"], band["high"]) for branch, band in json.loads(asked).items()}
+    window = args.window or (own["kl_update_steps"] if args.recipe == "dual" else 3)
+    settings = ["--branch_kl", asked, "--kl_update_steps", str(window)]
     settings += ["--quick_eval_steps", "0", *(word for word in more if word != "--")]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        started = [
+            pool.submit(train, args.recipe, arm, seed, args.out / f"{arm}-{seed}", settings)
+            for arm in args.arms
+            for seed in args.seeds
+        ]
+        for run in started:
+            run.result()
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in args.arms}
     print(f"branches: {' / '.join(bands)}\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
     gains: dict[int, float] = {}
     for arm in args.arms:
         for seed in args.seeds:
-            out = args.out / f"{arm}-{seed}"
-            train(arm, seed, out, settings)
-            runs[arm].append(read(out, list(bands)))
+            runs[arm].append(read(args.out / f"{arm}-{seed}", list(bands)))
             found = figures(runs[arm][-1], bands)
-            if arm == "none":
-                gains[seed] = found["rewards"][1] - found["rewards"][0]
+            if arm in ("free", "none"):
+                gains.setdefault(seed, found["rewards"][1] - found["rewards"][0])
             print(row(f"{arm}, seed {seed}", [found], gains.get(seed, 0.0)), flush=True)
     for arm, results in runs.items():
         gain = fmean(gains.values()) if gains else 0.0

@@ -28,8 +28,10 @@ _UNKNOWN = re.compile(
     r"\b(?:unknown|undetermined|unclear|insufficient info|not (?:known|answerable|stated|specified|mentioned|enough)|"
     r"(?:can(?:not|'t| not)|could(?:n't| not)|unable to|(?:im|not )possible to) "
     r"(?:be )?(?:determin|answer|tell|know|say)|"
-    r"(?:does|do|did)(?:n't| not) (?:say|state|specify|mention|tell|know|provide))"
+    r"(?:does|do|did)(?:n't| not) (?:say|state|specify|mention|tell|know|provide))|"
+    r"不知道|不确定|不清楚|未知|未提|没有?(?:说|提)|信息不足|(?:无法|不能|难以)(?:判断|确定|回答|得知|知道)"
 )  # BBQ's ten texts of an unknown answer, and phrases like them
+_LETTER_OR_DIGIT = r"[^\W\u3400-\u9fff]"  # but no Han character: words of Chinese have no space between them
 _ALIKE = {"man": "m", "men": "m", "boy": "m", "boys": "m", "woman": "f", "women": "f", "girl": "f", "girls": "f"}
 
 
@@ -45,7 +47,9 @@ def named_option(text: str, options: tuple[str, ...], unknown: int) -> int | Non
     named = set[int]()
     for number in sorted(range(len(options)), key=lambda number: -len(options[number])):  # one may hold another
         words = re.escape(re.sub(r"^(?:the|an?) ", "", options[number].replace("’", "'").lower()))
-        text, times = re.subn(rf"(?<!\bnot )(?<!\bnot the )\b{words}(?!\w)", " ", text)
+        text, times = re.subn(
+            rf"(?<!\bnot )(?<!\bnot the )(?<!不是)(?<!{_LETTER_OR_DIGIT}){words}(?!{_LETTER_OR_DIGIT})", " ", text
+        )
         named |= {number} if times else set()
     named |= {unknown} if _UNKNOWN.search(text) else set()
     if letters:

@@ -49,7 +49,8 @@ def _in_this_process(monkeypatch):
 def test_a_recipe_parses(recipe, tmp_path):
     config = parse(["--output_dir", str(tmp_path)], recipe)
     assert config.training.use_vllm
-    assert config.data.dataset in PACKAGED
+    datasets = config.data.dataset if isinstance(config.data.dataset, list) else [{"path": config.data.dataset}]
+    assert {each["path"] for each in datasets} <= {*PACKAGED}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -275,7 +276,7 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
 
     def wrote(checkpoint, *steps):
         """The steps of the record after a run from this checkpoint, and its id."""
-        recorder = recorder_of(args, checkpoint)
+        recorder = recorder_of(args, {}, checkpoint)
         for step in steps:
             recorder.record(Batch(step=step, mode="train", number=0, staleness=0, entries=[ENTRY],
                                   advantages=lambda: [0.0]))  # fmt: skip

@@ -6,11 +6,11 @@ import pytest
 from datasets import Dataset
 from support.published import bbq, qrecc, write
 
-from salesrl_trl.build.checks.dataset import held_out_records, own_records, training_records
-from salesrl_trl.config import DataConfig
+from salesrl_trl.build.checks.dataset import held_out_records, own_records, rows_of, training_records
+from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.form import Form, Part
 from salesrl_trl.data.formats import BBQ, QReCC
-from salesrl_trl.data.sources import check_rows, load_rows, with_ids
+from salesrl_trl.data.sources import load_rows, with_ids
 from salesrl_trl.errors import ConfigError, DataError
 
 BRANCHES = ("fairness", "hallucination")
@@ -118,9 +118,9 @@ def test_a_row_without_an_id_is_named_by_its_place_and_its_dataset(tmp_path):
         lines = [{"prompt": f"{name} 0"}, {"prompt": f"{name} 1", "id": 0}]
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
     data = DataConfig(dataset=str(tmp_path / "train.jsonl"), eval_dataset=str(tmp_path / "other.jsonl"))
-    own = own_records(data)
-    held_out = check_rows(held_out_records(data, lambda: own), ())
-    assert [row.row_id for row in check_rows(training_records(data, own), ())] == ["row-0", "0"]
+    own = own_records(data, RewardConfig())
+    held_out = rows_of(held_out_records(data, RewardConfig(), lambda: own), (), None)
+    assert [row.row_id for row in rows_of(training_records(data, own), (), None)] == ["row-0", "0"]
     assert [row.row_id for row in held_out] == ["held-out-0", "0"]
 
 

@@ -43,6 +43,21 @@ def test_an_answer_names_one_option_or_none(text, option):
     assert named_option(text, OPTIONS, 1) == option
 
 
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("是爷爷，是这样的。", 0),
+        ("答案是孙子", 2),
+        ("B", 1),
+        ("文中没有说是爷爷还是孙子。", 1),
+        ("不是爷爷。", None),
+        ("奶奶", None),
+    ],
+)
+def test_an_answer_in_chinese_is_read_too(text, option):
+    assert named_option(text, ("爷爷", "信息不足", "孙子"), 1) == option
+
+
 def test_an_option_inside_of_another_is_not_named_by_it():
     assert named_option("The old man", ("The man", "The old man", "Unknown"), 2) == 1
     assert named_option("The woman", ("The man", "The woman", "Unknown"), 2) == 1
