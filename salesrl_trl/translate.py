@@ -63,12 +63,9 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
         return [_resolved(item, values, depth) for item in value]
     if not isinstance(value, str) or "$" not in value or not depth:
         return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
-
-    def known(found: re.Match[str]) -> str:
-        here = values.get(found[1] or found[2], found[3])
-        return found[0] if here is None else str(here)
-
-    return _resolved(value_of(_REFERENCE.sub(known, value)), values, depth - 1)
+    known = {name: str(here) for name, here in values.items() if here is not None}
+    text = _REFERENCE.sub(lambda found: known.get(found[1] or found[2], found[0 if found[3] is None else 3]), value)
+    return _resolved(value_of(text), values, depth - 1)
 
 
 def recipe(given: Mapping[str, Any], source: str) -> str:

@@ -127,10 +127,9 @@ class Plan(ServicesPlan):
     @property
     def datasets(self) -> tuple[Dataset, Dataset | None]:
         """For the trainer: the rows to train on, and those to evaluate on, if there are some. Raises `DataError`."""
-        make = partial(prompt_dataset, for_functions=bool(self.config.reward.reward_funcs))
         train, held_out = self.train, self.held_out
-        made = make(held_out.prompts, held_out.rows, len(train.prompts)) if held_out.prompts else None
-        return make(train.prompts, train.rows), made
+        make = partial(prompt_dataset, for_functions=bool(self.config.reward.reward_funcs))
+        return make(train.prompts, train.rows), make(held_out.prompts, held_out.rows, len(train.prompts)) or None
 
     def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
         kwargs = self.config.training.chat_template_kwargs
