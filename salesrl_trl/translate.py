@@ -15,15 +15,16 @@ from typing import Any
 
 import yaml
 
-from salesrl_trl.build.coming_from import beside, converted, flat, flow, known_as, names, processes, updates
+from salesrl_trl.build.coming_from import beside, converted, flat, flow, known_as, names, processes, updates, value_of
 from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 
 PROGRAM = "python -m salesrl_trl.translate"
 _GROUP = "rollout.n"
-_REFERENCE = re.compile(r"\$\{?([\w.]+)(?::-([^}]*))?\}?")
-_EXPONENT = re.compile(r"\d+e-?\d+")  # a number for Hydra, and a text for PyYAML
+_REFERENCE = re.compile(r"\$(?:(\w+)|\{([\w.]+)(?::?[-=]([^${}]*))?\})")
+_PRODUCT = re.compile(r"\$\(\(\s*(\d+)\s*\*\s*(\d+)\s*\)\)")
+_EXPONENT = re.compile(r"\d+(?:\.\d*)?[eE][-+]?\d+")  # a number for Hydra, and a text for PyYAML
 _OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not used
 
 
@@ -41,15 +42,19 @@ def read(path: Path) -> dict[str, Any]:
     for name, value in values.items():
         key = known_as(name) or name
         if "." in name and (key not in found or value not in _OFF):
-            found[key] = _resolved(value, {"HOME": "~", **values})
+            found[key] = _resolved(value, values)
     if not names().keys() & found.keys():
         raise ConfigError(f"{path} has no name of verl. Expected its YAML, or a script with words as `data.seed=1`.")
     return found
 
 
 def _words(text: str) -> dict[str, Any]:
-    words = (word.partition("=") for word in shlex.split(text.replace("\\\n", " "), comments=True))
-    return {name.lstrip("+"): yaml.safe_load(value) for name, is_set, value in words if is_set}
+    """Those of a script, each by the words before it, as in a shell."""
+    text = _PRODUCT.sub(lambda found: str(int(found[1]) * int(found[2])), text.replace("\\\n", " "))
+    values: dict[str, Any] = {"HOME": "~", "PWD": "."}
+    for name, is_set, value in (word.partition("=") for word in shlex.split(text, comments=True)):
+        values |= {name.lstrip("+"): _resolved(value_of(value), values)} if is_set else {}
+    return values
 
 
 def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
@@ -58,17 +63,19 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
         return [_resolved(item, values, depth) for item in value]
     if not isinstance(value, str) or "$" not in value or not depth:
         return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
-    text = _REFERENCE.sub(lambda found: str(values.get(found[1], found[0] if found[2] is None else found[2])), value)
-    return _resolved(yaml.safe_load(text), values, depth - 1)
+    known = {name: str(here) for name, here in values.items() if here is not None}
+    text = _REFERENCE.sub(lambda found: known.get(found[1] or found[2], found[0 if found[3] is None else 3]), value)
+    return _resolved(value_of(text), values, depth - 1)
 
 
 def recipe(given: Mapping[str, Any], source: str) -> str:
     """The recipe of these values. Its comments have what could not be converted."""
     every: dict[str, Any] = {name: line.default for name, line in names().items() if line.default is not None}
-    every |= {name: value for name, value in given.items() if not _is_unknown(value)}
+    known = {name: value for name, value in given.items() if not _is_unknown(name, value)}
+    every |= known
     lines = names().items()
     look = [
-        f"{name}: {given[name]} is not known" for name, line in lines if line.here and _is_unknown(given.get(name))
+        f"{name}: {given[name]} is not known" for name, line in lines if line.here and name in given.keys() - known
     ]
     if every[_GROUP] < 2:
         every[_GROUP] = 8
@@ -78,7 +85,7 @@ def recipe(given: Mapping[str, Any], source: str) -> str:
         value = every.get(name)
         made = {} if value is None else converted(name, value, every)
         for setting in made or {}:
-            origin = f"{name}: {flow({'v': value})[3:]}{'' if name in given else ', the default'}"
+            origin = f"{name}: {flow({'v': value})[3:]}{'' if name in known else ', the default'}"
             origins[setting] = origin if settings.get(setting, ...) != (made or {})[setting] else origins[setting]
         settings |= made or {}
         if made is None and (line.here or line.values):
@@ -107,9 +114,10 @@ def recipe(given: Mapping[str, Any], source: str) -> str:
     )
 
 
-def _is_unknown(value: object) -> bool:
-    """Whether it refers to what is not known, or is what Hydra's command line has to give."""
-    return "$" in str(value) or value == "???"
+def _is_unknown(name: str, value: object) -> bool:
+    """Whether it refers to what is not known, is what Hydra's command line has to give, or is no number for a size."""
+    is_size = name in names() and type(names()[name].default) is int
+    return "$" in str(value) or value == "???" or (is_size and type(value) is not int)
 
 
 def _part(title: str, comments: Sequence[str], lines: Sequence[str] = ()) -> list[str]:

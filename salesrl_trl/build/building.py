@@ -33,7 +33,6 @@ from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.data.processor import load_processor
-from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.names import StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.scorer import Scorer
@@ -81,11 +80,7 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
     assert plan.policy is not None
     from salesrl_trl.trainer import RolloutTrainer, SalesGRPOTrainer
 
-    config, train, held_out = plan.config, plan.train, plan.held_out
-    for_functions = bool(config.reward.reward_funcs)
-    evaluated = None
-    if held_out.prompts:
-        evaluated = prompt_dataset(held_out.prompts, held_out.rows, len(train.prompts), for_functions=for_functions)
+    config, (train, held_out) = plan.config, plan.datasets
     source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
     processing: PreTrainedTokenizerBase | ProcessorMixin
     if plan.processor is not None:
@@ -101,8 +96,8 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
             config.training,
             instruments=instruments,
             quick_eval=config.telemetry.quick_eval(),
-            train_dataset=prompt_dataset(train.prompts, train.rows, for_functions=for_functions),
-            eval_dataset=evaluated,
+            train_dataset=train,
+            eval_dataset=held_out,
             processing_class=processing,
             callbacks=[RunSettings(settings_beside_the_trainers(config))],
             peft_config=get_peft_config(config.model),

@@ -21,7 +21,7 @@ GONE = "gone"
 """The part of the table with the settings of earlier versions."""
 Given = Mapping[str, Any]
 """Values by the keys of the table."""
-UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError)
+UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
 
 
 class Name(NamedTuple):
@@ -60,7 +60,7 @@ def names() -> dict[str, Name]:
 
 def known_as(name: str) -> str | None:
     """The key in the table for a name, whose first parts may be left out: `"optim.lr"`. `None` for another name."""
-    name = name.lstrip("+").removeprefix("actor_rollout_ref.")
+    name = name.lstrip("+").removeprefix("actor_rollout_ref.").removeprefix("reward.")  # of verl 0.9
     ends = [name] if name in names() else [key for key in names() if key.endswith(f".{name}")]
     return ends[0] if len(ends) == 1 else next((key for key in names() if fnmatchcase(name, key)), None)
 
@@ -101,6 +101,14 @@ def flat(given: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
+def value_of(text: str) -> Any:
+    """The value of a word of a command line."""
+    try:
+        return yaml.safe_load(text) if text else None
+    except yaml.YAMLError:
+        return text
+
+
 def flow(settings: Mapping[str, object]) -> str:
     """`{"a": 1, "b.c": 2}` as YAML on a line: `"a: 1, b: {c: 2}"`."""
     nested = dict[str, Any]()
@@ -138,24 +146,14 @@ def _steps(here: str, value: Any, given: Given) -> dict[str, object]:
     return dict.fromkeys(strategy, "steps" if number else "no") | number
 
 
-def _one_file(here: str, value: Any, _: Given) -> dict[str, object]:
-    [file] = [value] if isinstance(value, str) else value
-    return {here: file}
-
-
-def _lengths(here: str, value: Any, given: Given) -> dict[str, object]:
-    prompt, engine = here.split(", ")
-    return {prompt: value, engine: value + given["data.max_response_length"]}
+def _named(here: str, *values: object) -> dict[str, object]:
+    return dict(zip(here.split(", "), values, strict=True))
 
 
 def _function(here: str, value: str, given: Given) -> dict[str, object]:
     path = PurePath(value).with_suffix("")
     parts = path.parts[-1:] if path.is_absolute() or ".." in path.parts else path.parts
     return {here: [".".join((*parts, given.get("custom_reward_function.name") or "compute_score"))]}
-
-
-def _trackers(here: str, value: Any, _: Given) -> dict[str, object]:
-    return {here: [name for name in ([value] if isinstance(value, str) else value) if name != "console"] or "none"}
 
 
 CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
@@ -166,12 +164,15 @@ CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
     "not_negative": lambda here, value, _: {here: max(value, 0)},
     "one_more": lambda here, value, _: {here: value + 1},
     "column": lambda here, value, _: {} if here.endswith(f".{value}") else {here: value},
-    "lora": lambda _, value, __: {"use_peft": True, "lora_r": value} if value else {},
-    "one_file": _one_file,
-    "lengths": _lengths,
+    "lora": lambda here, value, _: _named(here, True, value, 0.0) if value else {},
+    "kl": lambda here, value, given: _named(here, value, given.get("actor.kl_loss_type") in ("kl", "k1")),
+    "one_file": lambda here, value, _: _named(here, *([value] if isinstance(value, str) else value)),
+    "lengths": lambda here, value, given: _named(here, value, value + given["data.max_response_length"]),
     "sizes": _sizes,
     "steps": _steps,
     "function": _function,
-    "trackers": _trackers,
+    "trackers": lambda here, value, _: {
+        here: [name for name in ([value] if isinstance(value, str) else value) if name != "console"] or "none"
+    },
 }
 """By their names in the table: from the settings, the value, and all that is given, to settings and their values."""

@@ -5,8 +5,9 @@ kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, 
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
+from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from salesrl_trl.build.checks.addresses import check_vllm_server
@@ -26,6 +27,7 @@ from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.processor import load_processor
+from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.types import SalesRow
 
@@ -121,6 +123,13 @@ class Plan(ServicesPlan):
     @cached_property
     def held_out(self) -> FittingPrompts:
         return self._fitting(self.held_out_rows, "held-out")
+
+    @property
+    def datasets(self) -> tuple[Dataset, Dataset | None]:
+        """For the trainer: the rows to train on, and those to evaluate on, if there are some. Raises `DataError`."""
+        train, held_out = self.train, self.held_out
+        make = partial(prompt_dataset, for_functions=bool(self.config.reward.reward_funcs))
+        return make(train.prompts, train.rows), make(held_out.prompts, held_out.rows, len(train.prompts)) or None
 
     def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
         kwargs = self.config.training.chat_template_kwargs

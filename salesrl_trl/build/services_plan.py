@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from salesrl_trl.build.assembly import addresses
 from salesrl_trl.build.checks.reward import RewardParts, read_reward
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import ALL, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.build.settings import RunConfig
@@ -88,6 +88,12 @@ class ServicesPlan:
         from salesrl_trl.build.checks.dataset import training_records  # brings pandas
 
         return training_records(self.config.data, self.own_records)
+
+    @property
+    def branches_of_rows(self) -> list[str]:
+        """Of a task of one's own, whose settings name none."""
+        records = (record for part in self.train_records for record in part.records)
+        return sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
 
     @cached_property
     def train_rows(self) -> list[SalesRow]:

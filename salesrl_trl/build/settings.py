@@ -357,11 +357,7 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
     for word, following in itertools.pairwise([*argv, ""]):
         name, is_set, text = word.partition("=")
         if word.startswith("--") or (is_set and "." in name and coming_from.known_as(name)):
-            text = text if is_set or following.startswith("--") else following
-            try:
-                found[name] = yaml.safe_load(text) if text else None
-            except yaml.YAMLError:
-                found[name] = text
+            found[name] = coming_from.value_of(text if is_set or following.startswith("--") else following)
     return found
 
 

@@ -187,10 +187,11 @@ class DataConfig:
     def eval_form(self, answers_directly: bool = False) -> Form:
         """The form of the held-out rows. Arguments and errors are those of `form`."""
         form, columns = self.form(answers_directly), _columns("eval_dataset.columns", self._eval.columns)
+        branch = {} if self.entry.branch is None else {"branch": form.columns["branch"]}
         other = self._eval.format
         return Form(
             format=form.format if other is None else _format("eval_dataset.format", other, answers_directly),
-            columns=form.columns if columns is None else columns,
+            columns=form.columns if columns is None else {**columns, **branch},
             image_folder=self._eval_folder,
             name=self.name,
         )

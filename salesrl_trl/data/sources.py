@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
-from datasets import Dataset, Image, List, load_dataset
+from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
@@ -126,18 +126,16 @@ def prompt_dataset(
 
 def _table(columns: dict[str, list[Any]]) -> Dataset:
     """The columns as a dataset. Raises `DataError` for one whose values are of several kinds."""
-    try:
-        return Dataset.from_dict(columns)
-    except pa.ArrowException:
-        for name, values in columns.items():
-            try:
-                Dataset.from_dict({name: values})
-            except pa.ArrowException:
-                raise DataError(
-                    f"the column `{name}` has values of several kinds, such as a text in one row and a number or an "
-                    "object in another. Expected one kind in all rows. Correct the column, or leave it out."
-                ) from None
-        raise
+    made = []
+    for name, values in columns.items():
+        try:
+            made.append(Dataset.from_dict({name: values}))
+        except pa.ArrowException:
+            raise DataError(
+                f"the column `{name}` has values of several kinds, such as a text in one row and a number or an "
+                "object in another. Expected one kind in all rows. Correct the column, or leave it out."
+            ) from None
+    return concatenate_datasets(made, axis=1)
 
 
 def columns_of(row: SalesRow) -> dict[str, Any]:

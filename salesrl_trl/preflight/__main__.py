@@ -114,8 +114,9 @@ def examine_alone(name: str, argv: Sequence[str], default_recipe: Path, calls: i
     from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
 
     config = read_alone(argv, default_recipe)
-    check_stand_ins(config.reward, config.training.branches, next(iter(config.data.own_sources), None))
     plan = ServicesPlan(config, calls=calls)
+    config.training.branches = config.training.branches or plan.branches_of_rows
+    check_stand_ins(config.reward, config.training.branches, next(iter(config.data.own_sources), None))
     with plan.opened:
         return report_of(RAG_STAGE if name == "rag" else JUDGE_STAGE, cast("Plan", plan))
 

@@ -28,7 +28,7 @@ from salesrl_trl.preflight.memory import check_memory
 from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.preflight.stage import PreflightStage, StageReport, report_of
 from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
-from salesrl_trl.types import ALL, DEFAULT_FORMAT
+from salesrl_trl.types import DEFAULT_FORMAT
 
 
 def prepare(config: RunConfig, refused: Refusals | None = None) -> Plan:
@@ -96,8 +96,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
         for note in filter(None, map(settle_held_out, config.data.sources if plan.evaluates else ())):
             findings.note(note)
         if not training.branches:  # of a task of one's own: those of the rows
-            records = [record for part in plan.train_records for record in part.records]
-            training.branches = sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
+            training.branches = plan.branches_of_rows
             training.kl_targets()
     refused.each(lambda: config.telemetry.check_branches(training.branches))
     with refused.of(training, "resume_from_checkpoint"):
@@ -175,6 +174,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     for note in check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer):
         findings.note(note)
     train, held_out = plan.train, plan.held_out
+    findings.refused.each(lambda: plan.datasets)
     records = [*plan.train_records, *plan.held_out_records]
     for said in (*(part.note for part in records), train.note, held_out.note):
         if said:

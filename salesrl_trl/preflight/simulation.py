@@ -15,9 +15,8 @@ from pathlib import Path
 import stamina
 
 from salesrl_trl.build.assembly import addresses, build_reward
-from salesrl_trl.build.checks.dataset import own_records, training_records, training_rows
 from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
-from salesrl_trl.build.services_plan import StepSettings
+from salesrl_trl.build.services_plan import ServicesConfig, ServicesPlan, StepSettings
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.ranges import Count, Share, check_settings, check_value
@@ -68,7 +67,7 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
             f"`action_fields` is {', '.join(reward.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: the "
             "simulation writes no other actions. Leave it out."
         )
-    rows = training_rows(data, training_records(data, own_records(data, reward)), training.branches)
+    rows = ServicesPlan(ServicesConfig(data, reward, training)).train_rows
     if not reward.uses_rag:
         raise ConfigError(
             "`reward_funcs` has no `sales`, and made-up completions are actions for the packaged chain. Expected the "

@@ -57,7 +57,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 
     import stamina  # these take seconds
 
-    from salesrl_trl.build.checks.dataset import own_records, training_records, training_rows
+    from salesrl_trl.build.checks.dataset import own_records, rows_of
     from salesrl_trl.build.services_plan import StepSettings
     from salesrl_trl.build.settings import parse_part
     from salesrl_trl.config import DataConfig, RewardConfig
@@ -66,20 +66,16 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.types import JUDGE, SALES
 
     stamina.instrumentation.set_on_retry_hooks([])
-    own, data, reward, others = parse_part(
-        settings,
-        (RejudgeConfig, DataConfig, RewardConfig, StepSettings),
-    )
+    own, data, reward, others = parse_part(settings, (RejudgeConfig, DataConfig, RewardConfig, StepSettings))
     reward = dataclasses.replace(reward, replay=None)
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
-    branches = sorted({completion.branch for completion in completions})
-    rows = training_rows(data, training_records(data, own_records(data, reward)), branches)
+    rows = rows_of(own_records(data, reward), others.branches, None)  # whichever the run drew
+    branches = others.branches or sorted({row.branch for row in rows})
     functions = reward.reward_funcs or [SALES]
     weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
     unknown = sorted({completion.row for completion in completions} - {row.row_id for row in rows})
-    judged_alone = reward.judges_answers
-    if SALES not in functions and not judged_alone:
+    if SALES not in functions and not reward.judges_answers:
         raise ConfigError(
             f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` or `{JUDGE}` "
             "among them: the packaged reward is what is judged again."
@@ -96,7 +92,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 
     def work() -> int:
         judged = [
-            (of_all_functions(completion, new, weights, JUDGE if judged_alone else SALES), notes)
+            (of_all_functions(completion, new, weights, JUDGE if reward.judges_answers else SALES), notes)
             for completion, (new, notes) in zip(
                 completions, rejudged(reward, completions, rows, branches), strict=True
             )

@@ -55,7 +55,7 @@ def rejudged(
                 action_format=config.action_format(), references=AnswerStore(), **common,
             )  # fmt: skip
         reward.budget = budget
-        asked = [{"row": place, "prompt": row.prompt, **columns_of(row)} for place, row in enumerate(rows)]
+        asked = [{**columns_of(row), "row": place, "prompt": row.prompt} for place, row in enumerate(rows)]
         with closing(RewardLoop(reward)) as reward_loop:
             judged: list[tuple[Reward, CompletionRecord]] = []
             for first in range(0, len(completions), AT_ONCE):

@@ -41,19 +41,10 @@ class SalesReward(JudgeReward):
             All rows, addressed by the dataset's `row` column.
         rag (`RagBackend`):
             Both RAG endpoints.
-        judge (`Judge`):
-            The judge: `JudgeClient` for services, or one of your own.
-        scoring (`Scoring`):
-            The law of the reward.
         score_threshold (`float`):
             Passages below this normalised score in [0, 1] are left out.
         top_k (`int`):
             Most passages to retrieve.
-        deadline_s (`float`):
-            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
-            `"deadline"`.
-        stages (`Sequence[RewardStage]`, *optional*, defaults to none):
-            Stages of your own, in their order, those behind the judge after those before it.
         answers (`AnswerStore`, *optional*):
             Keeps 8B answers and verdicts. In memory when not given.
         references (`AnswerStore`, *optional*):
@@ -62,14 +53,11 @@ class SalesReward(JudgeReward):
             What an action consists of.
         announces (`bool`, *optional*, defaults to `True`):
             Whether this is the process that logs what became of kept references.
-        lines (`SampleLines`, *optional*):
-            Logs what happens to single completions. Failures alone, at the level DEBUG, when not given.
-        records (`bool`, *optional*, defaults to `False`):
-            Whether answers, verdicts and calls are kept for the record of the run. They hold customers' texts.
+        judge, scoring, deadline_s, stages, lines, records:
+            As in `JudgeReward`. The record has answers too.
 
     Raises:
-        `ConfigError`: the judge is no `Judge`, a stage is no `RewardStage`, two stages have one name, or no stage adds
-            a component that is weighed.
+        `ConfigError`: as `JudgeReward` does.
     """
 
     __name__ = SALES

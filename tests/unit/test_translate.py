@@ -67,6 +67,7 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
         "epsilon": 0.2,
         "delta": 3.0,
         "beta": 0.01,
+        "use_bias_correction_kl": False,  # verl's KL has no importance ratio as a factor
         "kl_estimator": "k3",
         "top_k": 0,
         "vllm_engine_kwargs": {"enforce_eager": True, "max_num_seqs": 64},
@@ -103,6 +104,50 @@ def test_without_a_kl_loss_there_is_no_coefficient_and_an_odd_size_is_rounded_to
     assert "beta" not in read and "kl_estimator" not in read
     # 33 prompts x 5 = 165 completions on 8 processes: 5 groups of 5 for each, rounded up
     assert read["per_device_train_batch_size"] * read["gradient_accumulation_steps"] == 25
+
+
+def test_what_is_left_out_has_the_value_of_verl_where_a_run_would_have_another(tmp_path):
+    text = VERL.replace("    kl_loss_coef: 0.01\n", "").replace("    clip_ratio_low: 0.2\n", "")
+    text = text.replace("lora_rank: 0, lora_alpha: 32", "lora_rank: 8").replace(
+        "kl_loss_type: low_var_kl", "kl_loss_type: kl"
+    )
+    read, recipe = translated(tmp_path, text, "--processes", "1")
+    expected = {
+        "beta": 0.001,
+        "use_bias_correction_kl": True,  # without it k1 does nothing
+        "epsilon": 0.2,  # verl's clip_ratio does nothing beside the two that it has defaults for
+        "epsilon_high": 0.2,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "lora_target_modules": "all-linear",
+    }
+    assert {name: read.get(name) for name in expected} == expected
+    assert parse(["--per_device_eval_batch_size", "8"], recipe).model.lora_target_modules == "all-linear"
+
+
+def test_a_script_is_read_as_a_shell_reads_it(tmp_path):
+    script = r"""
+    MODEL=${MODEL:-some/model}
+    SET=$MODEL.json
+    LENGTH=$((1024 * 2)) NOW=`date`
+    if [[ "$A" == "b" ]]; then echo "x: y: ["; fi
+    main data.val_files=${ROOT:-${HOME}/data}/b.parquet actor_rollout_ref.model.path=$MODEL data.train_files=$SET \
+        data.max_prompt_length=$LENGTH data.train_batch_size=$NONE actor_rollout_ref.rollout.n=null \
+        reward.custom_reward_function.path=mine.py actor_rollout_ref.actor.optim.clip_grad=0.5
+    """
+    read, recipe = translated(tmp_path, script, name="run.sh")
+    expected = {
+        "model_name_or_path": "some/model",
+        "dataset": "some/model.json",
+        "eval_dataset": "~/data/b.parquet",
+        "max_prompt_tokens": 2048,
+        "reward_funcs": ["mine.compute_score"],
+        "max_grad_norm": 0.5,
+    }
+    assert {name: read.get(name) for name in expected} == expected
+    text = recipe.read_text()
+    assert "# data.train_batch_size: 1024, the default\n" in text  # and not as if the script said it
+    assert "data.train_batch_size: $NONE is not known\n" in text and "rollout.n: None is not known\n" in text
 
 
 def test_the_words_of_a_script_are_a_configuration(tmp_path):

@@ -76,6 +76,12 @@ def test_shares_are_those_of_the_training_rows_and_a_beginning_has_them_too(file
     assert loaded(DataConfig(dataset=entries))[0] == train  # the same for a run that goes on
 
 
+def test_the_branch_of_an_entry_is_that_of_its_held_out_rows_with_columns_of_their_own(files, tmp_path):
+    held_out = write(tmp_path / "held_out.jsonl", {"question": "1?", "branch": "other"})
+    entry = {"path": files["own"], "branch": "tone", "eval": {"path": held_out, "columns": {"prompt": "question"}}}
+    assert {row.branch for rows in loaded(DataConfig(dataset=[entry])) for row in rows} == {"tone"}
+
+
 def test_files_without_held_out_rows_have_some_held_out_and_a_line_for_each(files):
     data = DataConfig(dataset=[{"path": files["bbq"], "format": "bbq"}, {"path": files["own"], "held_out_share": 0.5}])
     notes = [settle_held_out(source) for source in data.sources]

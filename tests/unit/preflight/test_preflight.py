@@ -416,6 +416,15 @@ def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():
     assert (examined("d"), ran) == (["a"], ["a"])
 
 
+def test_columns_of_several_kinds_are_told_before_a_model_is_loaded(told, tmp_path):
+    def file(name, label):
+        return write(tmp_path / f"{name}.jsonl", {"prompt": [{"role": "user", "content": name}], "label": label})
+
+    entries = [{"path": file("a", 1), "eval": file("c", 1)}, {"path": file("b", "x"), "eval": file("d", "x")}]
+    given = ("--dataset", json.dumps(entries), "--reward_funcs", "math.sqrt", "--prompt_template", "compact")
+    assert "the column `label` has values of several kinds" in told(*given)
+
+
 def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "STAGES", CHEAP)
     given = ["--config", str(RECIPE), "--output_dir", str(tmp_path)]

@@ -381,6 +381,12 @@ def test_the_script_for_components_begins_with_the_machine(services, capsys, mon
     )  # fmt: skip
 
 
+def test_the_judge_of_a_task_of_ones_own_is_asked_by_the_branches_of_its_rows():
+    """Its recipe names none. Without them the stage asked nobody, and had passed."""
+    report = examine_alone("judge", [], RECIPES[0].parent / "dual.yaml", calls=0)
+    assert report.verdict is PASSED, report
+
+
 def test_stand_ins_score_no_rows_of_ones_own_alone_either(tmp_path):
     with pytest.raises(ConfigError, match="from the demo's course catalogue"):
         examine_alone("rag", ["--dataset", "mine.jsonl"], RECIPES[0])

@@ -14,7 +14,9 @@ import pytest
 import torch
 from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
 
-from salesrl_trl.config import RewardConfig
+from salesrl_trl.build.checks.dataset import own_records, settle_held_out, training_records, training_rows
+from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.recording.reader import recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
@@ -207,6 +209,45 @@ def test_ranks_correlate_by_branch_and_flips_are_counted():
     assert rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
     assert math.isnan(rank_correlation([1, 1], [1, 2]))
     assert "hallucination" in text_of([same, replace(reverse, rank_correlation=math.nan), both])
+
+
+def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, tmp_path, capsys):
+    """The record has a row of each file, and of one branch alone. A column `row` is no number of a row."""
+    entries = []
+    for name, branch in (("a", "tone"), ("b", "tone"), ("c", "price")):
+        lines = ({"prompt": f"{name} {at}?", "branch": branch, "row": "mine", "label": at} for at in range(40))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        entries.append({"path": str(tmp_path / f"{name}.jsonl"), "rows": 5})
+    data, reward = DataConfig(dataset=entries), config(services, reward_funcs=["judge"])
+    for source in data.sources:
+        settle_held_out(source)  # as at the start of a run
+    rows = training_rows(data, training_records(data, own_records(data, reward)), ())
+    drawn = [row for row in rows if row.branch == "tone"]
+    entries_of_record = [
+        Entry(
+            row=row.row_id, branch=row.branch, prompt=str(row.prompt), text="refund", tokens=None, place=place,
+            prompt_group=place, outcome="ok", reason="", reward=0.5, reference_reward=None, parts={}, functions={},
+            seconds={}, record=CompletionRecord(),
+        )
+        for place, row in enumerate(drawn)
+    ]  # fmt: skip
+    recorder = Recorder(record_file(tmp_path / "run", 0))
+    batch = Batch(
+        step=1, mode="train", number=0, staleness=0, entries=entries_of_record, advantages=lambda: [0.0] * 10
+    )
+    recorder.record(batch)
+    recorder.close()
+    asked = []
+    services.functions["judge"] = lambda request: asked.append(request.json) or (200, services_verdict(0.6))
+    (tmp_path / "rubrics").mkdir()
+    for branch in ("tone", "price"):
+        (tmp_path / "rubrics" / f"{branch}.txt").write_text("Judge it.")
+    given = {"dataset": entries, "reward_funcs": ["judge"], "judge_base_url": f"{services.url}/v1", "judge_model": "m"}
+    given |= {"rubric_dir": str(tmp_path / "rubrics"), "branch_reward_weights": {"price": {"judge": 2.0}}}
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps(given))
+    assert main([str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    judged = "\n".join(json.dumps(request) for request in asked)
+    assert all(str(row.prompt) in judged for row in drawn) and len(drawn) == len(asked) == 10
 
 
 def test_what_is_missing_is_told(tmp_path, capsys):
