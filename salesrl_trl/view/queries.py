@@ -104,8 +104,8 @@ def state(index: Index) -> Answer:
         runs = []
         for at, path in enumerate(index.runs):
             row = index.db.execute(
-                "SELECT count(*) AS many, min(step) AS first, max(step) AS last, max(time) AS time FROM completions "
-                "WHERE run = ?", (at,)
+                "SELECT count(*) AS many, min(step) AS first, max(step) AS last, max(time) AS time, count(nullif(provider, ''))"
+                " + count(reference_reward) AS judged FROM completions WHERE run = ?", (at,)
             ).fetchone()  # fmt: skip
             runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
         counted, total = sum(index.facets[1].get("mode", {}).values()), sum(run["many"] for run in runs)

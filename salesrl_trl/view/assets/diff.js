@@ -83,7 +83,7 @@ function Side({ name, items, whole, found, kind }) {
     whole.verdicts
       .filter((each) => each.reason)
       .map((each) => h("p", { class: "muted" }, `${each.rubric} ${number(each.candidate, 2)}: `, h("span", { lang: tongue(each.reason) }, each.reason))),
-    whole.judge_s !== null && h(Note, null, t("judge_s"), ` ${seconds(whole.judge_s)}`),
+    whole.judge_s !== null && h(Note, null, t("provider"), ` ${seconds(whole.judge_s)}`),
   );
 }
 
