@@ -299,7 +299,8 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
 
 def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     """What files other than TensorBoard's tell."""
-    kinds = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != names.REWARD, n))
+    alone = run.branches if len(run.branches) == 1 else ()  # whose figure is the reward
+    kinds = sorted({*itertools.chain(*run.held_out.values())} - {*alone}, key=lambda n: (n != names.REWARD, n))
     rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
     held_out = Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
     yield "Held-out rows", [held_out] if rows else [], "No held-out evaluation was written."

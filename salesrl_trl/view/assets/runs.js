@@ -42,7 +42,7 @@ function Row(data) {
         ? t("row_part", whole(data.items.length), whole(data.total))
         : t("row_told", whole(data.total)),
     ),
-    h(Chart, { title: t("reward_rows"), series }),
+    series.some(({ points }) => points.length > 1) && h(Chart, { title: t("reward_rows"), series }),
     data.messages &&
       h("details", null, h("summary", null, t("conversation")), h(Conversation, { messages: data.messages })),
     h(
