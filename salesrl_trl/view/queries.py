@@ -6,7 +6,6 @@ Values of a question only ever stand in parameters of SQL. A completion's whole 
 import itertools
 import json
 import math
-import operator
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -387,11 +386,10 @@ def _line(value: Answer) -> str:
 
 def _preferences(completions: Iterable[Answer]) -> Iterator[str]:
     ends: dict[tuple[str, str], tuple[Answer, Answer]] = {}
-    reward = operator.itemgetter("reward")
     for each in (each for each in completions if each["reward"] is not None):
         key = each["row"], json.dumps(each["prompt"], sort_keys=True)
         best, worst = ends.get(key, (each, each))  # of equal ones the first
-        ends[key] = max(best, each, key=reward), min(worst, each, key=reward)
+        ends[key] = max(best, each, key=lambda one: one["reward"]), min(worst, each, key=lambda one: one["reward"])
     for best, worst in ends.values():
         if best["reward"] > worst["reward"]:
             yield _line({
