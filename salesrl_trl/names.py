@@ -180,7 +180,7 @@ _KL_CHART = (_KL, "KL of {branch}")
 FIGURES = (
     Metric(reward_of(BRANCH), "mean reward of the branch's scored completions", (_REWARDS, "reward"),
            console="reward", line="rewards"),
-    Metric(reference_of(BRANCH), "mean judge score of the 32B answers beside them", (_REWARDS, "32B reference"),
+    Metric(reference_of(BRANCH), "mean judge score of the reference answers beside them", (_REWARDS, "reference"),
            line="rewards"),
     Metric(component_of("{component}", BRANCH), "mean of a component of the packaged reward, those of stages of your "
            "own too, over the branch's completions that have it", (_REWARDS, "component {component}"),

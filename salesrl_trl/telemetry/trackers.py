@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet  # type: ignore[import-untyped]
 from transformers import TrainerCallback, TrainerState
@@ -145,8 +146,7 @@ def _log_values(on_log: Callable[..., None], *args: object, logs: Mapping[str, o
 
 
 Chart = list[str | list[str]]  # kind of a chart, `"Multiline"` or `"Margin"`, and its tags
-EDGES = (kl_of(BRANCH, "_low"), kl_of(BRANCH, "_high"))
-"""With them the chart of a branch's KL is one with margins: the line, its lower edge, its upper edge."""
+EDGES = (kl_of(BRANCH, "_low"), kl_of(BRANCH, "_high"))  # of a chart with margins, behind its line
 
 
 def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
@@ -161,7 +161,8 @@ def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) ->
             category, title = (name.format(**choice) for name in figure.chart or ())
             chart = layout[category].setdefault(title, ["Multiline", []])
             chart[0] = "Margin" if is_edge else chart[0]
-            chart[1] = [*chart[1], TRAIN + figure.tag.format(**choice)]
+            start = "" if BRANCH in figure.tag and len(words["branch"]) > 1 else TRAIN
+            chart[1] = [*chart[1], start + figure.tag.format(**choice)]
     for charts in layout.values():
         for chart in charts.values():
             if chart[0] == "Multiline":  # whose tags TensorBoard reads as regular expressions
@@ -170,17 +171,34 @@ def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) ->
 
 
 class ScalarLayout(TrainerCallback):
-    """Writes the layout for TensorBoard, if the run reports to it: that of `custom_scalars`, into the callback of
-    TensorBoard among the trainer's `callbacks`."""
+    """Writes the layout of `custom_scalars`, if the run reports to TensorBoard: by its callback among the trainer's
+    `callbacks`. TensorBoard has a colour for each run. So the figures of a branch are also in a run of its own."""
 
     def __init__(
         self, words: Mapping[str, Sequence[str]], banded: Sequence[str], callbacks: Sequence[TrainerCallback]
     ) -> None:
-        self._layout = custom_scalars(words, banded)
-        self._callbacks = callbacks
+        self._layout, self._callbacks, self._runs = custom_scalars(words, banded), callbacks, dict[str, Any]()
+        self._branches = {
+            figure.tag.format(**choice): choice["branch"]
+            for figure in FIGURES if figure.chart and BRANCH in figure.tag and len(words["branch"]) > 1
+            for choice in meanings(figure.tag, words)
+        }  # fmt: skip
 
-    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         for callback in self._callbacks:
-            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            if isinstance(callback, TensorBoardCallback) and (writer := callback.tb_writer) is not None:
                 with spared("TensorBoard"):
-                    callback.tb_writer.add_custom_scalars(self._layout)
+                    writer.add_custom_scalars(self._layout)
+                    for branch in {*self._branches.values()}:
+                        self._runs[branch] = type(writer)(f"{writer.log_dir}/{branch.replace('/', '_')}", flush_secs=5)
+
+    def on_log(self, _: object, state: TrainerState, __: object, logs: Mapping[str, object], **___: object) -> None:
+        with spared("TensorBoard"):
+            for name in self._branches.keys() & logs.keys() if self._runs else ():
+                if isinstance(logs[name], int | float):
+                    self._runs[self._branches[name]].add_scalar(name, logs[name], state.global_step)
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        with spared("TensorBoard"):
+            while self._runs:
+                self._runs.popitem()[1].close()

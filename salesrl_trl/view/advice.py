@@ -7,17 +7,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from salesrl_trl import names
-from salesrl_trl.view.run_figures import (
-    OTHERS,
-    POLICY,
-    SERVICES,
-    failures_of,
-    mean,
-    share_in_band,
-    share_of_steps,
-    skipped_updates,
-    stages,
-)
+from salesrl_trl.view import run_figures as figures
+from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, failures_of, mean, share_of_steps
 from salesrl_trl.view.run_folder import Run
 from salesrl_trl.view.wording import percent, plural, seconds, shown
 
@@ -39,7 +30,7 @@ def advice(run: Run) -> tuple[str, ...]:
 
 
 def _sentences(run: Run) -> Iterator[str]:
-    if skipped := skipped_updates(run):
+    if skipped := figures.skipped_updates(run):
         yield (
             f"{plural(skipped, 'update')} {'was' if skipped == 1 else 'were'} skipped because too few completions "
             "could be scored: look at the failures below, and at the service behind the most frequent one."
@@ -62,10 +53,11 @@ def _sentences(run: Run) -> Iterator[str]:
     waited = share_of_steps(run, names.time_of(names.Phase.REWARD_WAIT))
     share = share_of_steps(run, names.REWARD_EXPOSED) if waited is None else waited
     if share is not None and share > EXPOSED_SHARE:
-        slow = max((stage for stage in stages(run) if stage.p95), key=lambda stage: stage.p95 or 0.0, default=None)
+        timed = (stage for stage in figures.stages(run) if stage.p95)
+        slow = max(timed, key=lambda stage: stage.p95 or 0.0, default=None)
         cause = f" The slowest stage is {slow.name} (p95 {seconds(slow.p95)}): look there first." if slow else ""
         yield f"Training waits for rewards during {percent(share)} of the step.{cause}"
-    shares = {branch: share for branch in run.branches if (share := share_in_band(run, branch)) is not None}
+    shares = {branch: share for branch in run.branches if (share := figures.share_in_band(run, branch)) is not None}
     far = [f"{shown(branch)} (in band {percent(share)})" for branch, share in shares.items() if share < IN_BAND_SHARE]
     if far:
         more = f" and {len(far) - 3} more" if len(far) > 3 else ""

@@ -74,17 +74,15 @@ def data_alone(index: Index, most: int = MOST) -> queries.Answer:
         items = _sample(index, most)
         state = queries.state(index)
     runs = [str(run) for run in range(len(index.runs))]
+    sides = [*itertools.product(runs, MODES)]
     return {
         "state": {**state, "sample": len(items), "total": sum(run["many"] for run in state["runs"])},
         "items": items,
         "completions": {item["id"]: queries.completion(index, item["id"]) for item in items},
-        "overview": {
-            f"{run}/{mode}": queries.overview(index, {"run": run, "mode": mode}) for run in runs for mode in MODES
-        },
+        "overview": {f"{run}/{mode}": queries.overview(index, {"run": run, "mode": mode}) for run, mode in sides},
         "histogram": {
             f"{run}/{mode}/{step}": queries.histogram(index, {"run": run, "mode": mode, "step": str(step)})
-            for run in runs
-            for mode in MODES
+            for run, mode in sides
             for step in _last_steps(index, run, mode)
         },
         "report": {run: _report(index, run) for run in runs},

@@ -104,8 +104,8 @@ def state(index: Index) -> Answer:
         runs = []
         for at, path in enumerate(index.runs):
             row = index.db.execute(
-                "SELECT count(*) AS many, min(step) AS first, max(step) AS last, max(time) AS time FROM completions "
-                "WHERE run = ?", (at,)
+                "SELECT count(*) AS many, min(step) AS first, max(step) AS last, max(time) AS time, "
+                "max(provider > '' OR reference_reward IS NOT NULL) AS judged FROM completions WHERE run = ?", (at,)
             ).fetchone()  # fmt: skip
             runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
         counted, total = sum(index.facets[1].get("mode", {}).values()), sum(run["many"] for run in runs)
@@ -386,15 +386,10 @@ def _line(value: Answer) -> str:
 
 def _preferences(completions: Iterable[Answer]) -> Iterator[str]:
     ends: dict[tuple[str, str], tuple[Answer, Answer]] = {}
-    for each in completions:
-        if each["reward"] is None:
-            continue
+    for each in (each for each in completions if each["reward"] is not None):
         key = each["row"], json.dumps(each["prompt"], sort_keys=True)
-        best, worst = ends.get(key, (each, each))
-        ends[key] = (
-            each if each["reward"] > best["reward"] else best,
-            each if each["reward"] < worst["reward"] else worst,
-        )
+        best, worst = ends.get(key, (each, each))  # of equal ones the first
+        ends[key] = max(best, each, key=lambda one: one["reward"]), min(worst, each, key=lambda one: one["reward"])
     for best, worst in ends.values():
         if best["reward"] > worst["reward"]:
             yield _line({

@@ -71,10 +71,9 @@ def html_page(run: Run, language: str = "en") -> str:
 
 def sections(run: Run) -> dict[str, list[dict[str, Any]]]:
     """The page's sections by language as JSON values, for the viewer."""
-    every = {language: _sections_in(run, language) for language in wording.LANGUAGES}
     return {
-        language: [{"title": title, "parts": [*map(_plain, parts)]} for title, parts in found]
-        for language, found in every.items()
+        language: [{"title": title, "parts": [*map(_plain, parts)]} for title, parts in _sections_in(run, language)]
+        for language in wording.LANGUAGES
     }
 
 
@@ -97,13 +96,10 @@ def _sections_in(run: Run, language: str) -> list[tuple[str, list[Part]]]:
 
 
 def _plain(part: Part) -> dict[str, Any]:
-    values = asdict(part) if isinstance(part, Chart) else part._asdict()
-    if isinstance(part, Chart):
-        values |= {
-            "paths": [path._asdict() for path in part.paths],
-            "keys": [(key.name, key.colour, key.is_dashed) for key in part.keys],
-        }
-    return {"kind": type(part).__name__, **values}
+    if not isinstance(part, Chart):
+        return {"kind": type(part).__name__, **part._asdict()}
+    keys = [(key.name, key.colour, key.is_dashed) for key in part.keys]
+    return {"kind": "Chart", **asdict(part), "paths": [path._asdict() for path in part.paths], "keys": keys}
 
 
 def text_page(run: Run) -> str:
@@ -303,7 +299,8 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
 
 def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     """What files other than TensorBoard's tell."""
-    kinds = sorted({name for values in run.held_out.values() for name in values}, key=lambda n: (n != names.REWARD, n))
+    alone = run.branches if len(run.branches) == 1 else ()  # whose figure is the reward
+    kinds = sorted({*itertools.chain(*run.held_out.values())} - {*alone}, key=lambda n: (n != names.REWARD, n))
     rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
     held_out = Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
     yield "Held-out rows", [held_out] if rows else [], "No held-out evaluation was written."

@@ -139,7 +139,6 @@ def source_of(reason: str) -> str:
 def failures_of(run: Run, source: str) -> tuple[dict[str, float], float | None]:
     """The failures of one source by reason, and their share of all completions; `None` if outcomes were not logged.
     Services and others have the same outcomes, so their reasons divide the share."""
-
     of_policy = source == POLICY
     outcomes = (Outcome.INVALID_ACTION,) if of_policy else (Outcome.JUDGE_INVALID, Outcome.INFRA)
     means = [mean(run.of(names.outcome_of(outcome)).values()) for outcome in outcomes]

@@ -86,14 +86,14 @@ def in_language(text: str, language: str) -> str:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """The patterns, those with the most words of their own first. `{}` is no list of sentences with `;`, and at the
-    beginning no list with commas: their parts are looked up by themselves."""
+    """The patterns, those with the most words of their own first. `{}` is no list of sentences with `;`, and none
+    with commas in a pattern that begins with it: their parts are looked up by themselves."""
     entries = json.loads((Path(__file__).parent / "assets" / "report_zh.json").read_text("utf-8"))
     patterns = []
     for text, chinese in sorted(entries.items(), key=lambda entry: -len(entry[0].replace("{}", ""))):
         first, *others = map(re.escape, text.split("{}"))
-        start = "([^;]+?)" if first else "((?:[^;,]|,(?! ))+?)"
-        patterns.append((re.compile(start.join([first, "([^;]+?)".join(others)]) if others else first), chinese))
+        hole = "([^;]+?)" if first else "((?:[^;,]|,(?! ))+?)"
+        patterns.append((re.compile(hole.join([first, *others])), chinese))
     return patterns
 
 

@@ -21,7 +21,7 @@ def test_the_pushed_weights_are_the_ones_sampled_from(tmp_path, eager):
     environment = {**os.environ, "SALESRL_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
+    (events,) = (tmp_path / "run").glob("runs/*/events.out.tfevents.*")
     accumulator = EventAccumulator(str(events))
     accumulator.Reload()
     differences = [item.value for item in accumulator.Scalars("train/sampling/sampling_logp_difference/mean")]

@@ -134,22 +134,21 @@ function hover(title, step) {
   draw();
 }
 
-// How often each value came. `counts`: lists by name, stacked.
-export function Bars({ title, edges, counts, columns = 1 }) {
-  const names = Object.keys(counts),
-    width = widthOf(columns);
-  const sums = edges.slice(1).map((_, at) => names.reduce((sum, name) => sum + counts[name][at], 0));
+// How often each value came. `parts`: [{ name, bins, color }], stacked.
+export function Bars({ title, edges, parts, columns = 1 }) {
+  const width = widthOf(columns);
+  const sums = edges.slice(1).map((_, at) => parts.reduce((sum, { bins }) => sum + bins[at], 0));
   const ticks = ticksOf(0, Math.max(...sums, 1), 4, true);
   const [low, high] = [edges[0], edges.at(-1)];
   const x = (value) => LEFT + ((value - low) / (high - low)) * (width - LEFT - RIGHT);
   const y = (value) => TOP + (1 - value / ticks.at(-1)) * (HEIGHT - TOP - BOTTOM);
-  const told = names.map((name) => `${name} ${whole(counts[name].reduce((sum, many) => sum + many, 0))}`);
+  const told = parts.map(({ name, bins }) => `${name} ${whole(bins.reduce((sum, many) => sum + many, 0))}`);
   return h(
     Frame,
     {
       title,
       told: told.join("; "),
-      keys: names.map((name, at) => ({ color: at, told: told[at] })),
+      keys: parts.map(({ color }, at) => ({ color, told: told[at] })),
       width,
       x,
       y,
@@ -157,8 +156,8 @@ export function Bars({ title, edges, counts, columns = 1 }) {
     },
     sums.map((sum, at) => {
       let below = 0;
-      return names.map((name, color) => {
-        const many = counts[name][at];
+      return parts.map(({ name, bins, color }) => {
+        const many = bins[at];
         below += many;
         const from = `${short(edges[at])} – ${short(edges[at + 1])}`;
         return (

@@ -116,9 +116,11 @@ function attemptsOf(calls) {
 const sizeOf = (text) => whole(new TextEncoder().encode(text ?? "").length);
 const bytesOf = ({ request, answer }) => (request || answer ? ` · ${t("bytes", sizeOf(request), sizeOf(answer))}` : "");
 
+const SHORTEST = 0.0005; // seconds of a wait that is shown
+
 // Each request as a bar over the time of all; a line opens to what was sent and what came.
 function Timeline({ calls, queue }) {
-  const waited = queue > 0.0005 ? queue : 0;
+  const waited = queue >= SHORTEST ? queue : 0;
   const began = Math.min(...calls.map((call) => call.time)) - waited;
   const end = Math.max(...calls.map((call) => call.time + call.seconds));
   const scale = (time) => (1000 * (time - began)) / Math.max(end - began, 1e-6);
@@ -181,16 +183,17 @@ function Timeline({ calls, queue }) {
   );
 }
 
+// JSON by lines; the lines of a text in it are lines too.
 function pretty(text) {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    return JSON.stringify(JSON.parse(text), null, 2).replace(/(?<!\\)((?:\\\\)*)\\n/g, "$1\n");
   } catch {
     return text; // no JSON: as it was sent
   }
 }
 
 function Stages({ stages }) {
-  const entries = Object.entries(stages ?? {}),
+  const entries = Object.entries(stages ?? {}).filter(([name, value]) => name !== "queue" || value >= SHORTEST),
     most = Math.max(...entries.map(([, value]) => value), 1e-9);
   return (
     entries.length > 0 &&
@@ -235,25 +238,22 @@ function Scores({ data }) {
   const provided = data.verdicts.some((each) => each.provider);
   const referred = data.verdicts.some((each) => each.reference !== null),
     worded = data.verdicts.some((each) => each.reason);
-  if (!all.length) return isJudged() ? h(Note, null, t("no_verdict")) : null;
+  if (!all.length) return isJudged(data.run) && h(Section, { title: t("scores") }, h(Note, null, t("no_verdict")));
   const columns = [
     [t("score_of"), ""],
-    ["", "muted"],
+    ["", "muted extra"],
     [t(referred ? "candidate_score" : "number"), "n"],
     weighed && [t("weight"), "n"],
     referred && [t("reference_score"), "n"],
     worded && [t("words"), "wide"],
-    provided && [t("provider"), ""],
+    provided && [t("provider"), "extra"],
   ];
-  return h(Table, {
-    caption: t("scores"),
-    columns: columns.filter(Boolean),
-    rows: all.map(([name, kind, value, weight, reference, words, by]) =>
-      [name, kind, typeof value === "string" ? value : number(value), weight === null ? "" : `× ${weight}`, number(reference), h("span", { lang: tongue(words) }, words), by].filter(
-        (_, at) => columns[at],
-      ),
+  const rows = all.map(([name, kind, value, weight, reference, words, by]) =>
+    [name, kind, typeof value === "string" ? value : number(value), weight === null ? "" : `× ${weight}`, number(reference), h("span", { lang: tongue(words) }, words), by].filter(
+      (_, at) => columns[at],
     ),
-  });
+  );
+  return h(Section, { title: t("scores") }, h(Table, { caption: t("scores"), columns: columns.filter(Boolean), rows }));
 }
 
 // A flag and a note, kept beside the record. A page that stands alone shows them.
@@ -301,14 +301,14 @@ function Group({ data }) {
     h(Note, null, t("group_told", number(mean(data.group.map((each) => each.reward))))),
     h(Table, {
       caption: t("group"),
-      columns: [[t("completion"), "extra"], [t("text"), "wide"], [t("outcome"), ""], [t("reward"), "n"], [t("advantage"), "n"], ["", ""]],
+      columns: [[t("completion"), "extra"], [t("text"), "wide"], [t("outcome"), ""], [t("reward"), "n"], [t("advantage"), "n thin"], ["", "n"]],
       rows: data.group.map((each) => ({
         class: each.id === data.id ? "current" : "",
         "aria-current": each.id === data.id ? "true" : undefined,
         cells: [
           each.id === data.id ? `${each.id} (${t("this_one")})` : each.id,
           h("div", { class: "line_of" }, h(Flag, each), h("a", { href: address("completion", { id: each.id }), lang: tongue(each.text) }, each.text || "–")),
-          h(Outcome, each),
+          h(Outcome, { ...each, run: data.run }),
           number(each.reward),
           each.advantage === null ? "–" : signed(each.advantage),
           each.id !== data.id &&
@@ -358,7 +358,7 @@ function Completion(data) {
                   h("span", { lang: tongue(String(value)) }, String(value)),
                 ]),
               })
-            : data.outcome === "invalid_action" && isJudged() && h("p", { class: "bad" }, t("no_action", data.reason)),
+            : data.outcome === "invalid_action" && isJudged(data.run) && h("p", { class: "bad" }, t("no_action", data.reason)),
         ),
       ),
       h(
@@ -389,7 +389,7 @@ function Completion(data) {
           }),
         ),
         h(Noted, { data }),
-        h(Section, { title: t("scores") }, h(Scores, { data })),
+        h(Scores, { data }),
         h(Stages, { stages: data.seconds }),
       ),
     ),
@@ -404,11 +404,12 @@ function Completion(data) {
           h(Answered, { title: t("reference"), answer: data.reference }),
         ),
       ),
-    h(
-      Section,
-      { title: t("calls") },
-      data.calls.length ? h(Timeline, { calls: data.calls, queue: data.seconds?.queue ?? 0 }) : h(Note, null, t("no_calls")),
-    ),
+    (data.calls.length > 0 || isJudged(data.run)) &&
+      h(
+        Section,
+        { title: t("calls") },
+        data.calls.length ? h(Timeline, { calls: data.calls, queue: data.seconds?.queue ?? 0 }) : h(Note, null, t("no_calls")),
+      ),
     h(Group, { data }),
   );
 }

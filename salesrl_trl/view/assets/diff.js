@@ -2,6 +2,7 @@
 import { h, Fragment } from "./vendor/preact.mjs";
 import { number, seconds, t, tongue } from "./words.js";
 import { address, ask, page, views } from "./core.js";
+import { Conversation } from "./completion.js";
 import { Note, Outcome, runName, Section, Select, Title } from "./parts.js";
 
 // A Chinese character is a word.
@@ -83,7 +84,7 @@ function Side({ name, items, whole, found, kind }) {
     whole.verdicts
       .filter((each) => each.reason)
       .map((each) => h("p", { class: "muted" }, `${each.rubric} ${number(each.candidate, 2)}: `, h("span", { lang: tongue(each.reason) }, each.reason))),
-    whole.judge_s !== null && h(Note, null, t("judge_s"), ` ${seconds(whole.judge_s)}`),
+    whole.judge_s !== null && h(Note, null, t("provider"), ` ${seconds(whole.judge_s)}`),
   );
 }
 
@@ -103,8 +104,9 @@ function Diff({ row, items, first, second }) {
       h(Side, { name: "a", items, whole: first, found, kind: "del" }),
       h(Side, { name: "b", items, whole: second, found, kind: "ins" }),
     ),
-    JSON.stringify(first.messages) !== JSON.stringify(second.messages) &&
-      h(Section, { title: t("conversation") }, h(Note, null, t("other_prompt"))),
+    JSON.stringify(first.messages) === JSON.stringify(second.messages)
+      ? h("details", null, h("summary", null, t("conversation")), h(Conversation, { messages: first.messages }))
+      : h(Section, { title: t("conversation") }, h(Note, null, t("other_prompt"))),
   );
 }
 

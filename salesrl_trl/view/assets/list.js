@@ -153,7 +153,7 @@ export function Items({ items, current, runs, params }) {
     ["step", "n", (item) => item.step],
     runs && ["run", "extra", (item) => runName(item.run)],
     manyBranches() && ["branch", "extra", (item) => item.branch],
-    ["row", "extra row_id", (item) => h("a", { href: address("row", { row: item.row }), tabIndex: -1 }, item.row)],
+    ["row", "extra row_id", (item) => h("a", { href: address("row", { row: item.row }), tabIndex: -1, dir: "ltr", title: item.row }, item.row)],
     [
       "text",
       "wide",

@@ -4,7 +4,7 @@ import { number, percent, t, whole } from "./words.js";
 import { address, ask, change, views } from "./core.js";
 import { Bars, Chart } from "./chart.js";
 import {
-  has,
+  colorOf,
   manyBranches,
   modeOf,
   modeOptions,
@@ -26,7 +26,6 @@ export const lineOf = (steps, branch, value) =>
 
 // A branch's name is of no use where there is no other.
 const branchName = (name) => (manyBranches() ? name : t("list"));
-const countsOf = ({ counts }) => Object.fromEntries(Object.entries(counts).map(([name, bins]) => [branchName(name), bins]));
 
 // The rewards of one step, and what chooses the step.
 function Histogram({ found, numbers }) {
@@ -35,7 +34,12 @@ function Histogram({ found, numbers }) {
     "div",
     null,
     found.edges.length > 0
-      ? h(Bars, { title: t("rewards_of", found.step), edges: found.edges, counts: countsOf(found), columns: 2 })
+      ? h(Bars, {
+          title: t("rewards_of", found.step),
+          edges: found.edges,
+          parts: Object.entries(found.counts).map(([name, bins]) => ({ name: branchName(name), bins, color: colorOf(name) })),
+          columns: 2,
+        })
       : h(Note, null, t("no_rewards", found.step)),
     numbers.length > 1 &&
       h(
@@ -60,7 +64,7 @@ function Overview({ steps, found }, params) {
     mode = modeOf(params),
     branches = branchesOf(steps);
   const series = (value) =>
-    branches.map((name, at) => ({ name: branchName(name), color: at, dash: at, points: lineOf(steps, name, value) }));
+    branches.map((name, at) => ({ name: branchName(name), color: colorOf(name), dash: at, points: lineOf(steps, name, value) }));
   const outcomes = [...new Set(steps.flatMap((each) => Object.keys(each.outcomes)))].sort();
   const numbers = [...new Set(steps.map((each) => each.step))];
   const first = params.all ? -Infinity : (numbers.at(-Math.min(LATEST, numbers.length)) ?? 0);
@@ -70,10 +74,10 @@ function Overview({ steps, found }, params) {
     [t("step"), "n", (each) => stepLink(each, run, mode)],
     manyBranches() && [t("branch"), "", (each) => each.branch],
     [t("reward"), "n", (each) => number(each.reward)],
-    has("reference_reward") && [t("reference_reward"), "n extra", (each) => number(each.reference)],
+    steps.some((each) => each.reference !== null) && [t("reference_reward"), "n extra", (each) => number(each.reference)],
     [t("scored"), "n", (each) => `${percent(each.scored / each.many)} (${each.scored}/${each.many})`],
     ...(outcomes.length > 1
-      ? outcomes.map((code) => [outcomeName(code), "n extra title", (each) => each.outcomes[code] ?? 0])
+      ? outcomes.map((code) => [outcomeName(code, run), "n extra title", (each) => each.outcomes[code] ?? 0])
       : []),
   ].filter(Boolean);
   return h(

@@ -6,14 +6,18 @@ import { change, draw, page } from "./core.js";
 // A task has its own words: of judges, references and actions is only spoken where the record has them.
 export const has = (name) => (page.state.facets.has?.[name] ?? 0) > 0;
 const of = (name) => Object.keys(page.state.facets[name] ?? {});
-export const isJudged = () => of("provider").length > 0 || has("reference_reward");
+// In one run, or in any.
+export const isJudged = (run) =>
+  page.state.runs.some((each, at) => each.judged > 0 && (run === undefined || at === Number(run)));
 export const manyBranches = () => of("branch").length > 1;
 // Training comes first; a record of evaluations alone shows these.
 export const modeOf = (params) => params.mode || (of("mode").includes("train") || !of("mode").length ? "train" : "eval");
-export const outcomeName = (code) => {
+export const outcomeName = (code, run) => {
   const plain = `plain_${code}`;
-  return !isJudged() && t(plain) !== plain ? t(plain) : named(code);
+  return !isJudged(run) && t(plain) !== plain ? t(plain) : named(code);
 };
+// A branch has one colour on the page, whichever runs are shown.
+export const colorOf = (branch) => Math.max(of("branch").sort().indexOf(branch), 0);
 
 const orders = new Map(); // by a table's caption: the column that it is sorted by, and its way
 
@@ -123,8 +127,8 @@ export const facetOptions = (name) =>
   ]);
 export const modeOptions = () => ["train", "eval"].map((code) => [code, t(code)]);
 
-export const Outcome = ({ outcome, reason }) =>
-  h("span", { class: `outcome ${outcome}` }, outcomeName(outcome), reason && " ", reason && h("span", { class: "reason" }, reason.split(/(?<=_)/).map((part) => [part, h("wbr")])));
+export const Outcome = ({ outcome, reason, run }) =>
+  h("span", { class: `outcome ${outcome}` }, outcomeName(outcome, run), reason && " ", reason && h("span", { class: "reason" }, reason.split(/(?<=_)/).map((part) => [part, h("wbr")])));
 
 export const FLAGS = ["good", "bad", "check"];
 export const SIGNS = { good: "▲", bad: "▼", check: "●" };

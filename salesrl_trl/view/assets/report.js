@@ -8,7 +8,8 @@ const INKS = { "#1f2933": "var(--fg)", "#616e7c": "var(--soft)", "#b6bec8": "var
 const ink = (colour) => INKS[colour] ?? colour;
 
 function Drawn({ part, frame }) {
-  const text = (x, y, words, anchor) => h("text", { x, y, "text-anchor": anchor }, words);
+  // Its shapes take any width; its words keep their size.
+  const text = (x, y, words, anchor, dx) => h("text", { x: `${(100 * x) / frame.width}%`, y, dx, "text-anchor": anchor }, words);
   return h(
     "figure",
     null,
@@ -40,23 +41,25 @@ function Drawn({ part, frame }) {
       ),
     h(
       "svg",
-      { viewBox: `0 0 ${frame.width} ${frame.height}`, role: "img", "aria-label": part.description },
-      part.y_ticks.map(([y, words]) => [
-        h("g", { class: "axis" }, h("path", { d: `M${frame.left} ${y}H${frame.right}` })),
-        text(frame.left - 6, y + 4, words, "end"),
-      ]),
-      part.x_ticks.map(([x, words]) => text(x, frame.floor + 15, words, "middle")),
-      part.paths.map((path) =>
-        h("path", {
-          d: path.d,
-          style: { stroke: ink(path.stroke), fill: ink(path.fill) },
-          "stroke-width": path.width,
-          opacity: path.opacity,
-          "stroke-dasharray": path.dash,
-          "stroke-linecap": "round",
-          "stroke-linejoin": "round",
-        }),
+      { height: frame.height, role: "img", "aria-label": part.description },
+      h(
+        "svg",
+        { viewBox: `0 0 ${frame.width} ${frame.height}`, preserveAspectRatio: "none", height: frame.height },
+        h("g", { class: "axis" }, part.y_ticks.map(([y]) => h("path", { d: `M${frame.left} ${y}H${frame.right}` }))),
+        part.paths.map((path) =>
+          h("path", {
+            d: path.d,
+            style: { stroke: ink(path.stroke), fill: ink(path.fill) },
+            "stroke-width": path.width,
+            opacity: path.opacity,
+            "stroke-dasharray": path.dash,
+            "stroke-linecap": "round",
+            "stroke-linejoin": "round",
+          }),
+        ),
       ),
+      part.y_ticks.map(([y, words]) => text(frame.left, y + 4, words, "end", -6)),
+      h("g", { class: "x" }, part.x_ticks.map(([x, words]) => text(x, frame.floor + 15, words, "middle"))),
       part.notes.map(([x, words]) => text(x, 23, words, "middle")),
       text(frame.left, 11, part.y_label),
       text((frame.left + frame.right) / 2, frame.height - 4, t("optimizer_step"), "middle"),

@@ -5,7 +5,7 @@ import { address, ask, draw, page, views } from "./core.js";
 import { Chart } from "./chart.js";
 import { Conversation } from "./completion.js";
 import { branchesOf, LATEST, lineOf } from "./overview.js";
-import { manyBranches, modeOf, modeOptions, Note, Outcome, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
+import { colorOf, manyBranches, modeOf, modeOptions, Note, Outcome, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
 
 // Mean reward by step of one run's completions of the row.
 function meansOf(items) {
@@ -42,7 +42,7 @@ function Row(data) {
         ? t("row_part", whole(data.items.length), whole(data.total))
         : t("row_told", whole(data.total)),
     ),
-    h(Chart, { title: t("reward_rows"), series }),
+    series.some(({ points }) => points.length > 1) && h(Chart, { title: t("reward_rows"), series }),
     data.messages &&
       h("details", null, h("summary", null, t("conversation")), h(Conversation, { messages: data.messages })),
     h(
@@ -94,9 +94,9 @@ function Compared(data, params) {
   ];
   const branches = branchesOf([...data.steps[0], ...data.steps[1]]);
   const series = sides.flatMap(([run, steps], side) =>
-    branches.map((branch, at) => ({
+    branches.map((branch) => ({
       name: `${runName(Number(run))}, ${branch}`,
-      color: at,
+      color: colorOf(branch),
       dash: side,
       points: lineOf(steps, branch, (each) => each.reward),
     })),
@@ -159,12 +159,8 @@ function Compared(data, params) {
     h(
       Section,
       { title: t("rows_both") },
-      h(
-        "p",
-        null,
-        t("compare_told", whole(data.total), signed(data.change ?? 0), whole(data.better), whole(data.worse)),
-      ),
-      h(
+      h("p", null, data.total ? t("compare_told", whole(data.total), signed(data.change), whole(data.better), whole(data.worse)) : t("no_rows")),
+      data.total > 0 && h(
         "form",
         { class: "filters row", onSubmit: (event) => event.preventDefault() },
         h(Select, {
@@ -175,7 +171,7 @@ function Compared(data, params) {
           value: params.order || "largest",
         }),
       ),
-      h(Table, {
+      data.total > 0 && h(Table, {
         caption: t("rows_both"),
         columns: [[t("row"), ""], [manyBranches() ? t("branch") : "", "extra"], ...names.map((name) => [name, "n"]), [t("change"), "n"], ["", "n"]],
         rows: data.rows.map((each) => [

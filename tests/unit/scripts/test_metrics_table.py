@@ -42,7 +42,7 @@ def test_a_figure_by_branch_needs_a_line_in_the_list_to_be_on_the_console_in_the
     line = step_lines.step_line(1, 2, {"query/a": 31.0}, ["a", "b"], {}, 1.0)
     assert "| query a=31.00 b=n/a |" in line
     chart = trackers.custom_scalars({"branch": ["a", "b"]}, [])["Rewards by branch"]["query"]
-    assert chart == ["Multiline", ["^train/query/a$", "^train/query/b$"]]
+    assert chart == ["Multiline", ["^query/a$", "^query/b$"]]
     run = SimpleNamespace(branches=("a", "b"), of=lambda tag: {1: 30.0, 2: 28.0} if tag == "query/b" else {})
     first, second = [row for row in report_page._listed_figures(run) if row[0].startswith("Query")]
     assert first == ("Query, characters, a", "was not logged", "a")

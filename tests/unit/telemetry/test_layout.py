@@ -2,7 +2,10 @@
 
 import re
 
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
 from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
@@ -29,6 +32,10 @@ TAGS = {
 }  # fmt: skip
 
 
+ALL_TAGS = TAGS | {tag.removeprefix("train/") for tag in TAGS if any(f"/{branch}" in tag for branch in BRANCHES)}
+"""With those of the branches' own runs."""
+
+
 def charts(banded=BRANCHES):
     return [
         (category, title, kind, tags)
@@ -40,7 +47,7 @@ def charts(banded=BRANCHES):
 def test_every_line_of_every_chart_is_a_metric():
     for _, title, kind, tags in charts():
         for tag in tags:
-            found = [each for each in TAGS if (each == tag if kind == "Margin" else re.search(tag, each))]
+            found = [each for each in ALL_TAGS if (each == tag if kind == "Margin" else re.search(tag, each))]
             assert found, (title, tag)
             # a regular expression is to find its own metric only, but for the failures' reasons
             assert len(found) == 1 or title == "completions"
@@ -48,9 +55,9 @@ def test_every_line_of_every_chart_is_a_metric():
 
 def test_a_branch_with_a_band_has_its_edges_drawn_and_one_without_has_a_line():
     kinds = {title: (kind, tags) for _, title, kind, tags in charts(banded=("fairness",))}
-    band = ["train/kl/fairness", "train/kl/fairness_low", "train/kl/fairness_high"]
+    band = ["kl/fairness", "kl/fairness_low", "kl/fairness_high"]
     assert kinds["KL of fairness"] == ("Margin", band)
-    assert kinds["KL of hallucination"] == ("Multiline", [r"^train/kl/hallucination$"])
+    assert kinds["KL of hallucination"] == ("Multiline", [r"^kl/hallucination$"])
 
 
 def test_figures_of_quick_evaluations_and_components_have_a_chart_each_with_a_line_for_each_branch():
@@ -58,7 +65,7 @@ def test_figures_of_quick_evaluations_and_components_have_a_chart_each_with_a_li
     assert list(lines) == [
         "component judge", "component brevity", "quick evaluation: score", "quick evaluation: questions"
     ]  # fmt: skip
-    assert lines["component brevity"] == [f"^train/rewards/brevity/{branch}$" for branch in BRANCHES]
+    assert lines["component brevity"] == [f"^rewards/brevity/{branch}$" for branch in BRANCHES]
 
 
 def test_tensorboard_takes_it():
@@ -70,7 +77,9 @@ def test_tensorboard_takes_it():
 
 def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_one():
     class Writer:
-        def __init__(self):
+        log_dir = ""
+
+        def __init__(self, *_, **__):
             self.layouts = []
 
         def add_custom_scalars(self, layout):
@@ -84,3 +93,25 @@ def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_
     (written,) = tensorboard.tb_writer.layouts
     assert written["KL with band and beta"]["KL of fairness"][0] == "Margin"
     assert written["KL with band and beta"]["KL of hallucination"][0] == "Multiline"
+
+
+def logged_into(folder):
+    accumulator = EventAccumulator(str(folder)).Reload()
+    return {tag: [each.value for each in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("branches", [BRANCHES, ("fairness",)])
+def test_each_of_several_branches_has_a_run_and_so_a_colour_and_the_runs_own_file_is_as_before(tmp_path, branches):
+    tensorboard = TensorBoardCallback(tb_writer=SummaryWriter(tmp_path))
+    layout = ScalarLayout({**WORDS, "branch": branches}, branches, [tensorboard])
+    state = TrainerState(global_step=3)
+    logs = {"loss": 1.0, "reward/fairness": 0.25, "kl/hallucination": 0.5, "kl/fairness": None}
+    layout.on_train_begin(None, state, TrainerControl())
+    tensorboard.on_log(None, state, TrainerControl(), logs=logs)
+    layout.on_log(None, state, TrainerControl(), logs=logs)
+    tensorboard.on_train_end(None, state, TrainerControl())
+    layout.on_train_end(None, state, TrainerControl())
+    assert logged_into(tmp_path) == {f"train/{name}": [value] for name, value in logs.items() if value}
+    own = {path.name: logged_into(path) for path in tmp_path.iterdir() if path.is_dir()}
+    several = {"fairness": {"reward/fairness": [0.25]}, "hallucination": {"kl/hallucination": [0.5]}}
+    assert own == (several if branches == BRANCHES else {})

@@ -313,3 +313,4 @@ def test_chinese_is_looked_up_in_the_parts_of_a_text():
     assert in_language("5,000 tokens/s, 3.43 samples/s", "zh") == "每秒 5,000 个词元，每秒 3.43 条样本"
     assert in_language("Reward, my_branch", "zh") == "奖励，my_branch"
     assert in_language("my own name", "zh") == "my own name"
+    assert in_language("a (in band 0 %), b (in band 5 %)", "zh") == "a（在区间内 0 %），b（在区间内 5 %）"

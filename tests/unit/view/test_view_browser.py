@@ -396,6 +396,26 @@ def test_a_task_without_judge_and_reference_has_no_words_for_them(tab, tmp_path,
     rank.file.close()
 
 
+def test_of_two_runs_only_the_one_with_a_judge_is_judged_and_no_figure_is_made_of_no_row(tab, tmp_path):
+    ranks = [Rank(tmp_path / name, 0) for name in ("judged", "own")]
+    long = "benchmark:questions-about-people-Disability_status-" + "0" * 30
+    ranks[0].add(reward=0.5, reference_reward=0.25, provider="judge", judge_s=0.5, row=long, branch="fairness")
+    ranks[1].add(reward=0.5, row="1+1", branch="all")
+    with served(tmp_path / "judged", tmp_path / "own") as viewer:
+        tab.size(1280, 800)
+        tab.open(f"{viewer.url}#list?lang=en")
+        tab.wait(f"{SETTLED} && document.querySelectorAll('.items tbody tr').length === 2")
+        outcomes = tab.value("[...document.querySelectorAll('.items .outcome')].map(e => e.innerText)")
+        assert sorted(outcomes) == ["judged", "scored"]
+        assert tab.value("document.documentElement.scrollWidth") <= 1280
+        tab.value("location.hash = '#compare?lang=en'")
+        tab.wait("document.querySelector('h1').innerText === 'Two runs side by side'")
+        assert tab.text("section:last-of-type") == "Rows in both runs\n\nNo row was scored in both runs."
+        tab.open("about:blank")
+    for rank in ranks:
+        rank.file.close()
+
+
 def test_the_report_is_a_tab(tab, tmp_path, two_branches):
     rank = Rank(two_branches.path, 0)
     rank.add(reward=0.5)
@@ -408,6 +428,13 @@ def test_the_report_is_a_tab(tab, tmp_path, two_branches):
         tab.click("header button.language")
         tab.wait("document.querySelector('.report h2')?.innerText === '主要数字'")
         assert "奖励，fairness" in tab.text()
+        tab.size(375, 800)
+        tab.wait("innerWidth === 375")
+        words = "[...document.querySelectorAll('.report figure text')].map(e => e.getBoundingClientRect())"
+        words = f"{words}.filter(box => box.width)"
+        assert tab.value(f"Math.min(...{words}.map(box => box.height))") > 10
+        assert tab.value(f"{words}.every(box => box.left >= 0 && box.right <= 375)")
+        tab.size(1200, 700)
         assert tab.problems == []
         tab.open("about:blank")
     rank.file.close()
