@@ -67,7 +67,7 @@ class QuickEvaluation:
 
     def line(self, figures: Sequence[Figure] = ()) -> str:
         """`[QuickEval@20] mode=greedy fairness=0.41 ... truncated F=0% ... length F=28 ... KL F=0.12 ... beta
-        F=0.05`, then the figures given here."""
+        F=0.05`, then the figures given here, of the branches that have them."""
         words = [f"[QuickEval@{self.step}] mode={self.mode}"]
         for name, measured in self.branches.items():
             scored = f" ({measured['scored']} of {measured['rows']} scored)"
@@ -75,9 +75,12 @@ class QuickEvaluation:
             words.append(f"{name}={_shown(measured[SCORE], '.2f')}{few}")
         letters = initials(list(self.branches))
         shown = [(own.name, own.form) for own in OWN_FIGURES if own.name != SCORE]
+        given = [own.name for own in figures]
         for figure, form in [*shown, (BETA, ".3g"), *((own.name, own.form) for own in figures)]:
             words.append(figure.upper() if figure == "kl" else figure)
-            words += [f"{letters[name]}={_shown(values[figure], form)}" for name, values in self.branches.items()]
+            every = {letters[name]: values[figure] for name, values in self.branches.items()}
+            own = {letter: value for letter, value in every.items() if value is not None or figure not in given}
+            words += [f"{letter}={_shown(value, form)}" for letter, value in own.items()] or ["n/a"]
         return " ".join(words)
 
     def as_dict(self) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from support.answers import answered
@@ -78,6 +79,16 @@ def test_the_line():
         "KL F=0.100 H=0.100 beta F=0.05 H=0.05"
     )
     assert "fairness=n/a" in evaluation(20, None, 0.5).line()
+
+
+def test_the_line_has_a_figure_of_the_branches_that_have_it():
+    measured = evaluation(20, 0.41, 0.5)
+    for value, branch in ((0.25, "fairness"), (None, "hallucination")):
+        measured.branches[branch]["bias"] = value
+    bias = SimpleNamespace(name="bias", form=".2f")
+    assert measured.line([bias]).endswith("beta F=0.05 H=0.05 bias F=0.25")
+    measured.branches["fairness"]["bias"] = None
+    assert measured.line([bias]).endswith("bias n/a")
 
 
 @pytest.mark.parametrize(
