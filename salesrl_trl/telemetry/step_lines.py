@@ -116,12 +116,17 @@ def step_line(
     seconds: float,
     are_actions: bool = True,
 ) -> str:
-    """`[Step 3/60] reward fairness=0.50 | valid actions 88% | failures not_json=8 | 1.2 s, rewards 0.26 s`."""
+    """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
+    rewards 0.26 s`."""
     share = logs.get(outcome_of(Outcome.INVALID_ACTION if are_actions else Outcome.OK))
     ended_well = "n/a" if share is None else f"{1 - share if are_actions else share:.0%}"
     alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
+    update = ", ".join(
+        f"{word} {value:.2g}" for word in ("loss", "KL") if (value := logs.get(word.lower())) is not None
+    )
     parts = (
         *figures_shown(logs, branches),
+        *filter(None, [update]),
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
         failures_shown(failures),
         *alike,

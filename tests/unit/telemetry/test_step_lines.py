@@ -30,6 +30,12 @@ def test_a_step_line_says_rewards_valid_actions_failures_and_seconds():
     )
 
 
+def test_a_step_line_says_loss_and_kl_where_they_are_logged():
+    line = step_line(3, 60, {**LOGS, "loss": -0.01234, "kl": 0.0301}, BRANCHES, {}, 1.25)
+    assert "hallucination=n/a | loss -0.012, KL 0.03 | valid" in line
+    assert "| loss 0 |" in step_line(3, 60, {**LOGS, "loss": 0.0}, BRANCHES, {}, 1.25)
+
+
 def test_the_only_branch_is_not_named():
     assert step_line(3, 60, {"reward/all": 0.5}, ("all",), {}, 1.25).startswith("[Step 3/60] reward 0.50 | valid")
 
