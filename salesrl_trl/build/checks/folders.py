@@ -88,7 +88,7 @@ def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
         notes.append(f"{folder} holds the policy of an earlier run, which this one will overwrite")
     if not resumes and (saved := folders(folder)) and not (folder / FINISHED_FILE).exists():
         notes.append(
-            f"{saved[-1].name} of an unfinished run is in {folder}; `--resume_from_checkpoint auto` goes on with it. This "
-            "run begins anew"
+            f"{saved[-1].name} of an unfinished run is in {folder}; `--resume_from_checkpoint auto` goes on with it. "
+            "This run begins anew"
         )
     return notes
