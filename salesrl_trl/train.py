@@ -187,7 +187,9 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
                 with stopping.held(), instruments.timeline.phase(Phase.CHECKPOINT):
                     trainer.save_model(config.training.output_dir)
             stopping.raise_if_asked()  # before the evaluation: without services it would score nothing
-            if config.training.mode != "rollouts" and config.training.held_out_eval:
+            is_done = trainer.components.held_out.done_at == trainer.state.global_step  # by `eval_strategy`
+            is_done = is_done and not config.training.load_best_model_at_end  # else of other weights
+            if config.training.mode != "rollouts" and config.training.held_out_eval and not is_done:
                 trainer.evaluate()
                 stopping.raise_if_asked()
 

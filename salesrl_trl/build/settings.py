@@ -19,6 +19,7 @@ from trl import TrlParser
 
 from salesrl_trl.build import coming_from
 from salesrl_trl.build.presets import FOLDER, PRESETS
+from salesrl_trl.build.recipes import RECIPES
 from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text, find_modules_in
 from salesrl_trl.data.demo_pictures import DEMO_PICTURES
@@ -162,7 +163,10 @@ class SettingsParser(TrlParser):
         if "--config" in argv:
             if argv[-1] == "--config":
                 raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
-            file = Path(argv[argv.index("--config") + 1])
+            named = argv.index("--config") + 1
+            file = Path(argv[named])
+            if not file.is_file() and argv[named] in RECIPES:
+                argv[named] = str(file := RECIPES[argv[named]])
             with self._refused:
                 recipe = self._checked_recipe(file)
             if not recipe or not all(isinstance(name, str) for name in recipe):
@@ -251,7 +255,8 @@ class SettingsParser(TrlParser):
         check_path("--config", str(path))
         if not path.is_file():
             raise ConfigError(
-                f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file. Correct --config."
+                f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file, or a packaged recipe: "
+                f"{', '.join(RECIPES)}. Correct --config."
             )
         try:
             recipe = read_yaml(path)

@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple, Union, get_args, get_origin
 
 from salesrl_trl.build.coming_from import answer
 from salesrl_trl.build.presets import FOLDER, PRESETS
-from salesrl_trl.build.recipes import FULL
+from salesrl_trl.build.recipes import FULL, RECIPES
 from salesrl_trl.config import ranges
 from salesrl_trl.config.ranges import LORA, TRAINING, Range, texts_in
 from salesrl_trl.data.files import read_yaml
@@ -316,7 +316,8 @@ def _recipe(argv: Sequence[str], recipe: Path | None) -> Path:
     """The recipe that a command line names, or the default one, or the packaged one."""
     words = [part for word in argv for part in word.split("=", 1)]
     named = words[words.index("--config") + 1 :][:1] if "--config" in words else words[:1]
-    paths = [*(Path(name) for name in named if name.endswith((".yaml", ".yml"))), *([recipe] if recipe else [])]
+    files = (RECIPES.get(name, Path(name)) for name in named if name in RECIPES or name.endswith((".yaml", ".yml")))
+    paths = [*files, *([recipe] if recipe else [])]
     return next((path for path in paths if path.is_file()), FULL)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar, cast
 
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -130,4 +130,7 @@ def load_object(path: str, setting: str) -> object:
             "finds elsewhere. Install it, or add its folder to PYTHONPATH."
         ) from error
     except AttributeError as error:
-        raise ConfigError(f"{where}, and {module!r} has no {name!r}. Expected a class of that module.") from error
+        near = nearest(name, vars(sys.modules[module]) if module in sys.modules else ())
+        raise ConfigError(
+            f"{where}, and {module!r} has no {name!r}.{near} Expected a class or function of that module."
+        ) from error

@@ -58,10 +58,13 @@ class HeldOut(TrainerCallback):
     are_actions: bool = True
     figures: Sequence[str] = ()  # names of further figures in the log
     is_cut: Callable[[], bool] = bool
+    done_at: int | None = field(
+        default=None, init=False
+    )  # step of this training's last one that was kept, on all ranks
     _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
-        self._evaluations = []
+        self._evaluations, self.done_at = [], None
         if state.is_world_process_zero and state.global_step:
             evaluations = _read(self.output_dir / HELD_OUT_FILE)
             self._evaluations = [before for before in evaluations if before.step <= state.global_step]
@@ -85,6 +88,7 @@ class HeldOut(TrainerCallback):
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
         self._evaluations = [evaluation for evaluation in self._evaluations if evaluation.step != state.global_step]
+        self.done_at = state.global_step
         examples = spread(written[:: self.num_generations], self.examples)
         self._evaluations.append(_Evaluation(state.global_step, figures, rows, examples))
         if not state.is_world_process_zero:

@@ -5,6 +5,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from salesrl_trl.build.checks.dataset import check_pictures, check_prompts, check_splits, settle_held_out
@@ -174,7 +175,10 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     for note in check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer):
         findings.note(note)
     train, held_out = plan.train, plan.held_out
-    findings.refused.each(lambda: plan.datasets)
+    with findings.refused:
+        needs = [one for scorer in plan.reward.functions.values() for one in scorer.names.needs]
+        for dataset in filter(None, plan.datasets):
+            findings.refused.each(*(partial(one.check, dataset.column_names) for one in needs))
     records = [*plan.train_records, *plan.held_out_records]
     for said in (*(part.note for part in records), train.note, held_out.note):
         if said:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from salesrl_trl.ground.process import is_locked, make_private
+from salesrl_trl.ground.process import is_locked, make_private, put_aside
 from salesrl_trl.ground.surroundings import enter, here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
@@ -77,7 +77,7 @@ class Recorder:
     line says so once. `clean` is applied to every text. `meta` has facts of the run, no secrets: `run` is its id, the
     same on all ranks. `after` is the step of the checkpoint from which the run goes on: then a file of this run is
     gone on with, without later steps, and `others`, the files of ranks that the run has no more, lose these too.
-    Every other file is replaced.
+    Every other file is kept beside, with a number in its name.
     """
 
     path: Path
@@ -344,13 +344,12 @@ def _drop_oldest(file: sqlite3.Connection) -> int | None:
 
 
 def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> sqlite3.Connection:
-    """The file for writing, readable by its owner alone. A new one takes the place of what is there, unless that is of
-    the same run, and the run goes on `after` a step: then it loses what came later."""
+    """The file for writing, readable by its owner alone. What is there gets another name, as by `put_aside`, unless it
+    is of the same run, and the run goes on `after` a step: then it loses what came later."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     run = meta.get("run", "")
     if after is None or run_of(path) not in (None, run):
-        for end in ("", "-wal", "-shm", "-journal"):
-            path.with_name(f"{path.name}{end}").unlink(missing_ok=True)
+        put_aside(*(path.with_name(f"{path.name}{end}") for end in ("", "-wal", "-shm", "-journal")))
     make_private(path)
     file = sqlite3.connect(path, isolation_level="DEFERRED", check_same_thread=False)
     try:

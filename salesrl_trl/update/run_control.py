@@ -144,8 +144,9 @@ class RunControl:
         advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
         self.error = TooFewRewardsError(
             f"{what}. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint was saved; "
-            f"repair the service and go on with {self._resume(step)}{more}."
+            f"repair what the reasons name and go on with {self._resume(step)}{more}."
         )
+        self.error.is_resumable = not is_last  # the same command would find nothing left to learn
 
     def record_micro_batch(self) -> None:
         self._moves = self._moves or not self.is_skipping

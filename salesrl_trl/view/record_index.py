@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from salesrl_trl.data.files import nearest_file
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import LOCK_WAIT_S, address, record_files, unpacked
 from salesrl_trl.recording.schema import VERSION, rank_of
@@ -92,10 +93,12 @@ class Index:
 
     def __init__(self, runs: list[Path]) -> None:
         for run in runs:
+            if not run.exists():
+                raise ConfigError(f"there is no {run}.{nearest_file(run)} Expected the output folder of a run.")
             if not record_files(run):
                 raise ConfigError(
                     f"{run} holds no record of completions. Expected the output folder of a run that records: it has "
-                    "record/rank-0.sqlite."
+                    "record/rank-0.sqlite. A run with `--record true` writes it."
                 )
         self.runs = runs
         self._sources: dict[tuple[int, Path], Source] = {}

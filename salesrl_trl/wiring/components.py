@@ -287,6 +287,17 @@ class Components:
         args, names = self._args, self.reward.names
         failures = functools.partial(self.ledger.failures, "train")
         quick = () if self.quick_eval is None else self.quick_eval.figure_names
+        self.held_out = HeldOut(
+            args.branches,
+            Path(args.output_dir),
+            self.ledger.drain_eval_rewards,
+            self.ledger.drain_written,
+            num_generations=trl.num_generations_eval,
+            examples=args.held_out_examples,
+            are_actions=names.has_actions,
+            figures=[figure.name for figure in self._bbq],
+            is_cut=lambda: self.run_control.is_spent,
+        )
         return [
             SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
@@ -297,17 +308,7 @@ class Components:
                 are_actions=names.has_actions,
             ),
             EpochLine(args.branches, failures, trl.log),
-            HeldOut(
-                args.branches,
-                Path(args.output_dir),
-                self.ledger.drain_eval_rewards,
-                self.ledger.drain_written,
-                num_generations=trl.num_generations_eval,
-                examples=args.held_out_examples,
-                are_actions=names.has_actions,
-                figures=[figure.name for figure in self._bbq],
-                is_cut=lambda: self.run_control.is_spent,
-            ),
+            self.held_out,
             ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, trl.log),
         ]

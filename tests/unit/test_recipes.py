@@ -18,6 +18,7 @@ from salesrl_trl.build.settings import SALES_CHAIN, parse
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.config.checks import load_object
 from salesrl_trl.data.sources import PACKAGED
 from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
@@ -187,6 +188,39 @@ def test_rows_and_functions_of_ones_own_need_no_branch_no_template_and_no_servic
     assert "prompt_template, branch_reward_weights, branch_kl" in note
     kept = parse([*asked, *named, "--prompt_template", "compact"], FULL)
     assert kept.data.prompt_template == "compact"
+
+
+@pytest.mark.parametrize("lacks", ["train", "held out"])
+def test_an_argument_of_a_function_that_is_no_column_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, lacks):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rewards_of_gold.py").write_text("def right(completions, gold, **kwargs):\n    return gold\n")
+    for name in ("train", "held out"):
+        record = {"prompt": "3 + 4", "answer" if name == lacks else "gold": "7"}
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**record, "group": n}) + "\n" for n in range(9)))
+    asked = ["--dataset", "train.jsonl", "--eval_dataset", "held out.jsonl", "--reward_funcs", "rewards_of_gold.right"]
+    asked += ["--model_name_or_path", str(SMALL_POLICY), "--output_dir", str(tmp_path)]
+    asked += ["--vllm_max_model_length", "512", "--max_completion_length", "9"]
+    with pytest.raises(ConfigError, match=r"'right'.* takes 'gold'.*column of the dataset: .*answer"):
+        prepare(parse(asked, FULL))
+
+
+def test_a_packaged_recipe_is_taken_by_its_name_and_an_unknown_one_is_told_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = parse(["--config", "own", "--output_dir", str(tmp_path)], FULL)
+    assert config.reward.reward_funcs == ["own_rewards.right"]
+    assert prepare(config).reward.functions  # they lie beside it
+    with pytest.raises(ConfigError, match=r"there is no recipe owm.*a packaged recipe: dual, full, own"):
+        parse(["--config", "owm"], FULL)
+
+
+def test_a_function_that_is_not_there_is_told_with_the_nearest_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rewards_of_judged.py").write_text("def judged(completions, **kwargs):\n    return completions\n")
+    with pytest.raises(ConfigError, match=r"has no 'judgedd'. Did you mean 'judged'\? Expected a class or function"):
+        load_object("rewards_of_judged.judgedd", "reward_funcs")
 
 
 def test_rows_without_a_conversation_are_refused_by_the_packaged_chain(tmp_path):

@@ -12,9 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from salesrl_trl.checkpoint.whole import folders
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import stat_of
-from salesrl_trl.names import LOCK_FILE
+from salesrl_trl.names import FINISHED_FILE, LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -85,4 +86,9 @@ def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
         )
     if not resumes and any(folder.glob("model*.safetensors")):
         notes.append(f"{folder} holds the policy of an earlier run, which this one will overwrite")
+    if not resumes and (saved := folders(folder)) and not (folder / FINISHED_FILE).exists():
+        notes.append(
+            f"{saved[-1].name} of an unfinished run is in {folder}; `--resume_from_checkpoint auto` goes on with it. "
+            "This run begins anew"
+        )
     return notes

@@ -1,8 +1,11 @@
-"""The recipe that a command takes where none is named. It lies in the package, so that an installed one has it too.
+"""The recipes that an installed package has too; `salesrl train own` takes one by its name.
 
-Owns the file beside this module. recipes/full.yaml of a checkout is a link to it.
+Owns the files beside this module. Those of the same name in the folder recipes of a checkout are links to them.
 """
 
 from pathlib import Path
 
 FULL = Path(__file__).parent / "full.yaml"
+"""The recipe that a command takes where none is named."""
+RECIPES = {path.stem: path for path in sorted(FULL.parent.glob("*.yaml"))}
+"""The packaged recipes by name."""

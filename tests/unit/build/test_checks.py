@@ -102,7 +102,12 @@ def test_what_an_earlier_start_left_is_told_unless_it_is_gone_on_with(tmp_path):
     answers, policy = earlier_start(tmp_path, resumes=False)
     assert answers.startswith("8B answers and verdicts of an earlier start")
     assert policy.endswith("which this one will overwrite")
+    (tmp_path / "checkpoint-2").mkdir()
+    (note,) = earlier_start(tmp_path, resumes=False)[2:]
+    assert note.startswith("checkpoint-2 of an unfinished run")
     assert earlier_start(tmp_path, resumes=True) == []
+    (tmp_path / "finished.json").touch()
+    assert len(earlier_start(tmp_path, resumes=False)) == 2
 
 
 def _lengths(max_prompt_tokens=None, **given):

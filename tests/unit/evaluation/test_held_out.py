@@ -3,11 +3,13 @@
 import json
 import logging
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerControl, TrainerState
 
+from salesrl_trl import train
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion, HeldOut, spread
 
 
@@ -32,7 +34,7 @@ def evaluate(tmp_path, caplog):
         state = TrainerState(global_step=step, is_world_process_zero=True)
         callback.on_train_begin(SimpleNamespace(), state, TrainerControl())
 
-    evaluated.begin = begin
+    evaluated.begin, evaluated.callback = begin, callback
     return evaluated
 
 
@@ -45,6 +47,41 @@ def test_the_first_evaluation_is_set_beside_the_last(evaluate, caplog, tmp_path)
     assert "held-out mean reward changed by +0.400 ± 0.100 (standard error, row by row)" in caplog.text
     written = json.loads((tmp_path / "held_out.json").read_text())
     assert written[2] == {"step": 20, "reward": 0.75, "fairness": 0.75, "valid_actions": 0.75}
+
+
+def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch):
+    """The one at the end of a run would ask the services for the same figures."""
+    made, training = [], SimpleNamespace(mode="full", held_out_eval=True, output_dir="", resume_from_checkpoint=None)
+    training.load_best_model_at_end = False
+    stopping = SimpleNamespace(ending=nullcontext, held=nullcontext, raise_if_asked=lambda: None)
+    trainer = SimpleNamespace(
+        components=SimpleNamespace(stopping=stopping, held_out=evaluate.callback),
+        state=SimpleNamespace(global_step=20),
+        request_stop=None,
+        train=lambda **_: None,
+        save_model=lambda _: None,
+        evaluate=lambda: made.append(20),
+    )
+    monkeypatch.setattr(train, "collect_seldom", lambda: None)
+    monkeypatch.setattr(train.signals, "handed_to", lambda _: nullcontext())
+    instruments = SimpleNamespace(timeline=SimpleNamespace(phase=lambda _: nullcontext()))
+
+    def end():
+        train._train(SimpleNamespace(training=training), trainer, instruments, asks_first=False)
+
+    evaluate(10, 0.5)
+    end()
+    assert made == [20]
+    evaluate(20, 0.5)
+    end()
+    assert made == [20]
+    training.load_best_model_at_end = True  # then it is of other weights
+    end()
+    assert made == [20, 20]
+    training.load_best_model_at_end = False
+    evaluate.begin(20)  # a resume: other ranks have not read the file
+    end()
+    assert made == [20, 20, 20]
 
 
 def steps(folder):

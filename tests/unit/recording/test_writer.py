@@ -102,6 +102,8 @@ def test_what_ranks_of_another_run_wrote_is_left_out_and_told_once(tmp_path, cap
     assert len(run("a", 4, [1, 2, 3])) == 12
     (tmp_path / "record" / "rank-0-backup.sqlite").write_bytes(b"a copy that somebody made")
     assert run("b", 2, [1, 2, 3]) == Counter((f"b {rank}", step) for rank in range(2) for step in (1, 2, 3))
+    kept = [record_file(tmp_path, rank).with_stem(f"rank-{rank}-1") for rank in range(2)]
+    assert [{each.text for each in recorded(path)} for path in kept] == [{"a 0"}, {"a 1"}]  # the earlier run's
     [line] = [each.message for each in caplog.records]
     assert "rank-2.sqlite, rank-3.sqlite" in line
     # of rank 1 the steps up to the checkpoint are the run's, and the third is not

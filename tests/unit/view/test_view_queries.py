@@ -247,3 +247,11 @@ def test_while_a_record_is_read_its_facets_are_counted_when_it_has_doubled(small
     index.reading = False
     queries.state(index)
     assert counted
+
+
+def test_a_folder_that_is_not_there_and_one_without_a_record_are_told_apart(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no .*runz\. Did you mean .*runs"):
+        (tmp_path / "runs").mkdir()
+        Index([tmp_path / "runz"])
+    with pytest.raises(ConfigError, match=r"holds no record .*`--record true`"):
+        Index([tmp_path / "runs"])

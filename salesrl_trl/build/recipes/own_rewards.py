@@ -1,0 +1,7 @@
+"""The reward function of `own.yaml`. One of your own looks like this."""
+
+
+def right(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
+    """1 for the right answer, else 0. `answer` is a column of the rows."""
+    texts = [completion[0]["content"].strip() for completion in completions]
+    return [float(text == expected) for text, expected in zip(texts, answer, strict=True)]
