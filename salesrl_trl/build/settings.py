@@ -165,7 +165,7 @@ class SettingsParser(TrlParser):
                 raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
             named = argv.index("--config") + 1
             file = Path(argv[named])
-            if not file.is_file() and argv[named] in RECIPES:
+            if argv[named] in RECIPES and not file.is_file():
                 argv[named] = str(file := RECIPES[argv[named]])
             with self._refused:
                 recipe = self._checked_recipe(file)
