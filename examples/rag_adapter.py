@@ -22,6 +22,8 @@ class QuestionService(RagBackend):
         limits = {"max_concurrency": 64, "attempt_timeout_s": 30.0, "max_attempts": 3, "outage_patience_s": 60.0}
         # A transport owns retries, limits and hedges.
         self.transports = {name: Transport(name, **limits) for name in ("rag_8b", "rag_32b")}
+        # `headers={"X-Api-Key": ...}` for a service that takes its key elsewhere. Errors of another client, such as
+        # httpx, are known too: by their status, or as a timeout or a lost connection.
         self._http = HttpClient("rag", self.identity, api_key=os.environ.get("QUESTION_SERVICE_KEY"))
 
     async def chat_8b(

@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Si
 from dataclasses import replace
 from typing import Any, overload
 
-from salesrl_trl.errors import ConfigError, FunctionError, ServiceError, ServiceTimeout, ServiceUnavailable
+from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample, completion_text
@@ -39,6 +39,7 @@ from salesrl_trl.reward.scorer import ARGUMENTS, AT_ONCE, DEADLINE_S, TRL_ARGUME
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.service.breaker import Breaker
 from salesrl_trl.reward.service.event_loop import deadline
+from salesrl_trl.reward.service.http import service_error_of
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import THREADS, HeldUp
@@ -270,14 +271,12 @@ class RewardFunction(Scorer):
             raise
         except HeldUp as error:
             raise FunctionError(f"{self.__name__} held up its event loop", f"{self.code}_blocked") from error
-        except TimeoutError as error:
-            raise ServiceTimeout(f"{self.__name__} timed out", f"{self.code}_timeout") from error
-        except ConnectionError as error:
-            raise ServiceUnavailable(f"{self.__name__} found no connection", f"{self.code}_unreachable") from error
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # of a user's code: any
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the call is given up; else something inside it was cancelled
+            if (known := service_error_of(self.code, error)) is not None:
+                raise known from error
             self.faults.log(f"the reward function {self.__name__}", error)
             raised = type(error).__name__
             failed = FunctionError(

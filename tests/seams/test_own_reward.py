@@ -2,18 +2,24 @@
 
 import asyncio
 import sys
+import urllib.error
 
+import aiohttp
+import httpx
+import openai
 import pytest
+import requests
 import torch
 from seams.own_reward import compute_score, of_trl, ranks, shortness
 from support.virtual_time import play
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.service.budget import FREE, Budget, Limit, read_account
+from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
@@ -52,6 +58,69 @@ def test_every_fault_of_a_function_is_a_missing_reward_with_its_reason(result_of
     assert result.rewards[-1].metrics == (("rewards/shortness/brevity", 0.75),)
     assert {span.name for span in result.report.spans} == {"shortness"}
     assert result.report.traffic["shortness"]["calls"] == len(texts)
+
+
+REQUEST = httpx.Request("POST", "http://127.0.0.1:1/secret")
+INFO = aiohttp.RequestInfo("http://127.0.0.1:1/secret", "POST", {}, "http://127.0.0.1:1/secret")
+
+
+def httpx_status(status, **headers):
+    return httpx.HTTPStatusError("secret", request=REQUEST, response=httpx.Response(status, headers=headers))
+
+
+def requests_status(status):
+    response = requests.Response()
+    response.status_code = status
+    return requests.HTTPError("secret", response=response)
+
+
+CLIENTS = {
+    "aiohttp 500": (lambda: aiohttp.ClientResponseError(INFO, (), status=500), "http_500", 3),
+    "aiohttp 400": (lambda: aiohttp.ClientResponseError(INFO, (), status=400), "http_400", 1),
+    "aiohttp refused": (lambda: aiohttp.ClientConnectionError("secret"), "unreachable", 3),
+    "aiohttp late": (lambda: aiohttp.ServerTimeoutError("secret"), "timeout", 3),
+    "httpx 429": (lambda: httpx_status(429, **{"Retry-After": "1"}), "http_429", None),
+    "httpx refused": (lambda: httpx.ConnectError("secret"), "unreachable", 3),
+    "httpx late": (lambda: httpx.ReadTimeout("secret"), "timeout", 3),
+    "requests 404": (lambda: requests_status(404), "http_404", 1),
+    "requests refused": (lambda: requests.ConnectionError("secret"), "unreachable", 3),
+    "requests late": (lambda: requests.ReadTimeout("secret"), "timeout", 3),
+    "urllib 503": (lambda: urllib.error.HTTPError("http://secret", 503, "secret", {}, None), "http_503", 3),
+    "openai refused": (lambda: openai.APIConnectionError(request=REQUEST), "unreachable", 3),
+    "openai late": (lambda: openai.APITimeoutError(request=REQUEST), "timeout", 3),
+}
+"""What a client raises, the end of its code, and how often a call that has three attempts is tried. One that is turned
+away comes back as often as it is told to."""
+
+
+@pytest.mark.parametrize(("error", "code", "attempts"), CLIENTS.values(), ids=CLIENTS)
+def test_errors_of_other_clients_are_known_by_status_and_kind_in_functions_and_in_a_services_calls(
+    error, code, attempts, caplog
+):
+    limits = {"max_concurrency": 1, "attempt_timeout_s": 5.0, "max_attempts": 3, "outage_patience_s": 0.0}
+    asked = []
+
+    @per_completion(transport=Transport("grader", **limits))
+    async def graded(completion):
+        asked.append(completion)
+        raise error()
+
+    async def attempt():
+        asked.append("rag")
+        raise error()
+
+    async def scene():
+        with pytest.raises(ServiceError) as caught, deadline(20):
+            await Transport("rag", **limits).call(attempt)
+        assert caught.value.code == f"rag_{code}"
+        assert len(asked) == attempts if attempts else len(asked) > 3
+        asked.clear()
+        (reward,) = (await graded.score_all(rows(1), ["a"])).rewards
+        assert (reward.value, reward.reason) == (None, f"grader_{code}")
+        assert len(asked) == attempts if attempts else len(asked) > 3
+        assert "secret" not in caplog.text + str(caught.value) + repr(reward)
+
+    play(scene())
 
 
 def test_a_fault_is_logged_once_by_its_place_and_without_its_words(caplog):

@@ -25,6 +25,7 @@ from salesrl_trl.errors import (
     ServiceError,
     ServiceOverloaded,
     ServiceRejected,
+    ServiceTimeout,
     ServiceUnavailable,
 )
 from salesrl_trl.recording.completion_record import CallNote
@@ -41,6 +42,10 @@ DENIED_STATUS = frozenset({401, 402})
 """These hold for every call. A 403 is not among them: it may be about the rights of one tenant or contact."""
 QUOTA_MARKS = frozenset({"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance"})
 """Values of `error.code` or `error.type` with which OpenAI-compatible providers say that a retry is useless."""
+_LATE = frozenset({"TimeoutError", "TimeoutException", "Timeout", "APITimeoutError"})
+_BROKEN = frozenset({"ConnectionError", "ClientConnectionError", "ClientPayloadError", "TransportError", "URLError",
+                     "APIConnectionError", "gaierror"})  # fmt: skip
+"""Exceptions of aiohttp, httpx, requests, urllib and the `openai` client, by name: not all of them are installed."""
 REQUEST_ID_HEADER = "X-Request-Id"
 """Carries the id of the request, and in the reply the same id if the service returns it."""
 _REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
@@ -55,11 +60,14 @@ FAILED_WORDS = frozenset(
 class HttpClient:
     """Sends JSON to one service and returns the body of a 200.
 
-    `service` is the name in errors and reason codes, for example `"rag_8b"`. The key is sent as a bearer token. Raises
-    `ConfigError` if it can't travel in a header, or the address holds credentials or a query, and shows neither.
+    `service` is the name in errors and reason codes, for example `"rag_8b"`. The key is sent as a bearer token.
+    `headers` are for a service that takes its key elsewhere. Raises `ConfigError` if one can't travel in a header, or
+    the address holds credentials or a query, and shows neither.
     """
 
-    def __init__(self, service: str, base_url: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, service: str, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         if fault := address_fault(base_url):
             raise ConfigError(f"the address of {service} holds {fault}.")
         self.service = service
@@ -73,6 +81,12 @@ class HttpClient:
             if fault := key_fault(api_key):
                 raise ConfigError(f"the key for {service} holds {fault}. Expected printable ASCII characters alone.")
             self._headers["Authorization"] = f"Bearer {api_key}"
+        for name, value in (headers or {}).items():
+            if fault := key_fault(value):
+                raise ConfigError(
+                    f"the header {name} for {service} holds {fault}. Expected printable ASCII characters."
+                )
+            self._headers[name] = value
         self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(open_session)
 
     async def post(
@@ -117,9 +131,7 @@ class HttpClient:
                     raise
                 if response.status == 200:
                     return await self._read(response), response
-                error = self._status_error(response, await _error_marks(response))
-                error.status = response.status
-                raise error
+                raise status_error(self.service, response.status, response.headers, await _error_marks(response))
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: the client's message may hold a header or a part of the body
             raise ServiceUnavailable(
@@ -150,30 +162,52 @@ class HttpClient:
             )
         return body
 
-    def _status_error(self, response: aiohttp.ClientResponse, marks: frozenset[str]) -> ServiceError:
-        """The error for a status. It quotes no body: providers echo keys and customers' text in bodies."""
-        status, code = response.status, f"{self.service}_http_{response.status}"
-        if marks & QUOTA_MARKS:
-            return AccessDenied(f"{self.service} says that its quota is used up ({status})", f"{self.service}_quota")
-        if status in DENIED_STATUS:
-            return AccessDenied(f"{self.service} refuses access ({status}): check the key and its rights.", code)
-        wait_s = retry_after_s(response.headers)
-        if status in OVERLOAD_STATUS or (status >= 500 and wait_s is not None):
-            overloaded = ServiceOverloaded(f"{self.service} is overloaded ({status})", code)
-            overloaded.retry_after_s = wait_s
-            overloaded.is_outage = status not in OVERLOAD_STATUS
-            return overloaded
-        if status in RETRYABLE_STATUS or status >= 500:
-            return ServiceUnavailable(f"{self.service} answered {status}", code)
-        if 300 <= status < 400:
-            return ServiceRejected(
-                f"{self.service} redirects ({status}), which is not followed: customers' text goes to the configured "
-                "address only. Configure the address it redirects to.",
-                code,
-            )
-        return ServiceRejected(
-            f"{self.service} answered {status}: no retry will mend it. Check the address and the request.", code
+
+def service_error_of(service: str, error: BaseException) -> ServiceError | None:
+    """The error for what the HTTP client of somebody's own code raised: by its status, or as a timeout or a lost
+    connection. `None` for what is none of these. It quotes nothing of the exception."""
+    response = getattr(error, "response", None)
+    given = (getattr(each, name, None) for each in (error, response) for name in ("status", "status_code"))
+    status = next((each for each in given if isinstance(each, int) and 300 <= each < 600), None)
+    if status is not None:
+        headers = getattr(response, "headers", None) or getattr(error, "headers", None) or {}
+        return status_error(service, status, headers)
+    names = {each.__name__ for each in type(error).__mro__}
+    if names & _LATE:
+        return ServiceTimeout(f"{service} timed out", f"{service}_timeout")
+    if names & _BROKEN:
+        return ServiceUnavailable(f"{service} found no connection", f"{service}_unreachable")
+    return None
+
+
+def status_error(
+    service: str, status: int, headers: Mapping[str, str], marks: frozenset[str] = frozenset()
+) -> ServiceError:
+    """The error for a status. It quotes no body: providers echo keys and customers' text in bodies."""
+    code, wait_s = f"{service}_http_{status}", retry_after_s(headers)
+    error: ServiceError
+    if marks & QUOTA_MARKS:
+        error = AccessDenied(f"{service} says that its quota is used up ({status})", f"{service}_quota")
+    elif status in DENIED_STATUS:
+        error = AccessDenied(f"{service} refuses access ({status}): check the key and its rights.", code)
+    elif status in OVERLOAD_STATUS or (status >= 500 and wait_s is not None):
+        error = overloaded = ServiceOverloaded(f"{service} is overloaded ({status})", code)
+        overloaded.retry_after_s = wait_s
+        overloaded.is_outage = status not in OVERLOAD_STATUS
+    elif status in RETRYABLE_STATUS or status >= 500:
+        error = ServiceUnavailable(f"{service} answered {status}", code)
+    elif 300 <= status < 400:
+        error = ServiceRejected(
+            f"{service} redirects ({status}), which is not followed: customers' text goes to the configured "
+            "address only. Configure the address it redirects to.",
+            code,
         )
+    else:
+        error = ServiceRejected(
+            f"{service} answered {status}: no retry will mend it. Check the address and the request.", code
+        )
+    error.status = status
+    return error
 
 
 def _what_broke(error: Exception) -> str:

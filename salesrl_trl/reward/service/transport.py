@@ -30,6 +30,7 @@ from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, P
 from salesrl_trl.reward.service.budget import Bill, Budget, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
 from salesrl_trl.reward.service.flights import AdaptiveLimit, Flights, HedgePolicy
+from salesrl_trl.reward.service.http import service_error_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -212,6 +213,11 @@ class Transport:
                     f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
                     code=f"{self.service}_timeout",
                 ) from None
+            except Exception as error:  # of the client that the attempt uses
+                known = None if isinstance(error, ServiceError) else service_error_of(self.service, error)
+                if known is None:
+                    raise
+                raise known from None
 
     def _deadline_exceeded(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
