@@ -259,12 +259,13 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
     def with_deepspeed():
         return told(stages=CHEAP[:1], change=lambda training: setattr(training, "deepspeed_plugin", object()))
 
-    os.utime(lock, (0, 0))
+    old = time.time() - 86430  # half a minute beyond a day: what is said twice has the same minutes
+    os.utime(lock, (old, old))
     assert with_deepspeed() == ""  # a process is building
     os.close(build.fd)
     os.utime(lock)
     assert with_deepspeed() == ""  # another machine may be building
-    os.utime(lock, (0, 0))
+    os.utime(lock, (old, old))
     assert f"Remove it: rm {lock}" in with_deepspeed()
     monkeypatch.setattr(environment, "_open_files", lambda: lock.unlink(missing_ok=True) or set())  # the build ends
     assert with_deepspeed() == ""
