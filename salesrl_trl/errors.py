@@ -194,8 +194,8 @@ class DivergedError(SalesRLError, ArithmeticError):
 
 
 class TooFewRewardsError(SalesRLError, RuntimeError):
-    """Too few completions could be scored, several steps in a row. The run has saved its state. After
-    its last step the same command would learn nothing more, and `is_resumable` is `False`."""
+    """Too few completions could be scored, several steps in a row. The run has saved its state. After its last
+    step the same command would learn nothing more, and `is_resumable` is `False`."""
 
     is_resumable = True
 

@@ -104,8 +104,9 @@ class SalesGRPOTrainer(TRLAccess):
         if not args.branches:  # they will be those of the rows: of these, and not of another trainer's
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
-        options = {"has_more": has_more, "records": bool(args.record)}
-        rewards = RewardFuncs.of(reward_funcs, args.reward_weights, args.reward_process, **options)
+        rewards = RewardFuncs.of(
+            reward_funcs, args.reward_weights, args.reward_process, has_more=has_more, records=bool(args.record)
+        )
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter)
         self.is_extended = True

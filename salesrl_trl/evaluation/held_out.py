@@ -58,9 +58,7 @@ class HeldOut(TrainerCallback):
     are_actions: bool = True
     figures: Sequence[str] = ()  # names of further figures in the log
     is_cut: Callable[[], bool] = bool
-    done_at: int | None = field(
-        default=None, init=False
-    )  # step of this training's last one that was kept, on all ranks
+    done_at: int | None = field(default=None, init=False)  # step of the last one that was kept, on all ranks
     _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:

@@ -75,12 +75,14 @@ class QuickEvaluation:
             words.append(f"{name}={_shown(measured[SCORE], '.2f')}{few}")
         letters = initials(list(self.branches))
         shown = [(own.name, own.form) for own in OWN_FIGURES if own.name != SCORE]
-        given = [own.name for own in figures]
-        for figure, form in [*shown, (BETA, ".3g"), *((own.name, own.form) for own in figures)]:
+        given = {own.name: own.form for own in figures}
+        for figure, form in [*shown, (BETA, ".3g"), *given.items()]:
             words.append(figure.upper() if figure == "kl" else figure)
-            every = {letters[name]: values[figure] for name, values in self.branches.items()}
-            own = {letter: value for letter, value in every.items() if value is not None or figure not in given}
-            words += [f"{letter}={_shown(value, form)}" for letter, value in own.items()] or ["n/a"]
+            words += [
+                f"{letters[name]}={_shown(values[figure], form)}"
+                for name, values in self.branches.items()
+                if values[figure] is not None or figure not in given
+            ] or ["n/a"]
         return " ".join(words)
 
     def as_dict(self) -> dict[str, object]:

@@ -126,7 +126,7 @@ def step_line(
     )
     parts = (
         *figures_shown(logs, branches),
-        *filter(None, [update]),
+        *([update] if update else []),
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
         failures_shown(failures),
         *alike,

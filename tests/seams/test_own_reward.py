@@ -74,12 +74,20 @@ def requests_status(status):
     return requests.HTTPError("secret", response=response)
 
 
+def with_status(status, headers):
+    error = RuntimeError("secret")
+    error.status, error.headers = status, headers
+    return error
+
+
 CLIENTS = {
     "aiohttp 500": (lambda: aiohttp.ClientResponseError(INFO, (), status=500), "http_500", 3),
     "aiohttp 400": (lambda: aiohttp.ClientResponseError(INFO, (), status=400), "http_400", 1),
     "aiohttp refused": (lambda: aiohttp.ClientConnectionError("secret"), "unreachable", 3),
     "aiohttp late": (lambda: aiohttp.ServerTimeoutError("secret"), "timeout", 3),
     "httpx 429": (lambda: httpx_status(429, **{"Retry-After": "1"}), "http_429", None),
+    "headers in another form": (lambda: with_status(503, [("Retry-After", "1")]), "http_503", 3),
+    "a dictionary of headers": (lambda: with_status(429, {"Retry-After": 1}), "http_429", None),
     "httpx refused": (lambda: httpx.ConnectError("secret"), "unreachable", 3),
     "httpx late": (lambda: httpx.ReadTimeout("secret"), "timeout", 3),
     "requests 404": (lambda: requests_status(404), "http_404", 1),

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, cast
 
 import aiohttp
@@ -170,8 +170,9 @@ def service_error_of(service: str, error: BaseException) -> ServiceError | None:
     given = (getattr(each, name, None) for each in (error, response) for name in ("status", "status_code"))
     status = next((each for each in given if isinstance(each, int) and 300 <= each < 600), None)
     if status is not None:
-        headers = getattr(response, "headers", None) or getattr(error, "headers", None) or {}
-        return status_error(service, status, headers)
+        headers = getattr(response, "headers", None) or getattr(error, "headers", None)
+        items: Iterable[tuple[object, object]] = getattr(headers, "items", tuple)()  # some have another form
+        return status_error(service, status, {str(name).lower(): str(value) for name, value in items})
     names = {each.__name__ for each in type(error).__mro__}
     if names & _LATE:
         return ServiceTimeout(f"{service} timed out", f"{service}_timeout")
