@@ -15,6 +15,7 @@ from salesrl_trl.config.checks import check
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_sampling
 from salesrl_trl.names import LEFT_OUT
+from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.rollout.correction import CorrectionAtStep
 from salesrl_trl.rollout.groups import parts
 from salesrl_trl.rollout.model_passes import Passes
@@ -36,7 +37,7 @@ def _first(reasons: Mapping[str, object]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[bool]) -> None:
+def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[bool], names: RewardNames) -> None:
     """Raise `ConfigError` where rollouts can't be ahead, or no reward of a reference is there. `tools` and `answered`:
     as in `Hooks`."""
     ahead, share = args.rollout_lookahead, args.hybrid_reference_weight
@@ -46,9 +47,9 @@ def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[b
         "before. Expected `rollout_lookahead: 0`.",
     )
     check(
-        not share or list(answered) == [True],
-        f"`hybrid_reference_weight` is {share} with several rewards. Expected a `SalesReward` alone: no other reward "
-        "has a reference.",
+        not share or (list(answered) == [True] and bool(names.components)),
+        f"`hybrid_reference_weight` is {share} with {', '.join(names.functions) or 'a reward model'}. Expected a "
+        "`SalesReward` alone: no other reward has a reference.",
     )
 
 

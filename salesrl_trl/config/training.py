@@ -21,6 +21,7 @@ from salesrl_trl.config.ranges import (
     check_range,
     check_settings,
     entry_of,
+    without_effect,
 )
 from salesrl_trl.config.telemetry import RecordSettings
 from salesrl_trl.config.trl_settings import (
@@ -222,6 +223,15 @@ class SalesGRPOConfig(GRPOConfig):
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
         check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
+        is_colocated, is_unsaved = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy == "no"
+        reasons = {
+            "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
+            "`vllm_mode` is colocate": "vllm_(server|group)_.*" * is_colocated,
+            "`save_strategy` is no": "save_(steps|total_limit|only_model)|load_best_.*" * is_unsaved,
+            "`record` is false": "record_settings" * (not self.record),
+            "neither `beta` nor `branch_kl` has a coefficient": "" if self.beta or self.branch_kl else "kl_.*",
+        }
+        self.machine_notes += without_effect(self, reasons) * (self.mode == "train")
 
     def to_dict(self) -> dict[str, object]:
         """The settings as loggers show them: without keys."""

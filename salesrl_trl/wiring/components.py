@@ -171,7 +171,7 @@ class Components:
         engine."""
         self._trl, args = trl, self._args
         # 1. settings and rewards that do not go with what TRL was given are refused
-        check_rewards(args, trl.tools, trl.reward_answered)
+        check_rewards(args, trl.tools, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
         has_own_columns = trl.has_rollout_func or trl.tools is not None
         self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)

@@ -357,8 +357,9 @@ def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp
 
 
 def test_a_reference_in_the_baseline_wants_the_packaged_reward_alone(tiny, tmp_path):
-    with pytest.raises(ConfigError, match=r"`hybrid_reference_weight` is 0.5 with several rewards"):
-        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [length, words], tmp_path, hybrid_reference_weight=0.5)
+    for functions, names in (([length, words], "length, words"), ([length], "length")):
+        with pytest.raises(ConfigError, match=f"`hybrid_reference_weight` is 0.5 with {names}. Expected a `SalesRew"):
+            run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path, hybrid_reference_weight=0.5)
     with pytest.raises(ConfigError, match="`hybrid_reference_weight` is more than 0 with `reward_funcs`"):
         read_reward(RewardConfig(reward_funcs=["seams.own_reward.shortness"]), ["fairness"], hybrid_baseline=True)
 

@@ -281,10 +281,11 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl.fairness.beta` is 1000000000.0. Expected"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, 0 or more, and less"),
         ("--max_steps 0", "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
+        ("--lora_r 4 --use_dora true", "without effect: lora_r, use_dora, because `use_peft` is false"),
         ("--max_steps 0", "says. Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores"),
     ],
 )
-def test_settings_that_cannot_work_are_told_with_advice(told, arguments, message):
+def test_settings_that_cannot_work_or_have_no_effect_are_told_with_advice(told, arguments, message):
     assert message in told(*arguments.split(), stages=CHEAP[:2])
 
 
