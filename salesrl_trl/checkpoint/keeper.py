@@ -6,6 +6,7 @@ A run that stopped inside a generation batch resumes with the completions that i
 
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,6 +26,8 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
+from salesrl_trl.recording.reader import run_of
+from salesrl_trl.recording.schema import record_file
 from salesrl_trl.rollout.pipeline import KeptRollouts
 from salesrl_trl.update.ranks import on_any_rank
 
@@ -55,12 +58,15 @@ class Keeper:
         self._output_dir = Path(args.output_dir)
         self._is_main, self._leads_node = args.process_index == 0, args.local_process_index == 0
         self._last: Path | None = None
+        self.run = ""  # its id, once it has begun
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
         """A run begins, or goes on from the checkpoint that is returned; a collective. `asked` is as in `whole.find`.
         Raises `ConfigError` if the run can't go on from it."""
         self._identity = self._identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self._args, self._identity)
+        here = self._last if self._last and self._last.resolve().parent == self._output_dir.resolve() else None
+        self.run = _agreed(lambda: _run_of(here, self._output_dir))
         self._clear()
         return None if self._last is None else str(self._last)
 
@@ -195,7 +201,7 @@ class Keeper:
             state.best_model_checkpoint = str(folder)
             state.save_to_json(str(fresh / STATE_FILE))
         processes, has_optimizer = PartialState().num_processes, not self._args.save_only_model
-        seal(fresh, processes=processes, has_optimizer=has_optimizer, output_dir=self._output_dir)
+        seal(fresh, processes=processes, has_optimizer=has_optimizer, output_dir=self._output_dir, run=self.run)
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
@@ -238,6 +244,15 @@ def choose_on_all_ranks(
             "begin anew, so that completions differ from those of a run without a stop. The prompts are the same"
         )
     return chosen
+
+
+def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
+    """The id of the run that goes on from a checkpoint of its own folder, or a new one without it. An earlier release
+    wrote none into a checkpoint: then the run is that of the folder's record."""
+    manifest = None if checkpoint is None else read(checkpoint)
+    known = manifest.run if isinstance(manifest, Manifest) else ""
+    before = None if checkpoint is None or known else run_of(record_file(output_dir, 0))
+    return known or before or uuid.uuid4().hex
 
 
 def _agreed(work: Callable[[], T]) -> T:

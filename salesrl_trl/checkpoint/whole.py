@@ -43,9 +43,10 @@ class Manifest:
     processes: int
     files: Mapping[str, tuple[int, str]]  # bytes and digest of each file, by its name
     has_optimizer: bool  # whether it holds more than the model, so that a run can go on from it
+    run: str = ""  # id of the run that saved it; empty if an earlier release did
 
 
-def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None) -> None:
+def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None, run: str = "") -> None:
     """Write the manifest of a checkpoint whose files are complete. `output_dir` holds the checkpoints before it."""
     before = (_read(folder) for folder in folders(output_dir or folder.parent))
     files = {
@@ -56,6 +57,7 @@ def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path 
         "saved_at": time.time(),  # for people: a clock may be set back, and decides nothing
         "processes": processes,
         "has_optimizer": has_optimizer,
+        "run": run,
         "files": files,
     }
     write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
@@ -66,9 +68,8 @@ def _read(checkpoint: Path) -> Manifest | str:
     try:
         content = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
-        return Manifest(
-            int(content.get("number", 0)), int(content["processes"]), files, bool(content["has_optimizer"])
-        )
+        number, run = int(content.get("number", 0)), str(content.get("run", ""))
+        return Manifest(number, int(content["processes"]), files, bool(content["has_optimizer"]), run)
     except FileNotFoundError:
         return f"it has no {MANIFEST_FILE}: the run ended while it was saved, or something else saved it"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -432,7 +432,8 @@ class Components:
         if self._args.record:
             if self.instruments.recorder is not None:
                 self.instruments.recorder.close()
-            self.instruments.recorder = recorder_of(self._args, self._rewards.recorded_weights, resumed)
+            weights = self._rewards.recorded_weights
+            self.instruments.recorder = recorder_of(self._args, weights, resumed, self.keeper.run)
 
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""

@@ -1,9 +1,9 @@
 """The recorder of one rank of a run: its file, the id of the run, and what a resume keeps. `components` calls it."""
 
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerState
 
@@ -15,23 +15,28 @@ from salesrl_trl.recording.reader import as_json, record_files, run_of
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import Recorder
 
+logger = get_logger(__name__)
 
-def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None) -> Recorder:
-    """The recorder of this rank; a collective. Its file holds the weight of each of several functions.
-    A run that goes on from the checkpoint `resumed` has the id that its first rank's file has. Raises `ConfigError`
-    where that file can't be read."""
+
+def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None, run: str) -> Recorder:
+    """The recorder of this rank; a collective. Its file holds the weight of each of several functions. The record goes
+    on where the checkpoint `resumed` lies in its folder and is of the same `run`; another run's is kept beside. Raises
+    `ConfigError` where the first rank's file can't be read."""
     folder = Path(args.output_dir)
     after, before = None, None
     if resumed is not None and Path(resumed).resolve().parent == folder.resolve():  # of a run in this folder
         after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
         before = run_of(record_file(folder, 0))
     is_unread = after is not None and before is None and record_file(folder, 0).exists()
-    run, is_unread = broadcast_object_list([uuid.uuid4().hex if before is None else before, is_unread])
+    is_anothers, is_unread = broadcast_object_list([before not in (None, run), is_unread])
     if is_unread:  # as another run's, it would be deleted
         raise ConfigError(
             f"{record_file(folder, 0)} can't be read now. Expected the record of the run that goes on. Wait until no "
             "other process locks it, or move it away."
         )
+    if is_anothers:
+        after = None
+        logger.warning(f"{resumed} is of another run than the record in {folder}, which is kept beside a new one")
     gib, clean = args.parsed_record()
     gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= args.world_size]
     return Recorder(

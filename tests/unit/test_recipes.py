@@ -308,9 +308,9 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
 def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_own(tmp_path):
     args = parse(["--output_dir", str(tmp_path)], DEBUG).training
 
-    def wrote(checkpoint, *steps):
+    def wrote(checkpoint, run, *steps):
         """The steps of the record after a run from this checkpoint, and its id."""
-        recorder = recorder_of(args, {}, checkpoint)
+        recorder = recorder_of(args, {}, checkpoint, run)
         for step in steps:
             recorder.record(Batch(step=step, mode="train", number=0, staleness=0, entries=[ENTRY],
                                   advantages=lambda: [0.0]))  # fmt: skip
@@ -321,13 +321,15 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
     for folder in (here, elsewhere):
         folder.mkdir(parents=True)
         TrainerState(global_step=2).save_to_json(str(folder / "trainer_state.json"))
-    steps, first = wrote(None, 1, 2, 3)
+    assert wrote(None, "first", 1, 2, 3) == ([1, 2, 3], "first")
     record_file(tmp_path, 1).write_bytes(record_file(tmp_path, 0).read_bytes())  # of a rank that is no more
-    assert wrote(str(here), 3) == ([1, 2, 3, 1, 2], first)
-    for checkpoint in (str(elsewhere), None):  # of another run, or none
-        steps, other = wrote(checkpoint, 3)
-        assert steps == [3]
-        assert other != first
+    assert wrote(str(here), "first", 3) == ([1, 2, 3, 1, 2], "first")
+    for checkpoint, run in (
+        (str(here), "second"),
+        (str(elsewhere), "third"),
+        (None, "fourth"),
+    ):  # of another run, or none
+        assert wrote(checkpoint, run, 3) == ([3], run)
 
 
 ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0, outcome="ok", reason="",

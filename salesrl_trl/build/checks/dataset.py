@@ -189,9 +189,10 @@ def check_splits(
     """Look for branches without rows, repeated training conversations, and held-out ones that are trained on."""
     counts = Counter(row.branch for row in train)
     findings.figures |= {f"rows_{branch}": counts[branch] for branch in branches}
-    if without := [branch for branch in branches if not counts[branch]]:
-        remedy = "Add rows, or leave the branch out of `branches`."
-        findings.note(f"No training row belongs to {', '.join(without)}.", remedy)
+    for part, rows in (("training", train), ("held-out", held_out)):
+        if rows and (without := sorted({*branches} - {row.branch for row in rows})):
+            remedy = "Add rows, or leave the branch out of `branches`."
+            findings.note(f"No {part} row belongs to {', '.join(without)}.", remedy)
     seen, repeats = set[object](), list[SalesRow]()
     for row in train:
         key = (row.branch, row.context, row.documents, row.images)

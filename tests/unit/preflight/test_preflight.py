@@ -300,7 +300,7 @@ def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
     found = told("--dataset", train, "--eval_dataset", held_out, "--allow_stand_ins", "true")
     assert "1 of 3 training rows repeat an earlier one: row-2." in found
     assert "1 of 2 held-out rows have the text of a training row" in found
-    assert "No training row belongs to hallucination. Add rows" in found
+    assert "No training row belongs to hallucination. Add rows" in found and "No held-out row belongs to hall" in found
 
 
 def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, tmp_path, monkeypatch):
@@ -314,7 +314,7 @@ def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, t
     found = told(*given, "--held_out_share", "0.5", "--columns", '{"branch": {"value": "fairness"}}')
     assert read.call_count == 2  # once by a run, once by a preflight
     assert f"1 of 9 records of {file} make no row: 1 have no known answer" in found
-    assert "No training row belongs to hallucination. Add rows" in found
+    assert "No training row belongs to hallucination. Add rows" in found and "No held-out row belongs to hall" in found
     assert "have the text of a training row" not in found
     assert f"10% of the rows of {file} are held out" in told(*given)
     assert "has no column 'kind', from which `columns` takes 'branch'." in told(
