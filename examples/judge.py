@@ -7,15 +7,15 @@ import json
 import os
 
 from datasets import Dataset
-from openai import APIConnectionError, AsyncOpenAI, InternalServerError, RateLimitError
+from openai import AsyncOpenAI
 
 from salesrl_trl import Reward, SalesGRPOConfig, SalesGRPOTrainer, Transport, per_completion
-from salesrl_trl.errors import ServiceOverloaded, ServiceUnavailable
 
 MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")
 RUBRIC = 'Grade the answer. Reply with JSON alone: {"right": 0 to 1, "polite": 0 to 1, "why": "a few words"}'
 
-# `OPENAI_BASE_URL` and `OPENAI_API_KEY` say where the judge is. The client does not retry, because the transport does.
+# `OPENAI_BASE_URL` and `OPENAI_API_KEY` say where the judge is. The client does not retry, because the transport does:
+# a busy judge costs no attempt and lowers the calls at once, and after five outages in a row it is left alone a while.
 judge = AsyncOpenAI(max_retries=0)
 calls = Transport("judge", max_concurrency=64, attempt_timeout_s=30.0, max_attempts=3, outage_patience_s=60.0)
 
@@ -25,12 +25,7 @@ async def helpful(prompt, completion, answer):
     """A number with its parts and its reason. `answer` is a column of the dataset."""
     asked = f"Question: {prompt[-1]['content']}\nRight answer: {answer}\nAnswer: {completion[0]['content']}"
     messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": asked}]
-    try:
-        reply = await judge.chat.completions.create(model=os.environ.get("JUDGE", "gpt-5-mini"), messages=messages)
-    except RateLimitError as error:  # costs no attempt, and fewer calls run at once from now on
-        raise ServiceOverloaded("the judge is busy", "judge_busy") from error
-    except (APIConnectionError, InternalServerError) as error:  # after five in a row the judge is left alone a while
-        raise ServiceUnavailable("the judge is down", "judge_down") from error
+    reply = await judge.chat.completions.create(model=os.environ.get("JUDGE", "gpt-5-mini"), messages=messages)
     verdict = json.loads(reply.choices[0].message.content)  # what is no JSON raises, and is asked for again
     right, polite = float(verdict["right"]), float(verdict["polite"])
     return Reward.scored(0.8 * right + 0.2 * polite, reason=verdict["why"], right=right, polite=polite)

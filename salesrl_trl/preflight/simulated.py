@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.ground.tables import aligned
-from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, usage_of
+from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, saved_by, usage_of
 from salesrl_trl.preflight.load import NOTEWORTHY_SHARE, limits_of, trouble
 from salesrl_trl.preflight.made_up import VARIANTS, Completion
 from salesrl_trl.reward.batch import BatchReport
@@ -44,11 +44,12 @@ class SimulatedStep(NamedTuple):
 def step_summary(number: int, step: SimulatedStep, show_text: bool) -> Summary:
     """Figures of one step. `completions` have the texts, which quote customers, and is empty without `show_text`."""
     verdicts = {usage_of(provider, "verdicts"): usage.verdicts for provider, usage in step.report.usage.items()}
+    logs = {**verdicts, saved_by("answers"): step.report.cache_hits["answers"]}
     return {
         "step": number,
         "seconds": step.report.seconds,
         **_tally(step.rewards),
-        "judge": judge_line(number, {JUDGE_SECONDS: step.report.judge_seconds, **verdicts}, list(step.report.usage)),
+        "judge": judge_line(number, {JUDGE_SECONDS: step.report.judge_seconds, **logs}, list(step.report.usage)),
         "completions": [
             {"variant": made.variant, "outcome": _ending(reward), "value": reward.value, "text": made.text}
             for made, reward in zip(step.completions, step.rewards, strict=True)

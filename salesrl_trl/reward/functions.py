@@ -228,6 +228,8 @@ class RewardFunction(Scorer):
             with deadline(self.deadline_s):
                 return await self._transport.call(lambda: self._called(samples))
         except ServiceError as error:
+            if isinstance(error, FunctionError) and error.worth_retrying and error.__cause__ is not None:  # it raised
+                self.faults.log(f"the reward function {self.__name__}", error.__cause__)
             code = f"{self.code}_missing" if error.code == NOT_APPLICABLE else error.code  # it has failed
             words = str(error) if isinstance(error, FunctionError) else code  # others' words may quote a customer
             return [self._unscored(code, words)] * len(samples)
@@ -277,7 +279,6 @@ class RewardFunction(Scorer):
                 raise  # the call is given up; else something inside it was cancelled
             if (known := service_error_of(self.code, error)) is not None:
                 raise known from error
-            self.faults.log(f"the reward function {self.__name__}", error)
             raised = type(error).__name__
             failed = FunctionError(
                 f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"

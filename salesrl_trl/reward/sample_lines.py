@@ -7,7 +7,11 @@ kind was asked for.
 import asyncio
 import json
 import logging
+import re
+import sysconfig
+import traceback
 from collections.abc import Collection
+from pathlib import Path
 
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.types import Answer, Example, Outcome, Reward
@@ -62,12 +66,15 @@ def row_id_of(row: Example) -> str | None:
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error was raised: `rewards.py:31`, with the whole path."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"
+    """Where an error was raised: `rewards.py:31`, with the whole path. The last place that is in no library, if there
+    is one."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [place for place in places if not _OF_A_LIBRARY.search(place[0])]
+    return "{}:{}".format(*(own or places)[-1]) if places else "an unknown place"
 
+
+_LIBRARIES = "|".join(re.escape(path) for path in (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])))
+_OF_A_LIBRARY = re.compile(rf"[/\\](site|dist)-packages[/\\]|^<frozen|^({_LIBRARIES})[/\\]")
 
 _TIED = (
     "SQLite objects created in a thread", "signal only works in main thread", "'_thread._local' object has no",

@@ -25,6 +25,7 @@ from salesrl_trl.names import (
     Phase,
     of_branches,
     outcome_of,
+    saved_by,
     time_of,
     usage_of,
 )
@@ -186,7 +187,9 @@ def judge_line(step: int, logs: Logs, providers: Sequence[str]) -> str:
     verdict, and the verdicts of each provider that arrived since the last line."""
     verdicts = {provider: logs.get(usage_of(provider, "verdicts")) or 0 for provider in providers}
     counts = {provider: int(count) if count == int(count) else round(count, 1) for provider, count in verdicts.items()}
-    none = "" if any(counts.values()) else " (no verdict arrived since the last line)"
+    saved = logs.get(saved_by("answers")) or 0
+    why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""
+    none = "" if any(counts.values()) else f" (no new verdict since the last line{why})"
     return f"[Judge@step{step}] time={logs.get(JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
 
 

@@ -1,6 +1,7 @@
 """Reward functions of one's own from outside the package, in the trainer's process and in one of their own."""
 
 import asyncio
+import json
 import sys
 import urllib.error
 
@@ -11,7 +12,7 @@ import pytest
 import requests
 import torch
 from seams.own_reward import compute_score, of_trl, ranks, shortness
-from support.virtual_time import play
+from support.virtual_time import play, run
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from salesrl_trl.errors import ConfigError, ServiceError
@@ -29,7 +30,7 @@ FAULTS = {
     "raises": "shortness_raised_ValueError",
     "exits": "shortness_raised_SystemExit",
     "cancelled inside": "shortness_raised_CancelledError",
-    "no connection": "shortness_unreachable",
+    "no connection": "shortness_unavailable",
     "nan": "shortness_not_finite",
     "beyond float32": "shortness_not_finite",
     "a string": "shortness_no_number",
@@ -83,18 +84,18 @@ def with_status(status, headers):
 CLIENTS = {
     "aiohttp 500": (lambda: aiohttp.ClientResponseError(INFO, (), status=500), "http_500", 3),
     "aiohttp 400": (lambda: aiohttp.ClientResponseError(INFO, (), status=400), "http_400", 1),
-    "aiohttp refused": (lambda: aiohttp.ClientConnectionError("secret"), "unreachable", 3),
+    "aiohttp refused": (lambda: aiohttp.ClientConnectionError("secret"), "unavailable", 3),
     "aiohttp late": (lambda: aiohttp.ServerTimeoutError("secret"), "timeout", 3),
     "httpx 429": (lambda: httpx_status(429, **{"Retry-After": "1"}), "http_429", None),
     "headers in another form": (lambda: with_status(503, [("Retry-After", "1")]), "http_503", 3),
     "a dictionary of headers": (lambda: with_status(429, {"Retry-After": 1}), "http_429", None),
-    "httpx refused": (lambda: httpx.ConnectError("secret"), "unreachable", 3),
+    "httpx refused": (lambda: httpx.ConnectError("secret"), "unavailable", 3),
     "httpx late": (lambda: httpx.ReadTimeout("secret"), "timeout", 3),
     "requests 404": (lambda: requests_status(404), "http_404", 1),
-    "requests refused": (lambda: requests.ConnectionError("secret"), "unreachable", 3),
+    "requests refused": (lambda: requests.ConnectionError("secret"), "unavailable", 3),
     "requests late": (lambda: requests.ReadTimeout("secret"), "timeout", 3),
     "urllib 503": (lambda: urllib.error.HTTPError("http://secret", 503, "secret", {}, None), "http_503", 3),
-    "openai refused": (lambda: openai.APIConnectionError(request=REQUEST), "unreachable", 3),
+    "openai refused": (lambda: openai.APIConnectionError(request=REQUEST), "unavailable", 3),
     "openai late": (lambda: openai.APITimeoutError(request=REQUEST), "timeout", 3),
 }
 """What a client raises, the end of its code, and how often a call that has three attempts is tried. One that is turned
@@ -134,12 +135,27 @@ def test_errors_of_other_clients_are_known_by_status_and_kind_in_functions_and_i
 def test_a_fault_is_logged_once_by_its_place_and_without_its_words(caplog):
     fresh = per_completion(shortness.__wrapped__)
     asyncio.run(fresh.score_all(rows(3), ["raises", "raises", "a string"]))
-    assert [record.message.split(" at ")[0] for record in caplog.records] == [
+    assert sorted(record.message.split(" at ")[0] for record in caplog.records) == [
         "the reward function shortness raised ValueError",
         "the reward function shortness returned a str for a completion. Expected a number, None or a Reward; such "
         "completions are missing",
     ]
     assert "customer" not in caplog.text
+
+
+def test_a_fault_is_logged_where_a_call_is_lost_for_good_by_a_line_that_is_in_no_library(caplog):
+    async def judge(completion):
+        calls.append(completion)
+        return json.loads("{" if completion == "lost" or len(calls) == 1 else "1")  # raises in Python's own library
+
+    calls = []
+    limits = {"max_concurrency": 1, "attempt_timeout_s": 5.0, "max_attempts": 3}
+    function = per_completion(transport=Transport("judge", **limits))(judge)
+    for completion, value in (("scored", 1.0), ("lost", None)):
+        assert "raised JSONDecodeError" not in caplog.text
+        assert run(function.score_all(rows(1), [completion])).values == [value]
+    line = judge.__code__.co_firstlineno + 2
+    assert f"raised JSONDecodeError at {__file__}:{line};" in caplog.text
 
 
 def test_without_a_transport_each_completion_is_asked_whatever_became_of_those_before():

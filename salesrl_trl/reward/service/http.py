@@ -177,7 +177,7 @@ def service_error_of(service: str, error: BaseException) -> ServiceError | None:
     if names & _LATE:
         return ServiceTimeout(f"{service} timed out", f"{service}_timeout")
     if names & _BROKEN:
-        return ServiceUnavailable(f"{service} found no connection", f"{service}_unreachable")
+        return ServiceUnavailable(f"{service} found no connection", f"{service}_unavailable")
     return None
 
 

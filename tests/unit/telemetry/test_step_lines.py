@@ -68,6 +68,14 @@ def test_the_judges_line_says_seconds_and_verdicts_by_provider():
     )
 
 
+def test_the_judges_line_says_what_kept_answers_saved_where_no_verdict_is_new():
+    none = "[Judge@step1] time=0.0s providers={'judge': 0} (no new verdict since the last line"
+    assert judge_line(1, {}, ("judge",)) == f"{none})"
+    saved = {"cache/answers_saved": 32.0}
+    assert judge_line(1, saved, ("judge",)) == f"{none}; kept answers and verdicts saved 32 calls)"
+    assert "saved" not in judge_line(1, {**saved, "judge/judge/verdicts": 1.0}, ("judge",))
+
+
 def test_the_shares_of_a_step_come_largest_first_and_crumbs_are_left_out():
     logs = {"time/step_s": 10.0, "time/reward_wait_s": 7.8, "time/generation_s": 1.4, "time/unaccounted_s": 0.1,
             "time/optimizer_s": 0.05, "time/backward_s": None}  # fmt: skip
