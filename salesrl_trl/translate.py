@@ -70,7 +70,8 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
 
 def recipe(given: Mapping[str, Any], source: str) -> str:
     """The recipe of these values. Its comments have what could not be converted."""
-    every: dict[str, Any] = {name: line.default for name, line in names().items() if line.default is not None}
+    usual = {name: _resolved(line.default, given) for name, line in names().items() if line.default is not None}
+    every: dict[str, Any] = {name: value for name, value in usual.items() if not _is_unknown(name, value)}
     known = {name: value for name, value in given.items() if not _is_unknown(name, value)}
     every |= known
     lines = names().items()

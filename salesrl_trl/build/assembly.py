@@ -127,6 +127,11 @@ def open_reward(
         yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
 
 
+def _log_embedded(config: RewardConfig, at: ServiceAddresses) -> None:
+    used = [f"RAG {at.rag_base_url}"] * config.embeds_rag + [f"judge {at.judge_base_url}"] * config.embeds_judge
+    logger.info(f"embedded: {', '.join(used)}")
+
+
 @contextlib.contextmanager
 def addresses(config: RewardConfig, services: EmbeddedServices | None = None) -> Iterator[tuple[str, str]]:
     """The addresses of the RAG service and the judge. Embedded ones are started where none is configured; all ranks
@@ -136,7 +141,7 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
         return
     if services is None and "WORLD_SIZE" not in os.environ:
         with EmbeddedServices(documents=_documents(config)) as mine:
-            logger.info(f"embedded services: RAG {mine.rag_base_url}, judge {mine.judge_base_url}")
+            _log_embedded(config, mine)
             yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
         return
     from accelerate import PartialState  # brings torch, which a process alone does not need
@@ -150,7 +155,7 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
         if state.is_local_main_process:
             try:
                 started = services.start()
-                logger.info(f"embedded services: RAG {started.rag_base_url}, judge {started.judge_base_url}")
+                _log_embedded(config, started)
             except SalesRLError as error:
                 started = error
         everywhere: list[ServiceAddresses | SalesRLError | None] = gather_object([started])

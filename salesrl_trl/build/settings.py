@@ -275,8 +275,11 @@ class SettingsParser(TrlParser):
             fault = str(error)
             if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
                 # the place alone, without the line itself: it may hold a key
-                problem = ", ".join(part for part in (error.context, error.problem) if part)
-                fault = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+                parts = (
+                    (error.context, error.context_mark),
+                    (error.problem, mark),
+                )  # begins in one line, ends in another
+                fault = ", ".join(f"{text} (line {at.line + 1}, column {at.column + 1})" for text, at in parts if at)
             raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
         if not isinstance(recipe, dict):
             raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")

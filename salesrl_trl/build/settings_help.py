@@ -209,7 +209,7 @@ def answer_help(argv: Sequence[str], recipe: Path | None = None, own: str = "") 
     place = next(place for place, word in enumerate(argv) if word in FLAGS)
     words = [word for word in argv[place + 1 :] if not word.startswith("-")]
     options = [word.lstrip("-").replace("-", "_") for word in argv[place + 1 : place + 2]]
-    words = words or [name for name in options if name in settings()]
+    words = words or [name for name in options if name in ("preset", *settings())]
     recipe = _recipe(argv[:place], recipe)
     found = _asked(words, recipe) if words else own or _first_page(recipe)
     if os.environ.get("RANK", "0") == "0":
@@ -252,6 +252,11 @@ def _first_page(recipe: Path) -> str:
 def _asked(words: Sequence[str], recipe: Path) -> str:
     """The page of a group or a setting, or what a search finds; empty for nothing."""
     known, word = settings(), words[0].replace("-", "_")
+    if word == "preset":
+        heads = [_entry(name, "", (FOLDER / f"{name}.yaml").read_text("utf-8")[2:].split("\n")[0]) for name in PRESETS]
+        return "\n".join(
+            ["--preset NAME ...: overlays of the recipe. The command line wins, then the last one.", *heads]
+        )
     if len(words) == 1 and word in GROUPS:
         return _group_page(word, _values(recipe))
     if len(words) == 1 and word in known:

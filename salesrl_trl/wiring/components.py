@@ -203,7 +203,7 @@ class Components:
         reason = in_trls_order or why_not_divisible(args, at_once)
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
-            logger.info(f"off: scored groups first, because {reason}")
+            logger.info(f"`scored_groups_first` is off here, because {reason}")
         # 4. the passes of an update, and the phases around them
         self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)

@@ -18,6 +18,7 @@ data:
   max_response_length: 100
   return_raw_chat: true
 actor_rollout_ref:
+  hybrid_engine: true
   model: {path: some/model, lora_rank: 0, lora_alpha: 32}
   actor:
     optim: {lr: 3e-6}
@@ -86,8 +87,12 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
         "#   trainer.total_epochs: ${oc.env:EPOCHS} is not known\n",
         "#   critic.*: GRPO has no critic\n",
         "#   data.return_raw_chat\n",
+        "#   hybrid_engine: vllm_mode: colocate is the default\n",
     ):
         assert line in text
+    assert translated(tmp_path, VERL.replace("default_local_dir", "project_name"))[0]["output_dir"] == (
+        "checkpoints/runs/first/first"
+    )
 
 
 def test_the_recipe_is_read_by_the_parser_of_a_run(tmp_path, monkeypatch):

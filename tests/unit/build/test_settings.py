@@ -72,6 +72,9 @@ def test_a_recipe_that_is_not_yaml_is_refused_without_its_text(tmp_path):
     told = r"is not YAML: mapping values are not allowed here \(line 2, column 18\)"
     with pytest.raises(ConfigError, match=told) as e:
         parse([], recipe)
+    recipe.with_name("other.yaml").write_text("beta: 0\nbranches: [a, b\nhub_token: secret\n")
+    with pytest.raises(ConfigError, match=r"a flow sequence \(line 2, column 11\), expected .* \(line 3, column 10\)"):
+        parse([], recipe.with_name("other.yaml"))
     assert "secret" not in str(e.value)
     assert e.value.__cause__ is None and e.value.__suppress_context__
 
@@ -156,6 +159,12 @@ def test_help_of_a_setting_has_its_whole_text_its_limits_and_its_values(capsys):
     assert "oneof:error,drop,truncate_oldest_turns" in told(capsys, "long_prompts")
     assert "presetserver:server" in told(capsys, "vllm_mode")
     assert "--judge_providers.temperature(0.0)" in told(capsys, "judge_providers")
+
+
+def test_help_of_presets_says_what_each_is_for(capsys):
+    page = told(capsys, "preset")
+    assert page == told(capsys, "--preset")
+    assert "--80gbAcardof80GB:LoRA" in page
 
 
 def test_help_of_other_words_is_a_search_and_a_guess_where_nothing_has_them(capsys):
