@@ -253,9 +253,10 @@ def _asked(words: Sequence[str], recipe: Path) -> str:
     """The page of a group or a setting, or what a search finds; empty for nothing."""
     known, word = settings(), words[0].replace("-", "_")
     if word == "preset":
-        heads = [_entry(name, "", (FOLDER / f"{name}.yaml").read_text("utf-8")[2:].split("\n")[0]) for name in PRESETS]
+        texts = {name: (FOLDER / f"{name}.yaml").read_text("utf-8")[2:].replace("\n# ", " ") for name in PRESETS}
+        entries = [_entry(name, "", re.split(r"\.\s", text)[0]) for name, text in texts.items()]
         return "\n".join(
-            ["--preset NAME ...: overlays of the recipe. The command line wins, then the last one.", *heads]
+            ["--preset NAME ...: overlays of the recipe. The command line wins, then the last one.", *entries]
         )
     if len(words) == 1 and word in GROUPS:
         return _group_page(word, _values(recipe))
