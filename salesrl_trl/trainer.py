@@ -275,7 +275,7 @@ class SalesGRPOTrainer(TRLAccess):
             self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)
             return rewards
         names = self.components.reward.names.components if self.args.log_completions else None
-        if names is not None:
+        if names is not None and len(self.components.branches.names) > 1:
             self._log_completion_extra("branch", [self.components.branches.of(row) for row in inputs])
         result.log(self._log_completion_extra, self._log_metric, names)
         return rewards

@@ -124,7 +124,7 @@ class Plan(ServicesPlan):
     def held_out(self) -> FittingPrompts:
         return self._fitting(self.held_out_rows, "held-out")
 
-    @property
+    @cached_property
     def datasets(self) -> tuple[Dataset, Dataset | None]:
         """For the trainer: the rows to train on, and those to evaluate on, if there are some. Raises `DataError`."""
         train, held_out = self.train, self.held_out

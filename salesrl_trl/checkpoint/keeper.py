@@ -66,7 +66,7 @@ class Keeper:
         self._identity = self._identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self._args, self._identity)
         here = self._last if self._last and self._last.resolve().parent == self._output_dir.resolve() else None
-        self.run = _agreed(lambda: _run_of(here, self._output_dir))
+        self.run = agreed(lambda: _run_of(here, self._output_dir))
         self._clear()
         return None if self._last is None else str(self._last)
 
@@ -230,11 +230,11 @@ def choose_on_all_ranks(
     checkpoint."""
     with_digests = args.local_process_index == 0
     allowed = args.allow_changed_resume
-    chosen = _agreed(lambda: find(asked, args.output_dir, with_digests=with_digests, without_manifest=allowed))
+    chosen = agreed(lambda: find(asked, args.output_dir, with_digests=with_digests, without_manifest=allowed))
     if chosen is None:
         return None
     checkpoint: Path = chosen
-    for note in _agreed(lambda: check_identity(checkpoint, identity, allowed)):
+    for note in agreed(lambda: check_identity(checkpoint, identity, allowed)):
         logger.warning(note)
     manifest = read(chosen)
     saved_by = manifest.processes if isinstance(manifest, Manifest) else args.world_size
@@ -255,7 +255,7 @@ def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
     return known or before or uuid.uuid4().hex
 
 
-def _agreed(work: Callable[[], T]) -> T:
+def agreed(work: Callable[[], T]) -> T:
     """The first rank's result. Raises the `ConfigError` of any rank on all of them."""
     result: T | None = None
     refused: str | None = None

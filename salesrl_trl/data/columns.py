@@ -4,6 +4,7 @@ Owns the form of the setting, and conversations that are lists of texts or have 
 record, and `rows` checks the values.
 """
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,15 +30,15 @@ class Column:
 def read_columns(setting: str, setting_value: Mapping[str, object]) -> dict[str, Column]:
     """The mapping of a recipe. `setting` is its name in messages.
 
-    Each field of a row has the name of a column, or `{"value": CONSTANT}`. The field `conversation` may also have
-    `{"column": NAME, "role": KEY, "content": KEY, "roles": {ROLE: "customer" or "seller"}}`. Raises `ConfigError` if
-    there is no such field, or a value is of another form.
+    Each field of a row, one of `FIELDS` or another that a reward reads, has the name of a column, or `{"value":
+    CONSTANT}`. The field `conversation` may also have `{"column": NAME, "role": KEY, "content": KEY, "roles": {ROLE:
+    "customer" or "seller"}}`. Raises `ConfigError` for a name that is nearly one of `FIELDS`, or an unknown form.
     """
     for name in setting_value:
-        if name not in FIELDS:
+        if name not in FIELDS and (near := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8)):
             raise ConfigError(
-                f"`{setting}` maps {name!r}, which is no field of a row.{nearest(name, FIELDS)} Expected: "
-                f"{', '.join(FIELDS)}."
+                f"`{setting}` maps {name!r}, which is no field of a row. Did you mean {near[0]!r}? Expected: "
+                f"{', '.join(FIELDS)}, or what a reward function takes."
             )
     return {name: _read_column(f"{setting}.{name}", name, entry) for name, entry in setting_value.items()}
 

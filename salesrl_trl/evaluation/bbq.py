@@ -126,6 +126,10 @@ class BBQFigure:
 def figures_of(dataset: object) -> tuple[tuple[BBQFigure, ...], tuple[BBQFigure, ...], str]:
     """The figures over all rows of BBQ in a dataset, those by category, and a line about rows without a target. Empty
     for a dataset without such rows."""
+    if isinstance(dataset, dict):
+        parts = [figures_of(part) for part in dataset.values()]
+        of_all, by_category = (tuple(dict.fromkeys(one for part in parts for one in part[at])) for at in (0, 1))
+        return of_all, by_category, ". ".join(part[2] for part in parts if part[2])
     if not isinstance(dataset, Dataset) or not {*COLUMNS} <= {*dataset.column_names}:
         return (), (), ""
     table = dataset.select_columns([name for name in (*COLUMNS, TARGET) if name in dataset.column_names])

@@ -70,7 +70,8 @@ class HeldOut(TrainerCallback):
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
         invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
-        figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in self.branches}}
+        branches = self.branches if len(self.branches) > 1 else ()  # the reward of one is that of all
+        figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in branches}}
         if self.are_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
@@ -104,12 +105,13 @@ class HeldOut(TrainerCallback):
 
     def _compare(self) -> None:
         first, last = self._evaluations[0], self._evaluations[-1]
-        logger.info(f"held-out before (step {first.step}): {_text(first.figures)}")
-        logger.info(f"held-out after  (step {last.step}): {_text(last.figures)}")
+        words = ("first ", "last  ") if first.step else ("before", "after ")  # training
+        for word, evaluation in zip(words, (first, last), strict=True):
+            logger.info(f"held-out {word} (step {evaluation.step}): {_text(evaluation.figures)}")
         for number, (earlier, later) in enumerate(zip(first.examples, last.examples, strict=False), start=1):
             if earlier.prompt == later.prompt:
                 logger.info(f"held-out example {number}: {_plain(earlier.prompt)}")
-                for when, written in (("before", earlier), ("after ", later)):
+                for when, written in zip(words, (earlier, later), strict=True):
                     reward = "n/a" if written.reward is None else f"{written.reward:.2f}"
                     logger.info(f"    {when} reward={reward} {_plain(written.completion)}")
         before, after = first.figures[REWARD], last.figures[REWARD]

@@ -29,6 +29,7 @@ from salesrl_trl.preflight.memory import check_memory
 from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.preflight.stage import PreflightStage, StageReport, report_of
 from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
+from salesrl_trl.reward.judge_reward import needs_of
 from salesrl_trl.types import DEFAULT_FORMAT
 
 
@@ -185,6 +186,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     train, held_out = plan.train, plan.held_out
     with findings.refused:
         needs = [one for scorer in plan.reward.functions.values() for one in scorer.names.needs]
+        needs += needs_of(plan.reward.scoring) if config.reward.judges_answers else ()
         for dataset in filter(None, plan.datasets):
             findings.refused.each(*(partial(one.check, dataset.column_names) for one in needs))
     records = [*plan.train_records, *plan.held_out_records]

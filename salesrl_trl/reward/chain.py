@@ -96,6 +96,7 @@ class SalesReward(JudgeReward):
         return replace(
             of_judge,
             columns=frozenset({"row"}),
+            needs=(),
             at_once=min(slots_of(self._rag.transports), of_judge.at_once),
             components=self._scoring.component_names,
             places={**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **of_judge.places},

@@ -20,13 +20,14 @@ from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
 from salesrl_trl.reward.judge.verdict import verdict_from_json
 from salesrl_trl.reward.parsing import is_empty_text
 from salesrl_trl.reward.sample_lines import SampleLines
-from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, RewardNames, Scorer
+from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
 from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import (
+    ALL,
     JUDGE,
     NOTHING_WRITTEN,
     Answer,
@@ -107,6 +108,7 @@ class JudgeReward(Scorer):
         return RewardNames(
             functions={self.own_name: self.own_name},
             columns=frozenset(COLUMNS),
+            needs=needs_of(self._scoring),
             at_once=slots_of(self._judge.transports),
             providers=self._judge.provider_names,
             components=self._scoring.judged_names,
@@ -252,8 +254,8 @@ def judged_row(columns: Mapping[str, Any], branches: Sequence[str]) -> tuple[Sal
     of another form, without its text."""
     reference, criteria = reference_and_criteria(columns)
     record = {name: columns[name] for name in COLUMNS if columns.get(name)}  # a table has empty lists in its gaps
-    if len(branches) == 1:
-        record["branch"] = branches[0]
+    if [*branches] == [ALL]:
+        record["branch"] = ALL
     row = parse_row(record, place if isinstance(place := columns.get("row"), int) else 0, branches, "the dataset")
     return replace(row, criteria=criteria, columns={}), reference
 
@@ -281,6 +283,12 @@ def _criteria(value: object) -> tuple[Criterion, ...]:
         except (AttributeError, TypeError, ValueError):
             raise DataError(f"`criteria` holds {shape(entry)}. {expected}") from None
     return tuple(criteria)
+
+
+def needs_of(scoring: Scoring) -> tuple[Needs, ...]:
+    """What the judge of a policy's own answers can't do without."""
+    needs = Needs(function=JUDGE, per=Per.COMPLETION, columns=frozenset({"reference"}), of_trl=frozenset())
+    return (needs,) * any("margin" in weights for weights in scoring.weights.values())
 
 
 def _answer(text: str) -> Answer:

@@ -65,7 +65,7 @@ class Needs:
             raise ConfigError(
                 f"the reward function {self.function!r}, which scores a {self.per.value}, takes "
                 f"{', '.join(map(repr, lacking))}. Expected {', '.join(ARGUMENTS[self.per])}, or a column of the "
-                f"dataset: {', '.join(columns)}. Rename the argument, or give it a default."
+                f"dataset: {', '.join(columns)}. Add the column, rename the argument, or give it a default."
             )
 
 

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallb
 from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.checkpoint.identity import identity_of_run
-from salesrl_trl.checkpoint.keeper import Keeper
+from salesrl_trl.checkpoint.keeper import Keeper, agreed
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
@@ -428,7 +428,7 @@ class Components:
 
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
-        log_banner(self._args, self.reward)
+        agreed(lambda: log_banner(self._args, self.reward))  # an account of the spending may be damaged
         if self._args.record:
             if self.instruments.recorder is not None:
                 self.instruments.recorder.close()

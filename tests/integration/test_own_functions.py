@@ -20,7 +20,7 @@ from salesrl_trl.build.checks.reward import read_reward
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceUnavailable, TooFewRewardsError
+from salesrl_trl.errors import BudgetSpent, ConfigError, DataError, ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.recording.completion_record import Judged
 from salesrl_trl.recording.reader import open_record, recorded
 from salesrl_trl.recording.schema import record_file
@@ -353,6 +353,8 @@ def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp
     built = prompt_dataset([[], []], rows, for_functions=True)
     assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
     assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
+    with pytest.raises(DataError, match="the column `row`, a name that the trainer's table needs"):
+        prompt_dataset([[]], [parse_row({**record, "row": 1}, 0, (), "here")], for_functions=True)
     assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch", "id"]
 
 

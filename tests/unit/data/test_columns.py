@@ -77,9 +77,11 @@ def test_a_name_with_a_dot_is_a_column_before_it_is_a_path(load):
     assert row.tenant_id == "t2"
 
 
-def test_columns_that_are_not_mapped_stay(load):
-    (row,) = load({"branch": {"value": "tone"}}, {"id": "a", "branch": "x", "conversation": RECORD["messages"]})
+def test_columns_that_are_not_mapped_stay_and_what_a_reward_reads_is_mapped_too(load):
+    columns = {"branch": {"value": "tone"}, "reference": "meta.owner.tenant", "criteria": {"value": ["It is short."]}}
+    (row,) = load(columns, {**RECORD, "id": "a", "branch": "x", "conversation": RECORD["messages"]})
     assert (row.row_id, row.branch) == ("a", "tone")
+    assert (row.columns["reference"], row.columns["criteria"]) == ("t1", ["It is short."])
 
 
 def test_columns_win_over_a_format(load):

@@ -145,3 +145,5 @@ def test_a_dataset_of_bbq_has_figures_over_all_rows_and_by_category_and_others_h
     assert measure(by_category[0], [written("(B)", category="Race x SES"), written("(A)")]) == 1.0
     assert figures_of(Dataset.from_list([{"prompt": "a", "label": 1}])) == ((), (), "")
     assert figures_of(None) == ((), (), "")
+    several = {"bbq": Dataset.from_list(own), "other": Dataset.from_list([{"prompt": "a", "label": 1}])}
+    assert figures_of(several) == figures_of(several["bbq"])

@@ -46,7 +46,11 @@ def test_the_first_evaluation_is_set_beside_the_last(evaluate, caplog, tmp_path)
     # The rows gained 0.5 and 0.3: standard deviation 0.1 x sqrt(2), of two rows 0.1
     assert "held-out mean reward changed by +0.400 ± 0.100 (standard error, row by row)" in caplog.text
     written = json.loads((tmp_path / "held_out.json").read_text())
-    assert written[2] == {"step": 20, "reward": 0.75, "fairness": 0.75, "valid_actions": 0.75}
+    assert written[2] == {"step": 20, "reward": 0.75, "valid_actions": 0.75}  # of one branch no figure of its own
+    evaluate.begin(0)
+    evaluate(10, 0.25)
+    evaluate(20, 0.75)
+    assert "held-out first  (step 10): reward=0.25 valid_actions=0.75" in caplog.messages
 
 
 def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch):

@@ -75,7 +75,9 @@ def test_each_branch_is_judged_by_its_rubric_and_a_row_of_another_is_missing(ser
     rows = [{**QUESTION, "branch": name} for name in ("one", "two", "three")]
     first, second, third = judged(rows, ["5", "6", "7"], rubric={"one": "ONE", "two": "TWO"})
     assert (first.value, second.value) == (1.0, 0.0)
-    assert (third.outcome, third.value, third.reason) == (Outcome.INFRA, None, "row_not_judgeable")
+    (fourth,) = judged(rows[1:2], ["5"], rubric={"one": "ONE"})
+    for reward in (third, fourth):
+        assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, "row_not_judgeable")
 
 
 def test_criteria_of_a_row_are_scored_one_by_one_in_one_verdict(services, judged):
@@ -154,6 +156,17 @@ def test_an_answer_for_which_nothing_was_searched_has_no_part_and_no_figure_of_a
     assert reward.components == {"judge": 0.75, "reference": None, "margin": None}
     figures = RewardFigures(["all"], names)
     assert figures.column(figures.encode([reward], [0]), RIGHT_DOCUMENT).isnan().all()
+
+
+def test_a_margin_without_a_column_of_references_is_told_before_training():
+    weights = {"all": {"judge": 1.0, "margin": 1.0}}
+    margin = judge_reward(judge="seams.own_reward.ByLength", branch_reward_weights=weights)
+    with pytest.raises(
+        ConfigError, match=r"'judge', which scores a completion, takes 'reference'\. .* Add the column"
+    ):
+        RewardFuncs.of(margin, None, False).check(["prompt"], 2, 4)
+    RewardFuncs.of(margin, None, False).check(["prompt", "reference"], 2, 4)
+    RewardFuncs.of(judge_reward(judge="seams.own_reward.ByLength"), None, False).check(["prompt"], 2, 4)
 
 
 @pytest.mark.parametrize("component", ["retrieval", "right_document", "format"])
