@@ -28,11 +28,11 @@ MOST_CHARS = 40_000  # most of one text of a call. The rest is counted.
 PAGE = 50
 MOST_OF_A_ROW = 800
 MOST_WHOLE = 2**53
-EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
+EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row", "recovered")
 BETWEEN = ("reward", "advantage", "step")
 SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward",
-         "advantage", "judge_s", "disagreement", "tokens")  # fmt: skip
-MEASURED = ("reference_reward", "advantage", "judge_s", "disagreement", "tokens")
+         "advantage", "judge_s", "call_s", "recovered", "disagreement", "tokens")  # fmt: skip
+MEASURED = ("reference_reward", "advantage", "call_s", "recovered", "disagreement", "tokens")
 """Numbers that a task may have or not: the page shows those that the record has."""
 BINS = 20
 EXPORTED = ("row", "branch", "step", "mode", "outcome", "reason", "reward", "advantage")
@@ -42,10 +42,10 @@ ORDERS = {
     "oldest": ("step", "ASC"),
     "disagreement": (f"ifnull(disagreement, {_LOW})", "DESC"),
     "advantage": (f"ifnull(abs(advantage), {_LOW})", "DESC"),
-    "slowest": (f"ifnull(judge_s, {_LOW})", "DESC"),
+    "slowest": (f"ifnull(call_s, {_LOW})", "DESC"),
     **{
         f"{name}_{end}": (f"ifnull({name}, {last})", direction)
-        for name in ("step", "reward", "reference_reward", "advantage", "disagreement", "judge_s", "tokens")
+        for name in ("step", "reward", "reference_reward", "advantage", "disagreement", "call_s", "tokens")
         for end, last, direction in (("high", _LOW, "DESC"), ("low", _HIGH, "ASC"))
     },
 }

@@ -27,7 +27,8 @@ _COPIED = ("step", "mode", "batch", "place", "prompt_group", "row", "branch", "o
 # Texts are in lower case and in tables of their own: SQLite reads a table of short rows faster.
 _TABLES = f"""
 CREATE TABLE completions (
-    n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id, {", ".join(_COPIED)}, disagreement REAL, prompt
+    n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id, {", ".join(_COPIED)}, disagreement REAL, call_s REAL,
+    recovered TEXT, prompt
 );
 CREATE INDEX by_row ON completions (row, step);
 CREATE INDEX by_prompt ON completions (prompt);
@@ -41,6 +42,9 @@ INSERT INTO completions
 SELECT NULL, :run, :rank, c.id, {", ".join(f"c.{name}" for name in _COPIED)},
     coalesce((SELECT max(abs(candidate - reference)) FROM source.verdicts WHERE completion = c.id),
              abs(c.reward - c.reference_reward)),
+    coalesce((SELECT max(seconds) FROM source.calls WHERE completion = c.id), c.judge_s),
+    (SELECT '1' FROM source.calls
+     WHERE completion = c.id AND failure NOT IN ('', 'cancelled') AND c.reward IS NOT NULL),
     (SELECT n FROM prompts WHERE run = :run AND rank = :rank AND id = c.prompt)
 FROM source.completions c WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
 """

@@ -175,7 +175,8 @@ def _of_training(run: Run) -> Iterator[MainFigure]:
     if run.seconds is not None:
         first, last = run.seconds
         began = datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        pauses = f"; {run.starts} starts, with the time between them" if run.starts > 1 else ""
+        steps, several = ", ".join(map(str, run.starts)), len(run.starts) > 1
+        pauses = f"; {len(run.starts)} starts (steps {steps}), with the time between them" if several else ""
         wall_time = f"{seconds(last - first)} from first to last event, from {began}{pauses}"
     yield MainFigure("Wall time", wall_time)
     step_time = "step times were not logged"

@@ -44,7 +44,7 @@ class Run:
     branches: tuple[str, ...]
     seconds: tuple[float, float] | None
     """Wall times of the first and the last event, in seconds since 1970; `None` without an event."""
-    starts: int  # event files with training figures. A run that was resumed has more than one.
+    starts: tuple[int, ...]  # first steps of the starts: a run that was resumed has more than one
     infinite: int  # number of infinite figures. They are in no series. NaN is in none either: it means "not measured".
     quick_evals: tuple[QuickEval, ...]
     held_out: Mapping[int, Figures]
@@ -93,7 +93,7 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         steps=tuple(sorted({step for values in trained for step in values if step > 0})),
         branches=names.branches_in(series),
         seconds=(min(times), max(times)) if times else None,
-        starts=sum(_start(scalars) is not None for scalars in files),
+        starts=tuple(start.step for start in sorted(filter(None, map(_start, files)))),
         infinite=infinite,
         quick_evals=quick_evals,
         held_out=held_out,

@@ -23,7 +23,7 @@ const ORDER_NAMES = ["newest", "oldest", "reward_high", "reward_low", "disagreem
 const LEADING = [
   ["disagreement", "reference_reward"],
   ["advantage", "advantage"],
-  ["slowest", "judge_s"],
+  ["slowest", "call_s"],
 ]; // orders, and the number that a record must have for them
 const WAIT_MS = 250;
 let waiting = 0;
@@ -86,6 +86,7 @@ function Filters({ params }) {
         .map((name) => h(Select, { name, label: t(name), options: facetOptions(name) })),
       Object.keys(page.state.facets.flag ?? {}).length > 0 &&
         h(Select, { name: "flag", label: t("flag"), options: [["any", t("noted")], ...facetOptions("flag").filter(([code]) => code)] }),
+      has("recovered") && h(Select, { name: "recovered", label: t("retries"), options: [["1", t("recovered")]] }),
       ["reward", has("advantage") && "advantage", "step"].filter(Boolean).map((name) => h(Between, { name })),
       h(Select, {
         name: "order",
@@ -128,7 +129,7 @@ function Leading({ params }) {
 }
 
 const HEADS = { step: ["newest", "oldest"] }; // orders of a column: from the largest, from the smallest
-for (const name of ["reward", "reference_reward", "advantage", "disagreement", "judge_s", "tokens"])
+for (const name of ["reward", "reference_reward", "advantage", "disagreement", "call_s", "tokens"])
   HEADS[name] = [`${name}_high`, `${name}_low`];
 
 // A head of the list leads to the list in that order: it is sorted as a whole, and not as far as it is shown.
@@ -170,8 +171,8 @@ export function Items({ items, current, runs, params }) {
     has("reference_reward") && ["reference_reward", "n extra", (item) => number(item.reference_reward)],
     has("advantage") && ["advantage", "n thin", (item) => number(item.advantage, 2)],
     has("disagreement") && ["disagreement", "n extra", (item) => number(item.disagreement)],
-    has("judge_s") && ["judge_s", "n extra", (item) => number(item.judge_s, 2)],
-    !has("judge_s") && has("tokens") && ["tokens", "n extra", (item) => item.tokens ?? "–"],
+    has("call_s") && ["call_s", "n extra", (item) => number(item.call_s, 2)],
+    !has("call_s") && has("tokens") && ["tokens", "n extra", (item) => item.tokens ?? "–"],
   ].filter(Boolean);
   return h(
     "table",

@@ -1,7 +1,7 @@
 // Answers of a page that stands alone, from the data inside it. The same questions as those of the server.
 
 const PART = 50;
-const EQUAL = ["branch", "outcome", "reason", "provider", "mode", "row"];
+const EQUAL = ["branch", "outcome", "reason", "provider", "mode", "row", "recovered"];
 const BETWEEN = ["reward", "advantage", "step"];
 const size = (value) => (value === null ? null : Math.abs(value));
 const ORDERS = {
@@ -9,7 +9,7 @@ const ORDERS = {
   oldest: ["step", 1],
   disagreement: ["disagreement", -1],
   advantage: ["advantage", -1, size],
-  slowest: ["judge_s", -1],
+  slowest: ["call_s", -1],
 };
 
 // What has no number comes last.

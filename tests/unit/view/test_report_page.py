@@ -192,7 +192,7 @@ def test_one_step_and_one_branch_without_kl(run_folder):
     rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
     assert rows["Reward"] == "0.300 (one step)"
     assert rows["Wall time"].startswith("1 h 0 min")
-    assert rows["Wall time"].endswith("2 starts, with the time between them")
+    assert rows["Wall time"].endswith("2 starts (steps 1, 1), with the time between them")
     assert not rows.keys() & {"Reward, a", "KL in band, a", "KL in band"}  # it has one branch, and no KL
     assert rows["Failures"] == "none"
     assert "Every completion was scored: there were no failures." in page.text

@@ -73,7 +73,20 @@ def small(tmp_path):
         ({"text": "%"}, lambda row: False),  # no wildcard
         ({"branch": "x' OR '1'='1"}, lambda row: False),
     ],
-    ids=["none", "run", "reason", "provider", "reward", "advantage", "step", "row", "text", "no-text", "sql"],
+    ids=[
+        "none",
+        "run",
+        "reason",
+        "provider",
+        "reward",
+        "advantage",
+        "step",
+        "recovered",
+        "row",
+        "text",
+        "no-text",
+        "sql",
+    ],
 )
 def test_a_filter_finds_what_a_count_over_the_files_finds(both, counted, params, fits):
     wanted = {row["name"] for row in counted if fits(row)}
@@ -88,7 +101,7 @@ def test_pages_have_each_completion_once_in_order(both, order):
         "newest": ("step", "high"),
         "oldest": ("step", "low"),
         "disagreement": ("disagreement", "high"),
-        "slowest": ("judge_s", "high"),
+        "slowest": ("call_s", "high"),
     }
     name, end = named.get(order) or (order.rpartition("_")[::2] if "_" in order else (order, "high"))
     numbers = [abs(item[name]) if order == "advantage" and item[name] else item[name] for item in found]
