@@ -24,7 +24,7 @@ def test_a_whole_run_is_read(two_branches):
     assert run.of("never/logged") == {}
     # Step 20 is written 20 x 10 s after the start.
     assert run.seconds == (1_700_000_000.0, 1_700_000_200.0)
-    assert (run.starts, run.infinite, run.unread, run.has_trace) == (1, 0, (), True)
+    assert (len(run.starts), run.infinite, run.unread, run.has_trace) == (1, 0, (), True)
     assert run.checkpoints == ("best", "checkpoint-20", "checkpoint-100")
     assert [each.step for each in run.quick_evals] == [5, 10, 15, 20]
     assert run.quick_evals[1].best
@@ -42,7 +42,7 @@ def test_of_a_step_that_a_resume_repeats_the_later_figure_counts_whatever_the_or
 
     assert run.of("reward") == pytest.approx({1: 0.1, 2: 0.2, 3: 0.9, 4: 0.8})
     assert list(run.of("reward")) == [1, 2, 3, 4]
-    assert run.starts == 2
+    assert len(run.starts) == 2
     # 9000 s later plus four steps of 10 s.
     assert run.seconds == (1_700_000_000.0, 1_700_009_040.0)
 
@@ -75,7 +75,7 @@ def test_what_trains_no_step_is_no_step_and_no_start(run_folder, files, steps, s
     for number, figures in enumerate(files):
         run_folder.events(figures, started_s=1_700_000_000.0 + 9000 * number)
     run = read_run(run_folder.path)
-    assert (run.steps, run.starts) == (steps, starts)
+    assert (run.steps, len(run.starts)) == (steps, starts)
 
 
 def test_a_later_nan_takes_the_place_of_an_earlier_figure(run_folder):
@@ -201,4 +201,4 @@ def test_what_a_later_start_goes_back_behind_is_forgotten(run_folder):
     run = read_run(run_folder.path)
     assert run.of("reward") == pytest.approx({1: 0.1, 2: 0.1, 3: 0.2})
     assert run.of("failures/reason/old") == {}
-    assert run.starts == 3
+    assert len(run.starts) == 3

@@ -81,7 +81,6 @@ def small(tmp_path):
         "reward",
         "advantage",
         "step",
-        "recovered",
         "row",
         "text",
         "no-text",
@@ -109,6 +108,23 @@ def test_pages_have_each_completion_once_in_order(both, order):
     values = [*some, *[None] * (len(numbers) - len(some))]
     assert numbers == values  # what has no number comes last
     assert some == sorted(some, reverse=end == "high")
+
+
+def test_completions_that_were_scored_after_a_failed_call_are_found_and_ordered_by_their_slowest_call(small):
+    index, rank = small
+
+    def call(seconds, failure=""):
+        return ("judge", "/chat/completions", 1.0, seconds, failure, None, None)
+
+    for text, reward, calls in (
+        ("late", 0.5, [call(3.0, "judge_timeout"), call(0.5)]),
+        ("lost", None, [call(9.0, "judge_timeout")]),
+        ("hedged", 0.5, [call(1.0, "cancelled"), call(2.0)]),
+    ):
+        rank.add(text=text, reward=reward, calls=calls)
+    index.refresh()
+    assert [item["text"] for item in every(index, recovered="1")] == ["late"]
+    assert [item["text"] for item in every(index, order="slowest")] == ["lost", "late", "hedged"]
 
 
 def test_a_word_is_found_in_the_prompt_the_text_and_what_the_judge_said(small):
