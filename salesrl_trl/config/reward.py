@@ -25,6 +25,14 @@ from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, ActionFormat
 ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
 
+_EITHER = (
+    ("judge_providers", ("judge_base_url", "judge_model", "judge_api_key_env"), "each provider has its own"),
+    ("rag", ("rag_base_url", "rag_api_key_env"), "a class of your own needs no address and no key"),
+    ("judge", ("judge_base_url", "judge_providers", "judge_api_key_env"), "a class of your own needs no service"),
+    ("knowledge_file", ("rag_base_url", "rag"), "only the embedded RAG service reads it"),
+)
+"""A setting, those that it replaces, and why."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings:
@@ -237,11 +245,11 @@ class RewardConfig:
         refused.each(lambda: check_settings(self), self._check_replay, self._check_action, self.parsed_attempts)
         with refused.of(self, "judge_providers"):
             self.parsed_judge_providers()
-        refused.check(
-            lambda: self.knowledge_file is None or self.embeds_rag or self.asks_nobody,
-            "`knowledge_file` is given beside `rag_base_url` or `rag`: only the embedded RAG service reads it. "
-            "Expected one of them.",
-        )
+        for name, others, why in _EITHER:
+            with refused:
+                given = [other for other in others if getattr(self, other) != getattr(RewardConfig, other)]
+                both = f"`{name}` is given beside `{'` and `'.join(given)}`. Expected one of them: {why}."
+                check(getattr(self, name) is None or not given, both)
         refused.check(
             lambda: not {SALES, JUDGE} <= {*self.reward_funcs},
             f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
@@ -250,32 +258,6 @@ class RewardConfig:
         with refused:
             for kind in self.verbose:
                 check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
-        refused.check(
-            lambda: self.judge_providers is None or self.judge_base_url is None,
-            "both `judge_providers` and `judge_base_url` are given. Expected one of them: list that address among the "
-            "providers.",
-        )
-        refused.check(
-            lambda: (
-                self.judge_providers is None
-                or (self.judge_model, self.judge_api_key_env) == (RewardConfig.judge_model, None)
-            ),
-            "`judge_model` or `judge_api_key_env` is given beside `judge_providers`, which do not read it. Expected "
-            "`model` and `api_key_env` of each provider.",
-        )
-        refused.check(
-            lambda: self.rag is None or (self.rag_base_url, self.rag_api_key_env) == (None, None),
-            "`rag` is given beside `rag_base_url` or `rag_api_key_env`. Expected one of them: a class of your own "
-            "needs no address and no key.",
-        )
-        refused.check(
-            lambda: (
-                self.judge is None
-                or (self.judge_base_url, self.judge_providers, self.judge_api_key_env) == (None,) * 3
-            ),
-            "`judge` is given beside `judge_base_url`, `judge_providers` or `judge_api_key_env`. Expected one kind of "
-            "judge: a class of your own needs no address and no key.",
-        )
         for name in ("max_calls", "max_usd"):
             with refused:
                 is_counted = getattr(self, name) is None or self.uses_services

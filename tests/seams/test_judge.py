@@ -54,7 +54,10 @@ def test_settings_name_it_by_its_dotted_path_and_need_no_address_no_key_and_no_r
         ({"judge": "seams.own_reward.ByLenght"}, "has no 'ByLenght'"),
         ({"judge": "ByLength"}, "dotted path"),
         ({"judge": "salesrl_trl.reward.judge.judge_interface.Judge"}, "abstract"),
-        ({"judge": "seams.own_reward.ByLength", "judge_base_url": "http://127.0.0.1:9/v1"}, "one kind of judge"),
+        (
+            {"judge": "seams.own_reward.ByLength", "judge_base_url": "http://127.0.0.1:9/v1"},
+            "`judge` is given beside `judge_base_url`",
+        ),
     ],
 )
 def test_a_judge_that_can_not_be_is_refused_before_anything_is_asked(settings, given, said):

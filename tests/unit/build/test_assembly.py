@@ -330,7 +330,7 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"judge_providers": [{**PROVIDER, "model": 3}]}, r"\[openai\]\.model` is of type int. Expected a text"),
         (
             {"judge_providers": [PROVIDER], "judge_model": "judge-32b"},
-            "beside `judge_providers`, which do not",
+            "beside `judge_model`.* each provider has its own",
         ),
         ({"replay": {"run": "demo", "on_mis": "live"}}, "`replay` has an unknown 'on_mis'. Did you mean 'on_miss"),
         ({"replay": {"run": "demo", "delays": 1}}, r"`replay\.delays` is 1. Expected true or false"),

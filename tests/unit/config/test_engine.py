@@ -19,7 +19,7 @@ from salesrl_trl.preflight.warming import settings_of
 class Policy(nn.Module):
     """As much of a policy as the engine's options ask for."""
 
-    dtype, name_or_path = torch.float32, "policy"
+    dtype, name_or_path, config = torch.float32, "policy", Qwen2Config(hidden_size=64, num_attention_heads=4)
 
     def __init__(self, tied=False, buffer=False):
         super().__init__()
@@ -63,10 +63,9 @@ def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config
 
 def test_what_vllm_does_not_have_on_a_cpu_is_told_in_one_line(config):
     policy, colocated = Policy(), {"use_vllm": True, "vllm_mode": "colocate"}
-    policy.config = Qwen2Config(hidden_size=64, num_attention_heads=4)
     with pytest.raises(ConfigError, match=r"heads have 16 numbers \(`head_dim`\).* one of: 32, 64, "):
         engine_options(config(**colocated), policy)
-    policy.config.head_dim = 32
+    policy.config = Qwen2Config(head_dim=32)
     engine_options(config(**colocated), policy)
     with pytest.raises(ConfigError, match="`vllm_enable_sleep_mode` is true, and this run is on a CPU"):
         engine_options(config(**colocated, vllm_enable_sleep_mode=True), policy)
