@@ -141,8 +141,7 @@ class AccessDenied(ServiceRejected):
 
 
 class BudgetSpent(ServiceError):
-    """The request was not sent, because a limit of the run's spending is reached. This says nothing about a
-    service."""
+    """The request was not sent, as a limit of the run's spending is reached. This says nothing about a service."""
 
     default_code = "budget_spent"
 

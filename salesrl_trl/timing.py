@@ -140,9 +140,8 @@ class TimingContext:
             self._log(f"[Timing] {self.name}: {timing.cost_time:.3f} s{', failed' * timing.failed}")
         if self._timeline is not None:
             track = threading.current_thread().name
-            self._timeline.add(
-                [Span(name=self.name, started=timing.started, ended=ended, track=track, failed=timing.failed)]
-            )
+            span = Span(name=self.name, started=timing.started, ended=ended, track=track, failed=timing.failed)
+            self._timeline.add([span])
 
     async def __aenter__(self) -> Timing:
         return self.__enter__()

@@ -282,9 +282,7 @@ def judge_reward(
             "path of a class in `judge`."
         )
     if not output_dir and (config.max_calls is not None or config.max_usd is not None):
-        raise ConfigError(
-            "`judge_reward` has a limit and no `output_dir`. Expected the trainer's, which keeps the count."
-        )
+        raise ConfigError("`judge_reward` has a limit and no `output_dir`, which keeps the count. Expected both.")
     rubrics = {ALL: rubric} if isinstance(rubric, str) else dict(rubric or {})
     parts = read_reward(config, [*rubrics] or [ALL], rubrics=rubrics)
     processes, index = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))

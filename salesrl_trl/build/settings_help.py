@@ -256,7 +256,7 @@ def _asked(words: Sequence[str], recipe: Path) -> str:
         texts = {name: (FOLDER / f"{name}.yaml").read_text("utf-8")[2:].replace("\n# ", " ") for name in PRESETS}
         entries = [_entry(name, "", re.split(r"\.\s", text)[0]) for name, text in texts.items()]
         return "\n".join(
-            ["--preset NAME ...: overlays of the recipe. The command line wins, then the last one.", *entries]
+            ["--preset NAME ...: overlays of the recipe. Later ones win, and the command line.", *entries]
         )
     if len(words) == 1 and word in GROUPS:
         return _group_page(word, _values(recipe))

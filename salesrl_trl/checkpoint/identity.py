@@ -39,9 +39,8 @@ def rows_of(prompts: Iterable[object], branches: Iterable[str]) -> str:
     """Number and digest of the training rows: `"240 (5f2c8b1e9a40)"`. The digest is of prompts and branches."""
     digest, count = hashlib.sha256(), 0
     for count, row in enumerate(zip(prompts, branches, strict=True), start=1):  # noqa: B007  counted after the loop
-        digest.update(
-            json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-        )
+        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+        digest.update(text.encode("utf-8", "surrogatepass"))
     return f"{count} ({digest.hexdigest()[:12]})"
 
 

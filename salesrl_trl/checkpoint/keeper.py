@@ -65,8 +65,7 @@ class Keeper:
         Raises `ConfigError` if the run can't go on from it."""
         self._identity = self._identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self._args, self._identity)
-        here = self._last if self._last and self._last.resolve().parent == self._output_dir.resolve() else None
-        self.run = agreed(lambda: _run_of(here, self._output_dir))
+        self.run = agreed(lambda: _run_of(self._last, self._output_dir))
         self._clear()
         return None if self._last is None else str(self._last)
 
@@ -171,8 +170,7 @@ class Keeper:
             shutil.rmtree(self._output_dir / SAVING_FOLDER, ignore_errors=True)
 
     def _on_all_ranks(self, folder: Path, work: Callable[[], None]) -> None:
-        """Call `work`. If it fails on one rank, raise on all of them, with the operating system's own error if it is
-        the cause."""
+        """Call `work`. If it fails on one rank, raise on all, with the operating system's error if it is the cause."""
         error, reason = None, None
         try:
             work()
@@ -247,12 +245,13 @@ def choose_on_all_ranks(
 
 
 def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
-    """The id of the run that goes on from a checkpoint of its own folder, or a new one without it. An earlier release
-    wrote none into a checkpoint: then the run is that of the folder's record."""
-    manifest = None if checkpoint is None else read(checkpoint)
-    known = manifest.run if isinstance(manifest, Manifest) else ""
-    before = None if checkpoint is None or known else run_of(record_file(output_dir, 0))
-    return known or before or uuid.uuid4().hex
+    """The id of the run that goes on from a checkpoint of its own folder, else a new one. Checkpoints of earlier
+    releases have none: then it is that of the folder's record."""
+    known: str | None = None
+    if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
+        manifest = read(checkpoint)
+        known = (isinstance(manifest, Manifest) and manifest.run) or run_of(record_file(output_dir, 0))
+    return known or uuid.uuid4().hex
 
 
 def agreed(work: Callable[[], T]) -> T:

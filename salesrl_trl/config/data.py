@@ -89,8 +89,7 @@ class DataConfig:
     """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
     `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
     data_copy_dir: Annotated[str, check_path] | None = None
-    """Folder on a faster disk. `dataset` and `eval_dataset`, where they are local, are copied there once and read from
-    there."""
+    """Folder on a faster disk. `dataset` and `eval_dataset`, if local, are copied there once and read from there."""
     max_train_rows: Count | None = None
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
@@ -98,8 +97,7 @@ class DataConfig:
     prompt_template: Annotated[str, check_path] | None = None
     """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
     the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
-    there are two templates: `instruct` explains its task to a general chat model. `compact` is the conversation
-    alone."""
+    there are two: `instruct` explains its task to a general chat model. `compact` is the conversation alone."""
     max_prompt_tokens: Count | None = None
     """Most tokens of a prompt, the chat template's included. Defaults to `vllm_max_model_length`, or without it the
     model's positions, less `max_completion_length`."""

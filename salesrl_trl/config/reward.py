@@ -64,8 +64,7 @@ class RewardConfig:
     """Whether the embedded RAG service and judge may score your own rows, branches and rubrics. They know only the
     demo, so the scores mean nothing: for trying things. Without it such a run is refused."""
     knowledge_file: Annotated[str, check_path] | None = None
-    """Documents for the embedded RAG service, instead of the demo's: JSON lines of `{id, text}`, perhaps with a
-    `title`."""
+    """Documents for the embedded RAG service, not the demo's: JSON lines of `{id, text}`, perhaps with a `title`."""
     rag_base_url: Annotated[str, check_url] | None = None
     """Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service."""
     rag: str | None = None
@@ -236,9 +235,8 @@ class RewardConfig:
     @property
     def embeds_judge(self) -> bool:
         """Whether the embedded judge scores."""
-        return (
-            self.uses_services and self.judge is None and self.judge_base_url is None and self.judge_providers is None
-        )
+        own = (self.judge, self.judge_base_url, self.judge_providers)
+        return self.uses_services and own == (None,) * 3
 
     def __post_init__(self) -> None:
         refused = Refusals()
@@ -260,12 +258,11 @@ class RewardConfig:
                 check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
         for name in ("max_calls", "max_usd"):
             with refused:
-                is_counted = getattr(self, name) is None or self.uses_services
-                fault = (
+                check(
+                    getattr(self, name) is None or self.uses_services,
                     f"`{name}` is given, and `reward_funcs` asks no service of this package. Expected `{SALES}` or "
-                    f"`{JUDGE}` among "
+                    f"`{JUDGE}` among them: what functions of your own ask is not counted.",
                 )
-                check(is_counted, f"{fault}them: what functions of your own ask is not counted.")
         refused.check(
             lambda: self.max_usd is None or any(judge.has_price for judge in self.parsed_judge_providers()),
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "

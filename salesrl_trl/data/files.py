@@ -63,9 +63,8 @@ def read_file(path: Path) -> list[Placed]:
             from pyarrow.parquet import read_metadata  # type: ignore[import-untyped]
 
             metadata = read_metadata(path)
-            _check_size(
-                path, sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-            )
+            sizes = (metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+            _check_size(path, sum(sizes))
             return [Placed(record) for record in load_dataset("parquet", data_files=str(path), split="train")]
         text = path.read_text(encoding="utf-8-sig")
         if not text.lstrip().startswith("["):

@@ -105,9 +105,8 @@ def picture_counter(
         lengths = []
         for images in ([{"type": "image", "image": Image.new("RGB", (width, height))}], []):
             prompt = [{"role": "user", "content": [*images, {"type": "text", "text": "?"}]}]
-            made = processor.apply_chat_template(
-                [prompt], tokenize=True, return_dict=True, **(chat_template_kwargs or {})
-            )
+            kwargs = chat_template_kwargs or {}
+            made = processor.apply_chat_template([prompt], tokenize=True, return_dict=True, **kwargs)
             lengths.append(len(made["input_ids"][0]))
         return lengths[0] - lengths[1]
 

@@ -117,9 +117,7 @@ def prompt_dataset(
         gaps: dict[str, list[str]] = {"conversation": [], "documents": []}
         further = dict.fromkeys(name for row in every for name in row)
         if "row" in further:
-            raise DataError(
-                "the rows have the column `row`, a name that the trainer's table needs. Rename the column."
-            )
+            raise DataError("the rows have the column `row`, a name that the trainer's table needs. Rename it.")
         columns = {name: [row.get(name, gaps.get(name)) for row in every] for name in further} | columns
     rows = _table({"prompt": [*prompts], **columns})
     if not any(images):

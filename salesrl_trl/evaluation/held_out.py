@@ -165,11 +165,8 @@ def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
     """Mean reward of each row, NaN if fewer than half of its completions, which are neighbours, have one: while
     services are down only invalid actions have a reward, whose mean would not be the row's."""
     rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
-    scored = [[reward for reward in row if not math.isnan(reward)] for row in rows]
-    return [
-        statistics.fmean(some) if 2 * len(some) >= len(row) else math.nan
-        for row, some in zip(rows, scored, strict=True)
-    ]
+    pairs = [(row, [reward for reward in row if not math.isnan(reward)]) for row in rows]
+    return [statistics.fmean(scored) if 2 * len(scored) >= len(row) else math.nan for row, scored in pairs]
 
 
 def _plain(text: object) -> str:

@@ -153,9 +153,7 @@ def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> 
 def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
     """Places of the rows to evaluate, from the branch of each held-out row: the first of each branch in turn. Each
     process has equally many, and at least one: of too few rows all but the remainder are taken."""
-    by_branch = [
-        [place for place, branch_id in enumerate(branch_ids) if branch_id == branch] for branch in range(branches)
-    ]
+    by_branch = [[place for place, own in enumerate(branch_ids) if own == branch] for branch in range(branches)]
     turns = max((len(places) for places in by_branch), default=0)
     chosen = [places[turn] for turn in range(turns) for places in by_branch if turn < len(places)]
     return chosen[: min(max(rows, processes), len(chosen)) // processes * processes]

@@ -57,9 +57,8 @@ class Difference(Mean):
 def mean_of(values: Sequence[float]) -> Mean:
     """The mean of the rows. A row without a value is NaN."""
     known = [value for value in values if not math.isnan(value)]
-    return Mean(
-        total=len(values), rows=len(known), value=statistics.fmean(known) if known else None, interval=_interval(known)
-    )
+    mean = statistics.fmean(known) if known else None
+    return Mean(total=len(values), rows=len(known), value=mean, interval=_interval(known))
 
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:

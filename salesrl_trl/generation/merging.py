@@ -43,8 +43,7 @@ def merged_beside(model: Any) -> Iterator[None]:
 
 
 def why_in_place(model: Any, fsdp_version: int | None) -> str | None:
-    """Why `merged_beside` does not hold for a policy; `None` if it does. `fsdp_version`: 1 or 2 where FSDP shards
-    it."""
+    """Why `merged_beside` does not hold for a policy; `None` if it does. `fsdp_version`: 1 or 2 if FSDP shards it."""
     if fsdp_version == 1:
         return "FSDP1 keeps the weights of many layers in one flat tensor (FSDP2 does not)"
     if getattr(model, "is_quantized", False) and not getattr(model, "is_loaded_in_4bit", False):

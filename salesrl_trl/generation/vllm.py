@@ -199,8 +199,7 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _stepped(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
-        """Watches `add_request` and `step` of the engine: `LLM.generate` adds all requests in order, and then
-        steps."""
+        """Watches `add_request` and `step` of the engine: `LLM.generate` adds all requests in order, then steps."""
         first = 0
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * size

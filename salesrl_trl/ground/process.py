@@ -110,8 +110,7 @@ def child_environment() -> dict[str, str]:
 
 
 def put_aside(*paths: Path) -> tuple[Path, ...]:
-    """Rename files of an earlier start to ones with a number, the same for all. Some may be absent. Returns the
-    paths."""
+    """Rename files of an earlier start by a number, the same for all. Some may be absent. Returns the paths."""
 
     def numbered(number: int) -> tuple[Path, ...]:
         return tuple(path.with_stem(f"{path.stem}-{number}") for path in paths)

@@ -212,9 +212,7 @@ class KLControl:
     def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
         """Take in one optimizer step: by branch id, the sum of the KL in nats and the number of tokens, over all
         ranks. Returns the moves."""
-        decisions = [
-            branch.observe(kl_sum, tokens) for branch, (kl_sum, tokens) in zip(self.branches, measured, strict=True)
-        ]
+        decisions = [branch.observe(*sums) for branch, sums in zip(self.branches, measured, strict=True)]
         return [decision for decision in decisions if decision is not None]
 
     def state_dict(self) -> dict[str, State]:

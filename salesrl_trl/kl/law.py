@@ -58,8 +58,7 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLTarget:
-    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`. `ConfigError` for one that can't
-    work."""
+    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`. `ConfigError` if it can't work."""
 
     beta: float
     """Coefficient of the first step."""
@@ -203,9 +202,7 @@ class AdaptiveLaw:
 
     def __post_init__(self) -> None:
         if not is_number(self.max_step) or self.max_step <= 1:
-            raise ConfigError(
-                f"`max_step` of `kl_law_settings` is {self.max_step!r}. Expected a number of more than 1."
-            )
+            raise ConfigError(f"`max_step` of `kl_law_settings` is {self.max_step!r}. Expected a number above 1.")
 
     def move(self, window: Window, state: State) -> tuple[float, State]:
         """The next coefficient, and the state: smoothed log KL, usual tokens, the first rise, and the stall."""

@@ -55,8 +55,7 @@ def prepare(config: RunConfig, refused: Refusals | None = None) -> Plan:
 
 
 def chosen(wanted: Sequence[str], stages: Sequence[PreflightStage]) -> list[PreflightStage]:
-    """All stages, or the wanted ones and those that they need, in their order. Raises `ConfigError` for an unknown
-    name."""
+    """All stages, or the wanted ones and those they need, in order. Raises `ConfigError` for an unknown name."""
     by_name = {stage.name: stage for stage in stages}
     if unknown := [name for name in wanted if name not in by_name]:
         raise ConfigError(f"`stage` is {', '.join(unknown)!r}. Expected some of: {', '.join(by_name)}. Correct it.")

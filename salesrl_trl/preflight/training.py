@@ -184,8 +184,7 @@ def _rehearsal_of(plan: Plan) -> "Rehearsal":
 def judge_update(
     step: Mapping[str, float], changed: float | None, training: SalesGRPOConfig, findings: Findings
 ) -> None:
-    """Judge the first step, by its log line and by the share of the weights with a gradient that it changed, if
-    any."""
+    """Judge the first step, by its log line and the share of the weights with a gradient that it changed, if any."""
     loss, norm = step["loss"], step.get("grad_norm")
     findings.figures |= {"loss": loss, "grad_norm": norm, "changed_share": changed}
     if not math.isfinite(loss) or not (norm is None or math.isfinite(norm)):

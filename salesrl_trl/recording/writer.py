@@ -124,9 +124,7 @@ class Recorder:
         except queue.Full:
             pass
         if thread.is_alive():
-            logger.warning(
-                f"[Record] {self.path} is not written to its end: the disk does not answer, or it is locked"
-            )
+            logger.warning(f"[Record] {self.path} is not written to its end: the disk is silent, or it is locked")
         if self._left_out:
             logger.warning(f"[Record] {self._left_out} batches are not in {self.path}")
         if self._unfit:

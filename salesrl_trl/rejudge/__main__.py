@@ -97,9 +97,8 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
                 completions, rejudged(reward, completions, rows, branches), strict=True
             )
         ]
-        compared, advantages = changes(
-            completions, [new for new, _ in judged], Baseline(scale, others.hybrid_reference_weight)
-        )
+        baseline = Baseline(scale, others.hybrid_reference_weight)
+        compared, advantages = changes(completions, [new for new, _ in judged], baseline)
         if own.output is not None:
             write(run, Path(own.output).expanduser(), completions, judged, advantages)
         print(strict_json([dataclasses.asdict(change) for change in compared]) if own.json else text_of(compared))

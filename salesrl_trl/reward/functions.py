@@ -280,9 +280,8 @@ class RewardFunction(Scorer):
             if (known := service_error_of(self.code, error)) is not None:
                 raise known from error
             raised = type(error).__name__
-            failed = FunctionError(
-                f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
-            )
+            text, code = f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
+            failed = FunctionError(text, code)
             failed.worth_retrying = True
             raise failed from error
 

@@ -149,8 +149,7 @@ def answer_to_json(answer: Answer) -> dict[str, object]:
 
 
 def answer_from_json(value: object) -> Answer:
-    """The answer of a value in the cache, by the rules for a service's reply. Raises `TypeError`, `KeyError` or
-    `ValueError`."""
+    """The answer of a value in the cache, as of a service's reply. Raises `TypeError`, `KeyError` or `ValueError`."""
     if not isinstance(value, dict):
         raise TypeError(f"a kept answer is a {type(value).__name__}. Expected an object.")
     return _answer(_AnswerBody.model_validate({**value, "answer": value["text"]}))

@@ -169,9 +169,8 @@ class _Child:
                 end.close()
             self._starting = None  # the next call tries again
             logger.error(f"the reward process did not start ({type(error).__name__})")
-            raise ServiceUnavailable(
-                f"the reward process did not start. {_REMEDY}", code="reward_process_failed"
-            ) from None
+            text = f"the reward process did not start. {_REMEDY}"
+            raise ServiceUnavailable(text, code="reward_process_failed") from None
         self._channel = Channel(*await asyncio.open_unix_connection(sock=ours))
         self._channel.send_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
         self._channel.send_bytes(self._reward)

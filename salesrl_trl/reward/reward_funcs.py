@@ -55,9 +55,7 @@ class RewardFuncs:
             alone = RewardLoop(combined([alone], [1.0], in_a_process))
         count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(every)
         if weights is not None and len(weights) != count:
-            raise ConfigError(
-                f"`reward_weights` has {len(weights)} numbers for {count} reward functions. Expected one each."
-            )
+            raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {count} functions. Expected one each.")
         weights = [1.0] * count if weights is None else list(weights)
         if isinstance(alone, RewardLoop):
             return cls(alone, list(alone.functions), weights, has_models=False)

@@ -37,9 +37,8 @@ class SampleLines:
 
     def no_answer(self, row_id: str, service: str, reason: str) -> None:
         """`[RAG] train-0007 rag_32b failed: rag_32b_timeout`."""
-        logger.log(
-            logging.INFO if "rag" in self._kinds else logging.DEBUG, f"[RAG] {row_id} {service} failed: {reason}"
-        )
+        level = logging.INFO if "rag" in self._kinds else logging.DEBUG
+        logger.log(level, f"[RAG] {row_id} {service} failed: {reason}")
 
     def scored(self, row: Example, completion: str | None, reward: Reward) -> None:
         """`[Scoring] train-0007 ok 0.80 (judge 0.80); rag_8b 0.31 s, judge 1.20 s`, and before it the completion."""

@@ -37,8 +37,7 @@ class Case:
     reference: Answer | None
     """The 32B endpoint's answer to the row; `None` where the branch needs none, or it could not be had."""
     verdicts: Mapping[str, Verdict | None] = field(default_factory=dict)
-    """Judgements by component (`"judge"`, `"judge_<rubric>"`); `None` for one that could not be had. Empty before the
-    judge."""
+    """Judgements by component (`"judge"`, `"judge_<rubric>"`); `None` for one that failed. Empty before the judge."""
     failure: tuple[Outcome, str] | None = None
     """Outcome and reason code of the first judgement that could not be had."""
     components: Mapping[str, float | None] = field(default_factory=dict)

@@ -36,8 +36,7 @@ class Share(NamedTuple):
     policy: float = 1.0
     """Factor of the advantages and of the KL coefficients. TRL's policy losses are in proportion to the advantages."""
     micro_batches: float = 1.0
-    """Micro-batches of the update by those with something left, over all ranks: for the entropy bonus, a mean of
-    each."""
+    """Micro-batches of the update by those with tokens left, over all ranks: for the entropy bonus, a mean of each."""
 
     def of(self, inputs: MicroBatch) -> MicroBatch:
         return inputs if self.policy == 1 else {**inputs, "advantages": inputs["advantages"] * self.policy}

@@ -251,8 +251,7 @@ class Pipeline:
     def generated(
         self, rollout: Rollout, sampled: Sampled, prompts: Sequence[object], environments: Sequence[object] | None
     ) -> None:
-        """Completions that TRL generated inside its own scoring, the prompts as it used them, and each one's
-        environment."""
+        """Completions that TRL generated in its scoring, the prompts as it used them, and each one's environment."""
         rows = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
         if environments is not None:
             rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]

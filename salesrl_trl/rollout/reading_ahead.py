@@ -179,8 +179,7 @@ class LoaderAhead:
 
 class OrderByEpoch(Sampler[int]):
     """TRL's sampler, shuffled anew from `seed + epoch` at the start of each epoch. Epoch 0 is TRL's. TRL's goes on
-    with its generator from epoch to epoch, so a run that resumes in its second would get the order of the first one
-    again."""
+    with its generator from epoch to epoch, so a run resumed in its second would get the order of the first again."""
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]) -> None:
         self._sampler = sampler

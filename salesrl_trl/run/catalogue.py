@@ -13,8 +13,7 @@ PAGE = "docs/TROUBLESHOOTING.md"  # the page of all faults, which `page` makes
 
 @dataclass(frozen=True)
 class Sign:
-    """How an error is recognised: every field that is given must fit. Without `kind` and `where`, the log is searched
-    too."""
+    """How an error is recognised: every field given must fit. Without `kind` and `where`, the log is searched too."""
 
     text: str = ""  # regular expression for the error's message
     kind: str = ""  # name of the error's class or of a base, with or without modules before it

@@ -29,8 +29,7 @@ class ToolParser(argparse.ArgumentParser):
 
 def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) -> int:
     """Run a command, and print its failure. `prepare` checks the arguments, and returns the function that does the
-    work and returns an exit code. That of a failure is `EXIT_BAD_INPUT` in `prepare`, and `EXIT_FAILED` in the
-    work."""
+    work and returns an exit code. A failure's is `EXIT_BAD_INPUT` in `prepare`, and `EXIT_FAILED` in the work."""
     failing_as = EXIT_BAD_INPUT
     try:
         work = prepare()

@@ -176,9 +176,7 @@ def layout_of(
     first = columns - width
     filled = []
     for group in groups:
-        pairs = [
-            (row, length) for row, length in zip(group.rows, group.completions, strict=True) if length or with_last
-        ]
+        pairs = [(row, size) for row, size in zip(group.rows, group.completions, strict=True) if size or with_last]
         if pairs:
             filled.append((group.prompt, pairs))
     if not filled:

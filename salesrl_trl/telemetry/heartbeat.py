@@ -43,8 +43,7 @@ ADVICE: dict[str, str] = {
 class Heartbeat:
     """Logs a line about a phase that lasts: after `after_s`, then each time its seconds have doubled. `current`
     returns the phase of now and its seconds, `where` the text before it (`"step 3/100"`), `details` by phase more
-    about it, and `sample` what the line says about the machine. They are called from its thread, once a second or more
-    often."""
+    about it, and `sample` what the line says about the machine. Its thread calls them, once a second or more often."""
 
     def __init__(
         self,

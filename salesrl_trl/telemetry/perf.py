@@ -68,8 +68,7 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
 def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, float]:
     """Throughput of all ranks together, utilisation, and the memory of the fullest rank: every name in `THROUGHPUT`
     and `MEMORY`, NaN where unknown. `peak_flops` is the peak of one device in bf16, in FLOP/s. `MFU_MODEL` divides the
-    FLOPs of the policy's forward and backward passes by the peak over their time, `MFU_STEP` by that over the whole
-    step."""
+    FLOPs of the policy's forward and backward passes by the peak over their time, `MFU_STEP` over the whole step."""
     seconds = {phase: _mean(ranks, phase) for phase in Phase}
     steps, wall = ranks[0][STEPS], sum(seconds.values())
     figures = dict.fromkeys((*THROUGHPUT, *MEMORY), math.nan)
@@ -92,8 +91,7 @@ def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, f
 
 
 def added(ranks: Sequence[Sums], more: Sequence[Sums]) -> list[Sums]:
-    """Sums over two stretches of steps, rank by rank. Memory is that of the later one, with the larger peak of
-    both."""
+    """Sums over two stretches of steps, rank by rank. Memory is the later one's, with the larger peak of both."""
     return [
         {name: earlier[name] + later[name] for name in COLUMNS}
         | {name: later[name] for name in MEMORY}

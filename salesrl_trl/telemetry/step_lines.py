@@ -122,9 +122,8 @@ def step_line(
     share = logs.get(outcome_of(Outcome.INVALID_ACTION if are_actions else Outcome.OK))
     ended_well = "n/a" if share is None else f"{1 - share if are_actions else share:.0%}"
     alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
-    update = ", ".join(
-        f"{word} {value:.2g}" for word in ("loss", "KL") if (value := logs.get(word.lower())) is not None
-    )
+    terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
+    update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
     parts = (
         *figures_shown(logs, branches),
         *([update] if update else []),

@@ -132,8 +132,7 @@ class StepTrace:
 
     def write(self, rank: int, last_step: int, steps: Sequence[StepTimes], spans: Sequence[Span]) -> None:
         """Gather the spans of traced steps on the main rank. A collective if there are traced steps, on all ranks
-        alike. `steps` and `spans` are the timeline's since the last call, and `last_step` is the number of the last of
-        them."""
+        alike. `steps` and `spans` are the timeline's since the last call, and `last_step` is the last of them."""
         first = last_step - len(steps) + 1
         traced = [step for number, step in enumerate(steps, start=first) if number in self._traced]
         if not traced:
@@ -161,8 +160,7 @@ class StepTrace:
         self._close_file()
 
     def _write(self, everywhere: Sequence[tuple[int, float, Sequence[Span]]]) -> None:
-        """Write spans, each list with its rank and the offset of its clock. A full disk ends the trace, not the
-        run."""
+        """Write spans, each list with its rank and its clock's offset. A full disk ends the trace, not the run."""
         starts = [span.started + offset for _, offset, spans in everywhere for span in spans]
         if not starts:
             return

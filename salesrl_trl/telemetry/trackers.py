@@ -65,9 +65,8 @@ def _tabled(tracker: str, rows: Sequence[Mapping[str, object]], mode: str, step:
     if tracker == "mlflow":
         import mlflow
 
-        mlflow.log_table(
-            {name: [row[name] for row in rows] for name in columns}, f"completions/{mode}_{step:05d}.json"
-        )
+        table = {name: [row[name] for row in rows] for name in columns}
+        mlflow.log_table(table, f"completions/{mode}_{step:05d}.json")
     elif tracker == "swanlab":
         import swanlab
 

@@ -110,8 +110,7 @@ class Stopping:
             self.run_control.stop(step, is_new=step > self._first)
 
     def settle(self) -> int:
-        """What follows an optimizer step is done; random draws belong to the next one. Returns the optimizer steps
-        done."""
+        """What follows an optimizer step is done; random draws belong to the next. Returns the steps done."""
         self._snapshot, self._moves = self.capture(), False
         return self._snapshot.step
 

@@ -193,9 +193,8 @@ def histogram(index: Index, params: Params) -> Answer:
     branch. Empty where nothing was scored."""
     run, mode = whole(params, "run"), params.get("mode") or "train"
     with index.lock:
-        (last,) = index.db.execute(
-            "SELECT max(step) FROM completions WHERE run = ? AND mode = ?", (run, mode)
-        ).fetchone()
+        last_of = "SELECT max(step) FROM completions WHERE run = ? AND mode = ?"
+        (last,) = index.db.execute(last_of, (run, mode)).fetchone()
         step = whole(params, "step", last or 0)
         rewards = index.db.execute(
             "SELECT branch, reward FROM completions WHERE run = ? AND mode = ? AND step = ? AND reward IS NOT NULL",

@@ -167,8 +167,7 @@ class Components:
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
     ) -> list[TrainerCallback]:
-        """Build what uses TRL's own methods. Returns the callbacks of a run, in their order. `sampler` makes another
-        engine."""
+        """Build what uses TRL's own methods. Returns a run's callbacks, in order. `sampler` makes another engine."""
         self._trl, args = trl, self._args
         # 1. settings and rewards that do not go with what TRL was given are refused
         check_rewards(args, trl.tools, trl.reward_answered, self.reward.names)

@@ -38,8 +38,7 @@ class Policy:
     def building(self, model: PreTrainedModel | str) -> Iterator[None]:
         """While active, a TRL trainer under construction gets our engine options and reference policy. `model`: the
         policy, or its id, by which TRL loads it. TRL loads a reference, and takes its log-probs, if `beta` is not 0.
-        In a single process TRL would spread models over all visible GPUs (`device_map="auto"`). Here they go to one
-        device."""
+        Alone TRL would spread models over all visible GPUs (`device_map="auto"`). Here they go to one device."""
         args, load = self._args, upstream_trainer.create_model_from_path
         is_loaded = not isinstance(model, str)
         if not isinstance(model, str):

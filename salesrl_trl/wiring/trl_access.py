@@ -1,5 +1,4 @@
-"""What the components use of TRL's trainer: makes the `Hooks` of one trainer. Overrides nothing: `trainer`, its only
-user, does."""
+"""What components use of TRL's trainer: makes its `Hooks`. Overrides nothing: `trainer`, its only user, does."""
 
 import contextlib
 import copy

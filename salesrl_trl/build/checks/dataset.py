@@ -56,9 +56,8 @@ def rows_of(
 ) -> list[SalesRow]:
     """The rows of records by dataset, mixed: for training, of each so many or its share as its entry says. At most
     `limit`. Raises `DataError` for a bad one."""
-    parts: list[Sequence[SalesRow]] = [
-        check_rows(part, branches, limit if len(records) == 1 else None) for part in records
-    ]
+    most = limit if len(records) == 1 else None
+    parts: list[Sequence[SalesRow]] = [check_rows(part, branches, most) for part in records]
     for number, entry in enumerate(entries):
         parts[number] = drawn(parts[number], entry.rows or len(parts[number]))
     return mixed(parts, [entry.share for entry in entries if entry.share is not None])[:limit]

@@ -35,9 +35,7 @@ def load_rubrics(names: Sequence[str], directory: str | None = None, *, direct: 
     packaged = packaged_rubrics(direct)
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
-        raise ConfigError(
-            f"`rubric_dir` is {directory!r}, which is no folder.{nearest_file(folder)} Correct the path."
-        )
+        raise ConfigError(f"`rubric_dir` is {directory!r}, which is no folder.{nearest_file(folder)} Correct it.")
     paths = {
         name: folder / f"{name}.txt" if folder and (folder / f"{name}.txt").is_file() else packaged.get(name)
         for name in names

@@ -143,8 +143,7 @@ def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
 
 
 def verdict_from_json(value: object) -> Verdict:
-    """The verdict of a value in the cache. Raises `TypeError` for another form, `ValueError` for a score outside
-    [0, 1]."""
+    """The verdict of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
     if not isinstance(value, dict):
         raise TypeError(f"a kept verdict is a {type(value).__name__}. Expected an object.")
     return Verdict(**value)

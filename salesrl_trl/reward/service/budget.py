@@ -104,9 +104,8 @@ class Account:
 
     def reached(self, limits: Iterable[Limit]) -> list[Limit]:
         """The limits at which requests are refused, by what they are now."""
-        return [
-            limit for limit in limits if max(self.refused.get(limit.name, -math.inf), self.used(limit)) >= limit.most
-        ]
+        refused = self.refused
+        return [limit for limit in limits if max(refused.get(limit.name, -math.inf), self.used(limit)) >= limit.most]
 
     def give_back(self, limit: Limit, held: float) -> None:
         """A process gives back what is left of its block; below 0 if it used more."""

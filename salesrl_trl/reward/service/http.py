@@ -204,9 +204,8 @@ def status_error(
             code,
         )
     else:
-        error = ServiceRejected(
-            f"{service} answered {status}: no retry will mend it. Check the address and the request.", code
-        )
+        text = f"{service} answered {status}: no retry will mend it. Check the address and the request."
+        error = ServiceRejected(text, code)
     error.status = status
     return error
 
