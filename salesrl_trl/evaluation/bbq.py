@@ -128,7 +128,8 @@ def figures_of(dataset: object) -> tuple[tuple[BBQFigure, ...], tuple[BBQFigure,
     for a dataset without such rows."""
     if isinstance(dataset, dict):
         parts = [figures_of(part) for part in dataset.values()]
-        of_all, by_category = (tuple(dict.fromkeys(one for part in parts for one in part[at])) for at in (0, 1))
+        of_all = tuple(dict.fromkeys(figure for part in parts for figure in part[0]))
+        by_category = tuple(dict.fromkeys(figure for part in parts for figure in part[1]))
         return of_all, by_category, ". ".join(part[2] for part in parts if part[2])
     if not isinstance(dataset, Dataset) or not {*COLUMNS} <= {*dataset.column_names}:
         return (), (), ""
