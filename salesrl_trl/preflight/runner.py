@@ -121,14 +121,12 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     with refused:
         if model.use_peft:
             check_ranges(model, LORA)
-        reward, telemetry = config.reward, config.telemetry
+        reward = config.reward
         of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
         of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag_.*|knowledge_file"}
         of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
-        of_quick = {"`quick_eval_steps` is 0": "" if telemetry.quick_eval_steps else "quick_eval_.*"}
-        for settings, reasons in ((model, of_lora), (reward, of_rag | of_judge), (telemetry, of_quick)):
-            for note in without_effect(settings, reasons):
-                findings.note(note)
+        for note in (*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)):
+            findings.note(note)
     with refused:
         own = next(iter(config.data.own_sources), None)
         for note in check_stand_ins(config.reward, training.branches, own):

@@ -46,7 +46,7 @@ def test_the_defaults_work():
         ({"kl_log_ratio_clamp": -1.0}, "`kl_log_ratio_clamp` is -1.0. Expected a number, 0 or more"),
         ({"kl_log_ratio_clamp": 50.0}, "at most 40: the ratio"),
         ({"kl_update_steps": 0}, "`kl_update_steps` is 0"),
-        ({"kl_law_settings": {"max_step": 1.0}}, "`max_step` of `kl_law_settings` is 1.0. Expected a number of more"),
+        ({"kl_law_settings": {"max_step": 1.0}}, "`max_step` of `kl_law_settings` is 1.0. Expected a number above 1"),
         ({"hybrid_reference_weight": 1.5}, "at most 1"),
         ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
         ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
