@@ -22,8 +22,7 @@ class Outcome(StrEnum):
     OK = "ok"
     """The services answered and the judge's verdict was valid."""
     INVALID_ACTION = "invalid_action"
-    """The policy wrote no valid action, or one whose answer says nothing. It is the policy's fault, so the low reward
-    is real."""
+    """No valid action, or one whose answer says nothing. It is the policy's fault, so the low reward is real."""
     JUDGE_INVALID = "judge_invalid"
     """The judge's answer was no verdict of the schema. No number."""
     INFRA = "infra"

@@ -79,8 +79,7 @@ class SalesGRPOConfig(GRPOConfig):
     and k3 have the KL's gradient on average, and k2 has another one. Without it k2 has the KL's gradient, and k1 has
     none."""
     kl_log_ratio_clamp: Annotated[float, _CLAMP] = 10.0
-    """Log-ratio in nats, up to 40. Beyond it the penalty is a straight line. 0 is TRL's own formula, which overflows
-    at 88."""
+    """Log-ratio in nats, up to 40: beyond, the penalty is linear. 0 is TRL's own formula, which overflows at 88."""
     kl_update_steps: int = 5
     """Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves."""
     kl_law: str | None = None

@@ -281,8 +281,7 @@ class Pipeline:
             self._record(rollout, sampled)
 
     def _record(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
-        """Keep the completions, and start the rewards that have not started. `rows`: those of the batch, with more in
-        them."""
+        """Keep the completions, and start the rewards that have not. `rows`: the batch's, with more in them."""
         rollout.sampled = sampled
         if sampled.span is not None:
             self.record_span(sampled.span)

@@ -50,8 +50,7 @@ class Ledger:
     def record_rewards(
         self, mode: str, table: torch.Tensor, reports: torch.Tensor, reasons: Iterable[str] = ()
     ) -> None:
-        """Add the rewards of a batch: the tables of `RewardFigures` of all ranks, and the reason of each completion
-        that failed."""
+        """Add the rewards of a batch: the tables of `RewardFigures` of all ranks, and why completions failed."""
         figures = self._modes[mode]
         self._rewards.add_rewards(figures.sums, table)
         self._rewards.add_report(figures.sums, figures.bias, reports)
@@ -123,8 +122,7 @@ class Ledger:
         return self._modes[mode].failures
 
     def drain_failures(self, mode: str) -> dict[str, int]:
-        """Forget a mode's failures. Returns those of training by tag, with 0 for reasons that came before; none of an
-        evaluation."""
+        """Forget a mode's failures. Returns those of training by tag, 0 for those of before; none of an evaluation."""
         counts, self._modes[mode].failures = self._modes[mode].failures, Counter()
         if mode != "train":
             return {}

@@ -42,8 +42,7 @@ class RunControlSettings:
 
 class RunControl:
     """Decides for one run, and after `restart` for the next. `places` has the address of each service, by the name
-    with which its reason codes begin. `spent` says what was spent, `is_reached` whether a limit of the budget is, by
-    the account."""
+    with which its reason codes begin. `spent` says what was spent, `is_reached` whether a limit is, by the account."""
 
     def __init__(
         self,
@@ -175,8 +174,7 @@ class RunControl:
             )
 
     def stop(self, step: int, *, is_new: bool) -> None:
-        """End the run after `step` optimizer steps, on a request or else because its budget is spent. `is_new`: it did
-        some."""
+        """End the run after `step` optimizer steps, on a request or for a spent budget. `is_new`: it did some."""
         if self.requested is not None:
             self.error = RunStopped(self.stopped_by(self.requested, step, is_new=is_new))
             return

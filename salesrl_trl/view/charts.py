@@ -30,8 +30,7 @@ TALL = 3.0  # a bar this many times as high as nearly all others is cut off
 FEWEST_TO_CUT = 10  # with fewer bars, none is cut off
 INK, MUTED, REST_COLOUR, BAND_COLOUR = "#1f2933", "#616e7c", "#b6bec8", "#cfe8d5"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#b8a800", "#7f4f24")
-"""The colours of Okabe and Ito, which colour-blind readers can tell apart, and a few more. Yellow is darker, for white
-paper."""
+"""The colours of Okabe and Ito, which the colour-blind tell apart, and more. Yellow is darker, for white paper."""
 
 Series = Mapping[int, float]  # figures by step, ascending
 Tick = tuple[float, str]  # its place and its words
