@@ -123,6 +123,7 @@ def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir:
     held_out = common_rows([plan.held_out for plan in plans], training.branches, rows)
     for plan in plans:
         plan.train, plan.held_out = plans[0].train, held_out
+        del plan.datasets  # of the rows before
     return plans
 
 
