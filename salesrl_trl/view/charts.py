@@ -113,8 +113,9 @@ def line_chart(
     *,
     from_zero: bool = False,
     band: tuple[float, float] | None = None,
+    starts: Sequence[int] = (),
 ) -> Chart:
-    """Figures over the steps, each with a running mean in a long run, over the range `band`."""
+    """Figures over the steps, each with a running mean in a long run, over the range `band`. `starts` are marked."""
     lines = [line for line in lines if line.series]
     steps = sorted({step for line in lines for step in line.series})
     margin = 0.02 * (steps[-1] - steps[0])
@@ -153,6 +154,7 @@ def line_chart(
         x_ticks=x.ticks(8, whole=True),
         y_ticks=y.ticks(),
         paths=paths,
+        notes=[(x(step), "↻") for step in starts if steps[0] <= step <= steps[-1]],
         keys=keys if len(keys) > 1 else (),
     )
 

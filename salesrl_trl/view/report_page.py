@@ -344,7 +344,7 @@ def _reward_part(run: Run) -> Iterator[Part]:
     values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured if len(coloured) > 1]
     every = "All branches" if values else "Reward"
     description = "; ".join([f"Mean reward over the steps. {every} {_changed(run, names.REWARD)}", *values])
-    yield line_chart(description, "mean reward", lines)
+    yield line_chart(description, "mean reward", lines, starts=run.starts[1:])
 
 
 def _kl_part(run: Run) -> Iterator[Part]:

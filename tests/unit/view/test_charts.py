@@ -21,9 +21,10 @@ def heights(path):
 
 
 def test_a_line_goes_from_end_to_end_of_its_axes():
-    chart = line_chart("", "y", [Line("a", "red", {1: 0.0, 2: 1.0, 3: 0.5})], from_zero=True)
+    chart = line_chart("", "y", [Line("a", "red", {1: 0.0, 2: 1.0, 3: 0.5})], from_zero=True, starts=[2, 9])
     (x1, y1), (x2, y2), (x3, y3) = places(chart.paths[0])
     assert x2 - x1 == pytest.approx(x3 - x2)
+    assert chart.notes == [(x2, "↻")]  # where a run goes on; not beyond the line
     assert y1 == FLOOR  # 0
     # 8 % of the height are left above the largest figure
     assert y2 == pytest.approx(FLOOR - (FLOOR - TOP) / 1.08, abs=0.1)
