@@ -50,25 +50,19 @@ def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
     }
 
 
-def check_on_cpu(args: SalesGRPOConfig, model: PretrainedConfig | None = None) -> None:
-    """Raise `ConfigError` for what the engine does not have on a CPU: sleep, and the head size of a `model`."""
-    if not args.use_vllm or args.vllm_mode == "server" or args.device.type != "cpu":
+def _check_head_size(model: PretrainedConfig) -> None:
+    """Raise `ConfigError` for a head size that vLLM's attention on a CPU does not have."""
+    if hasattr(model, "kv_lora_rank"):
         return
-    check(
-        not args.vllm_enable_sleep_mode,
-        "`vllm_enable_sleep_mode` is true, and this run is on a CPU, where vLLM can't sleep. Expected a GPU, or "
-        "false. With a preset that sets it, give `--vllm_enable_sleep_mode false`.",
-    )
-    if model is not None and not hasattr(model, "kv_lora_rank"):
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        known = CPUAttentionBackend.get_supported_head_sizes()
-        size = getattr(model, "head_dim", None) or model.hidden_size // getattr(model, "num_attention_heads", 1)
-        check(
-            size in known,
-            f"the policy's attention heads have {size} numbers (`head_dim`), which vLLM does not have on a CPU. "
-            f"Expected one of: {', '.join(map(str, known))}. Take another policy, or set `use_vllm: false`.",
-        )
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    size = getattr(model, "head_dim", None) or model.hidden_size // getattr(model, "num_attention_heads", 1)
+    check(
+        size in known,
+        f"the policy's attention heads have {size} numbers (`head_dim`), which vLLM does not have on a CPU. Expected "
+        f"one of: {', '.join(map(str, known))}. Take another policy, or set `use_vllm: false`.",
+    )
 
 
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
@@ -83,7 +77,8 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
             f"`vllm_engine_kwargs` sets {', '.join(sorted(own))} of the colocated engine. With `vllm_mode: server` "
             "give it to the server's command line."
         )
-    check_on_cpu(args, model.config.get_text_config())
+    if args.use_vllm and args.vllm_mode == "colocate" and args.device.type == "cpu":
+        _check_head_size(model.config.get_text_config())
     start = engine_start(args)
     group = args.process_index // args.vllm_tensor_parallel_size
     in_training = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(model.dtype).removeprefix("torch.")

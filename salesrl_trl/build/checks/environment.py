@@ -28,7 +28,7 @@ from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import Start, check_on_cpu, engine_start
+from salesrl_trl.config.engine import Start, engine_start
 from salesrl_trl.errors import nearest
 from salesrl_trl.ground.process import installed
 from salesrl_trl.telemetry.device import GIB
@@ -51,7 +51,6 @@ def check_environment(plan: Plan, findings: Findings) -> None:
     findings.refused.each(
         lambda: _versions(training, findings),
         lambda: _single_settings(plan.config, findings),
-        lambda: check_on_cpu(training),
         lambda: _devices(training, in_depth, findings),
         lambda: _disk(training.output_dir, in_depth, findings),
         lambda: _shared_memory(training, findings),
