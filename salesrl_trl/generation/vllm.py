@@ -76,6 +76,9 @@ class SalesVLLMGeneration(VLLMGeneration):
         # the same one. A launcher of several processes has named a port.
         if os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
             os.environ["MASTER_PORT"] = str(get_free_port())
+        if self.enable_sleep_mode and self.accelerator.device.type == "cpu":
+            self.enable_sleep_mode = False
+            logger.warning("off: `vllm_enable_sleep_mode`, because it is memory of a GPU that a sleeping vLLM frees")
         with patched(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode == "server":
