@@ -86,6 +86,7 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
         "#   trainer.total_epochs: ${oc.env:EPOCHS} is not known\n",
         "#   critic.*: GRPO has no critic\n",
         "#   data.return_raw_chat\n",
+        "#   rollout.val_kwargs.do_sample: False. evaluations sample",
     ):
         assert line in text
 
