@@ -46,6 +46,7 @@ class SalesVLLMGeneration(VLLMGeneration):
     """
 
     vllm_client: Any
+    enable_sleep_mode: bool
     processing_class: Any = None
     _merges_beside = False
 
