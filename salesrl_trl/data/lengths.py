@@ -99,8 +99,14 @@ def fit_prompts(
     """The rows whose prompts fit. Messages name a row by its place, and the rows by `name`, such as `"training"`.
     `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`. `picture_tokens`
     (from `picture_counter`) gives the tokens of a row's pictures, which are added to those of its text. Raises
-    `DataError` if a prompt is too long with the rule `error`, can't be made short enough, or no row is left."""
+    `DataError` for prompts of two kinds, for too long ones that the rule keeps, and if no row is left."""
     prompts = [build_prompt(row, prompt) for row in rows]
+    texts = [row.row_id for row, made in zip(rows, prompts, strict=True) if isinstance(made, str)]
+    if 0 < len(texts) < len(rows):
+        raise DataError(
+            f"the prompts of {len(texts):,} of {len(rows):,} {name} rows are texts, such as that of {texts[0]!r}, and "
+            "those of the others messages. Expected one kind of prompt. Make all of them messages, for example."
+        )
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
     lengths = [text + more for text, more in zip(count(prompts), extra, strict=True)] if rows else []
     long = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit.tokens]

@@ -68,16 +68,10 @@ def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = Non
             "column prompt or conversation. Check the path, the split and `max_*_rows`."
         )
     check_columns(records[0].keys(), loaded.name, branches)
-    rows = [
+    return [
         parse_row(record, position, branches, loaded.name, line, loaded.folder, loaded.row_name)
         for record, (position, line) in zip(records, loaded.places, strict=False)
     ]
-    if len({isinstance(row.prompt, str) for row in rows}) > 1:
-        raise DataError(
-            f"{loaded.name} has rows whose `prompt` is a text, and others that have messages, or none. Expected one "
-            "kind of prompt. Make all of them messages, for example."
-        )
-    return rows
 
 
 def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:

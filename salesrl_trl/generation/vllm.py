@@ -46,6 +46,7 @@ class SalesVLLMGeneration(VLLMGeneration):
     """
 
     vllm_client: Any
+    enable_sleep_mode: bool
     processing_class: Any = None
     _merges_beside = False
 
@@ -76,6 +77,9 @@ class SalesVLLMGeneration(VLLMGeneration):
         # the same one. A launcher of several processes has named a port.
         if os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
             os.environ["MASTER_PORT"] = str(get_free_port())
+        if self.enable_sleep_mode and self.accelerator.device.type == "cpu":
+            self.enable_sleep_mode = False
+            logger.warning("off: `vllm_enable_sleep_mode`, because it is memory of a GPU that a sleeping vLLM frees")
         with patched(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode == "server":

@@ -48,13 +48,13 @@ class FaultInMemory:
     """The scenarios of a fault server, on the event loop of the caller."""
 
     def __init__(self, network, settings):
-        self._scenarios = Scenarios(**settings)
+        self.scenarios = Scenarios(**settings)
         self.url = network.serve(self._answer)
-        self.stats = self._scenarios.stats
+        self.stats = self.scenarios.stats
 
     async def _answer(self, request):
         wire = _Wire()
-        await self._scenarios.serve(request.path, wire, request.data)
+        await self.scenarios.serve(request.path, wire, request.data)
         return wire.reply()
 
 

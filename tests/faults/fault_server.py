@@ -59,6 +59,8 @@ class Scenarios:
 
     def __init__(self, **settings):
         self.settings = settings
+        self.good = settings.get("good", good)
+        self.others = [Scenarios(**other) for other in settings.get("others", ())]
         self.stats = {"requests": 0, "connections": 0, "ok": 0, "refused": 0}
         self.busy = 0
         self.random = random.Random(0)
@@ -73,7 +75,7 @@ class Scenarios:
 
     def ok(self, path, transport, body):
         self.stats["ok"] += 1
-        transport.write(response(200, good(path, body)))
+        transport.write(response(200, self.good(path, body)))
 
     def refuse(self, transport, status, body=None, **headers):
         self.stats["refused"] += 1
@@ -102,6 +104,14 @@ class Scenarios:
         """Refuses a share of the requests, at random."""
         if self.random.random() < self.settings["share"]:
             self.refuse(transport, self.settings["status"])
+        else:
+            self.ok(path, transport, body)
+
+    async def some(self, path, transport, body):
+        """A share of the requests, at random, meets one of the scenarios `others`. In memory alone, `good` makes the
+        answer of the rest: `good(path, body)`."""
+        if self.random.random() < self.settings["share"]:
+            await self.random.choice(self.others).serve(path, transport, body)
         else:
             self.ok(path, transport, body)
 

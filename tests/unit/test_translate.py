@@ -88,6 +88,7 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
         "#   critic.*: GRPO has no critic\n",
         "#   data.return_raw_chat\n",
         "#   hybrid_engine: vllm_mode: colocate is the default\n",
+        "#   rollout.val_kwargs.do_sample: False. evaluations sample",
     ):
         assert line in text
     assert translated(tmp_path, VERL.replace("default_local_dir", "project_name"))[0]["output_dir"] == (

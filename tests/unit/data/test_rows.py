@@ -57,11 +57,6 @@ def test_a_prompt_of_another_form_is_refused_with_its_place(dataset, prompt, mes
         load_rows(dataset({"prompt": "a"}, {"prompt": prompt}), "train")
 
 
-def test_prompts_of_two_kinds_are_refused(dataset):
-    with pytest.raises(DataError, match="Expected one kind of prompt"):
-        load_rows(dataset({"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}), "train")
-
-
 def test_a_record_with_the_required_columns_alone_is_a_row(dataset):
     (row,) = load(dataset(GOOD))
     assert (row.row_id, row.branch, row.context, row.documents) == (

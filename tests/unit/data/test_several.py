@@ -15,6 +15,8 @@ from salesrl_trl.build.checks.dataset import (
     training_rows,
 )
 from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.data.lengths import fit_prompts
+from salesrl_trl.data.templates import read_template
 from salesrl_trl.errors import ConfigError, DataError
 
 DIRECTLY = RewardConfig(reward_funcs=["judge"], judge_base_url="http://127.0.0.1:1/v1")
@@ -59,6 +61,16 @@ def test_each_dataset_has_its_format_its_branch_and_its_held_out_rows(files):
     assert of_bbq.row_id.startswith("bbq:bbq-Religion-") and of_bbq.prompt[0]["role"] == "system"
     ids = [row.row_id for row in (*train, *held_out) if not row.row_id.startswith("own-3:")]
     assert len({*ids}) == len(ids)  # also of rows without an id, which have their place
+
+
+def test_prompts_of_two_kinds_are_refused_and_a_template_makes_them_one(files, tmp_path):
+    texts = write(tmp_path / "texts.jsonl", {"prompt": "1?"})
+    rows, _ = loaded(DataConfig(dataset=[{"path": files["own"], "eval": texts}, {"path": texts, "eval": texts}]))
+    with pytest.raises(DataError, match=r"1 of 41 training rows are texts, such as that of 'texts:row-0'"):
+        fit_prompts(rows, None, len, None, "error", "training")
+    template = tmp_path / "prompt.jinja"
+    template.write_text("{{ prompt }}")
+    fit_prompts(rows, read_template(str(template), ()), lambda prompts: [1] * len(prompts), None, "error", "training")
 
 
 def test_shares_are_those_of_the_training_rows_and_a_beginning_has_them_too(files):

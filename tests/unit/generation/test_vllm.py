@@ -44,9 +44,11 @@ def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch, po
     generation = bare(
         engine_options={"enforce_eager": True, "seed": 5},
         mode="colocate", tensor_parallel_size=1, gpu_memory_utilization=0.5, max_model_length=64, max_num_seqs=4,
-        enable_sleep_mode=False, model_impl="auto", trust_remote_code=False,
+        enable_sleep_mode=True, model_impl="auto", trust_remote_code=False,
         model=SimpleNamespace(name_or_path="some/model"),
-        accelerator=SimpleNamespace(num_processes=1, process_index=0, local_process_index=0),
+        accelerator=SimpleNamespace(
+            num_processes=1, process_index=0, local_process_index=0, device=torch.device("cpu")
+        ),
     )  # fmt: skip
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "0")
@@ -56,6 +58,7 @@ def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch, po
     assert upstream_vllm.LLM is engine
     assert (seen["model"], seen["max_num_seqs"], seen["logprobs_mode"]) == ("some/model", 4, "processed_logprobs")
     assert (seen["enforce_eager"], seen["seed"]) == (True, 5)
+    assert not seen["enable_sleep_mode"]  # vLLM refuses it on a CPU
     # TRL would take 29500 while it is free, as every run that starts in the same moment
     assert (
         os.environ["MASTER_PORT"] == port if port == "12321" else os.environ["MASTER_PORT"] not in ("29500", "0", "")
