@@ -103,6 +103,11 @@ usage_of: TagOfTwo = "judge/{}/{}".format  # provider, kind
 traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC` or `slots`
 saved_by: Tag = "cache/{}_saved".format
 
+# Tools
+
+TOOL_FIGURES = ("calls", "failures", "errors", "seconds")  # of a tool, in a generation batch
+tool_figure: TagOfTwo = "tools/{}/{}".format  # tool, one of `TOOL_FIGURES`
+
 # KL
 
 

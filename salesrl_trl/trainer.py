@@ -231,12 +231,10 @@ class SalesGRPOTrainer(TRLAccess):
         return components.scoring.train_on(inputs, self._step, step, in_groups, components.passes.in_order)
 
     def _generate(self, prompts):
-        """Returns the completions of the rollout, which exist already unless they may call tools."""
+        """Returns the completions of the rollout, which exist already unless TRL has set up environments for them."""
         rollout = self.components.scoring.current
         if rollout.sampled is None:
-            with self._timeline.phase(Phase.GENERATION):
-                sampled = self._sample(prompts)
-            self.components.pipeline.generated(rollout, sampled, prompts, self.environments)
+            self.components.pipeline.generate_inside(rollout, prompts, self.environments)
         assert rollout.sampled is not None
         measured, tokens = rollout.drain_metrics()
         metrics = self._metrics[rollout.mode]
@@ -261,9 +259,20 @@ class SalesGRPOTrainer(TRLAccess):
             )
 
     def _tool_call_loop(self, *args, **kwargs):
-        """Refuses tools that TRL does not know of."""
+        """Returns what conversations have become. Refuses tools that TRL does not know of."""
         if not self.tools:
             raise ConfigError(NO_TOOLS.format("a `rollout_func`"))
+        if (talked := self._talked) is not None:
+            logprobs = [each.logprobs for each in talked if each.logprobs is not None]
+            return (
+                [each.mask for each in talked],
+                [each.completion for each in talked],
+                [each.completion_ids for each in talked],
+                logprobs or None,
+                sum(each.calls for each in talked),
+                sum(each.failures for each in talked),
+                [each.images for each in talked],
+            )
         with patched(self.components, "calls_tools", True):
             return super()._tool_call_loop(*args, **kwargs)
 

@@ -37,14 +37,16 @@ def _first(reasons: Mapping[str, object]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def check_rewards(args: SalesGRPOConfig, tools: str | None, answered: Sequence[bool], names: RewardNames) -> None:
-    """Raise `ConfigError` where rollouts can't be ahead, or no reward of a reference is there. `tools` and `answered`:
-    as in `Hooks`."""
+def check_rewards(
+    args: SalesGRPOConfig, inside_trl: str | None, answered: Sequence[bool], names: RewardNames
+) -> None:
+    """Raise `ConfigError` where rollouts can't be ahead, or no reward of a reference is there. `inside_trl`: why
+    generation begins inside TRL's scoring. `answered`: as in `Hooks`."""
     ahead, share = args.rollout_lookahead, args.hybrid_reference_weight
     check(
-        tools is None or not ahead,
-        f"`rollout_lookahead` is {ahead} with {tools}: TRL sets up each completion's tools when it scores the batch "
-        "before. Expected `rollout_lookahead: 0`.",
+        not inside_trl or not ahead,
+        f"`rollout_lookahead` is {ahead} with tools, but {inside_trl}: then TRL sets up each completion's tools when "
+        "it scores the batch. Expected `rollout_lookahead: 0`.",
     )
     check(
         not share or (list(answered) == [True] and bool(names.components)),

@@ -24,8 +24,28 @@ from salesrl_trl.timing import Span
 
 logger = get_logger(__name__)
 
-Finished = Callable[[int, Sequence[int]], None]
-"""Called with a completion's place in the batch and its token ids."""
+
+
+class Finished(Protocol):
+    """Told of each completion when it is finished. From any thread."""
+
+    def __call__(
+        self, place: int, token_ids: Sequence[int], messages: Sequence[Any] | None = None, failed: str | None = None
+    ) -> None:
+        """A completion is finished.
+
+        Args:
+            place (`int`):
+                Its place in the batch.
+            token_ids (`Sequence[int]`):
+                Its token ids, in a conversation those of tools' results too.
+            messages (`Sequence`, *optional*):
+                The messages of a conversation. When not given, the completion is the text of the token ids.
+            failed (`str`, *optional*):
+                The reason code of a conversation whose tool failed: it gets no reward.
+        """
+
+
 Tokens = tuple[list[list[int]], list[list[float]] | None]
 """Token ids of B completions, and the sampler's log-probs of them, or `None` if it gives none."""
 TokenSource = Callable[[list[list[int]], int], Tokens]
@@ -229,6 +249,21 @@ class Streamed(WholeBatch):
             return Ready(self._generate(prompts))
 
 
+Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
+
+
+class Conversing(WholeBatch):
+    """Completions that may call tools: each goes through its turns by itself (`generation.conversations`), and is
+    reported when it has ended."""
+
+    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, converse: Converse) -> None:
+        super().__init__(generate, owner)
+        self._converse = converse
+
+    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
+        return self._converse(prompts, finished, ahead)
+
+
 class Background(Streamed):
     """vLLM's server, which generates while the trainer trains."""
 
@@ -284,10 +319,20 @@ def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]
     return {"input_ids": ids, "attention_mask": mask, **sizes, **vision}
 
 
-def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tools: str | None, tokenizer: object) -> str | None:
+def why_not_conversing(*, pictures: bool, splits: int, has_own_engine: bool) -> str | None:
+    """The reason why conversations can't go through their turns one by one. `None` if they can. `pictures`: whether
+    the policy reads pictures. `splits`: processes among which tensor parallelism splits a colocated engine."""
+    if has_own_engine:
+        return "`sampler` is an engine of its own, which generates whole batches"
+    if pictures:
+        return "the policy's processor makes pictures of a whole batch"
+    if splits > 1:
+        return "tensor parallelism generates one batch in several processes"
+    return None
+
+
+def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:
     """The reason why completions can't be reported one by one with the texts of TRL. `None` if they can."""
-    if tools is not None:
-        return f"a completion with {tools} is generated in turns: they start when a batch is done"
     if not use_vllm:
         return "transformers generates, a whole batch at once: they start when it is done"
     if has_rollout_func:

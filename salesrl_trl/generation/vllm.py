@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from threading import Semaphore
+from threading import Condition, Semaphore
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.generation.conversations import AskedTurn, AskedTurns, Conversations, GivenUp, Turn
 from salesrl_trl.generation.merging import merged_beside, why_in_place
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
 from salesrl_trl.ground.patched import patched
@@ -31,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 _ALONE = SimpleNamespace(is_main_process=True, process_index=0)
 """The only process: the members of `Accelerator` that TRL's `generate` reads before it asks a server."""
-_Single = Callable[[int], Completions]  # asks the server for the completion at this place
+_Single = Callable[..., Completions]  # asks the server for the completion at a place, perhaps of further token ids
+LINGER_S = 0.05
+"""Seconds for which an engine with nothing to do waits for the next turn of conversations before training goes on."""
 
 
 class SalesVLLMGeneration(VLLMGeneration):
@@ -56,6 +59,9 @@ class SalesVLLMGeneration(VLLMGeneration):
         self._waits = True
         self._under_way: list[Requests] = []
         self._slots = Semaphore(MOST_REQUESTS)
+        self.turns = AskedTurns()
+        self._gate = _Gate()
+        self._turn_params: Any = None  # vLLM's parameters of the last first turns, for the turns behind them
         super().__init__(*args, **kwargs)
         if is_peft_model(self.model):
             reason = why_in_place(self.model, self._dist.fsdp_version)
@@ -98,11 +104,8 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     def _push(self) -> None:
         if self.mode == "server":
-            self.settle()
-            super().sync_weights()
-            if self._reads_pictures and self.accelerator.is_main_process:
-                self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache").raise_for_status()
-            self.accelerator.wait_for_everyone()  # no process asks before the weights are there
+            with self._gate.shut():
+                self._push_to_server()
             return
         if self.accelerator.device.type != "cpu" and "quantization" not in self.engine_options:
             super().sync_weights()
@@ -116,6 +119,13 @@ class SalesVLLMGeneration(VLLMGeneration):
         worker.reload_weights(weights_iterator=self._iter_named_params())
         self.llm.reset_prefix_cache()
         self._forget_pictures()
+
+    def _push_to_server(self) -> None:
+        self.settle()
+        super().sync_weights()
+        if self._reads_pictures and self.accelerator.is_main_process:
+            self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache").raise_for_status()
+        self.accelerator.wait_for_everyone()  # no process asks before the weights are there
 
     @property
     def _reads_pictures(self) -> bool:
@@ -132,7 +142,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         batch and its token ids: between two steps of a colocated engine, or from another thread with a server. `size`:
         completions of this process. Those that tensor parallelism generates for others are not reported."""
         if self.mode != "server":
-            with self._stepped(finished, size):
+            with self._stepped(lambda place, output: finished(place, output.outputs[0].token_ids), size):
                 yield
             return
         with patched(self, "_collect", lambda single, count: self._request(single, count, finished).result()):
@@ -156,6 +166,60 @@ class SalesVLLMGeneration(VLLMGeneration):
         """While active, `generate` returns the completions of these requests."""
         with patched(self, "_collect", lambda single, count: requests.result()):
             yield
+
+    @contextlib.contextmanager
+    def conversing(self, batch: Conversations[Any], *, ahead: bool) -> Iterator[None]:
+        """While active, `generate` begins each conversation of the batch when its first turn is there, and returns the
+        first turns, or with a server nothing. In this process it returns when all conversations are over; with `ahead`
+        as soon as none of them, nor of those before, has a turn to generate. `go_on` goes on."""
+        if self.mode != "server":
+            ahead = ahead and not self.enable_sleep_mode  # its memory is freed between two generations
+
+            def first(place: int, output: Any) -> None:
+                batch.begin(place, _turn_of(output))
+
+            def keeps_going() -> bool:
+                if ahead:
+                    return self.turns.changed.wait_for(lambda: bool(len(self.turns)) or batch.is_over, LINGER_S)
+                return self.turns.changed.wait_for(lambda: bool(len(self.turns)) or batch.is_over)
+
+            with self._stepped(first, len(batch), lambda: keeps_going() and bool(len(self.turns))):
+                yield
+            return
+
+        def begin(single: _Single, count: int) -> Completions:
+            def turn(place: int, ids: list[int]) -> Turn:
+                with self._gate.passed(), self._slots:
+                    return _answer_of(single(place, ids))
+
+            def asked(place: int) -> Completions:
+                output = single(place)
+                batch.begin(place, _answer_of(output), turn)
+                return output
+
+            self._request(asked, count, lambda *_: None)
+            return {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
+
+        with patched(self, "_collect", begin), patched(self, "_waits", False):
+            yield
+
+    def go_on(self, batch: Conversations[Any] | None = None) -> None:
+        """Generate the turns that conversations have asked for, those of all batches together. With a `batch`: until
+        its conversations are over."""
+        if self.mode == "server":
+            if batch is not None:
+                batch.wait(lambda: batch.is_over)
+            return
+
+        def keeps_going() -> bool:
+            if batch is not None:
+                self.turns.changed.wait_for(lambda: bool(len(self.turns)) or batch.is_over)
+            return bool(len(self.turns))
+
+        engine = self.llm.llm_engine
+        with self._stepped(lambda *_: None, 0, keeps_going):
+            while engine.has_unfinished_requests():
+                engine.step()
 
     def settle(self) -> None:
         """Wait until the server has answered all requests of all processes; a collective."""
@@ -202,33 +266,110 @@ class SalesVLLMGeneration(VLLMGeneration):
         return requests
 
     @contextlib.contextmanager
-    def _stepped(self, finished: Callable[[int, Sequence[int]], None], size: int) -> Iterator[None]:
-        """Watches `add_request` and `step` of the engine: `LLM.generate` adds all requests in order, then steps."""
+    def _stepped(
+        self, finished: Callable[[int, Any], None], size: int, has_turns: Callable[[], bool] | None = None
+    ) -> Iterator[None]:
+        """Watches `add_request` and `step` of the engine: `LLM.generate` adds all requests in order, then steps until
+        nothing is unfinished. `finished` gets place and output of each of them. With `has_turns`, which may wait, the
+        turns that conversations ask for are added meanwhile. Their outputs go to the conversations alone."""
         first = 0
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * size
         engine = self.llm.llm_engine
-        add_request, step = engine.add_request, engine.step
+        add_request, step, has_unfinished = engine.add_request, engine.step, engine.has_unfinished_requests
         places: dict[str, int] = {}
+        turns: dict[str, AskedTurn] = {}
+        adding: list[AskedTurn] = []
 
-        def add_watched(request_id: str, *args: object, **kwargs: object) -> object:
-            places[request_id] = len(places) - first
-            return add_request(request_id, *args, **kwargs)
+        def add_watched(request_id: str, prompt: object, params: object, *args: object, **kwargs: object) -> object:
+            if adding:
+                turns[request_id] = adding.pop()
+            else:
+                places[request_id] = len(places) - first
+                self._turn_params = params
+            return add_request(request_id, prompt, params, *args, **kwargs)
 
         def step_watched() -> object:
             outputs = step()
             for output in outputs:
-                if output.finished and 0 <= (place := places[output.request_id]) < size:
-                    finished(place, output.outputs[0].token_ids)
-            return outputs
+                if output.request_id in turns:
+                    if output.finished:
+                        turns.pop(output.request_id).answer.set_result(_turn_of(output))
+                elif output.finished and 0 <= (place := places[output.request_id]) < size:
+                    finished(place, output)
+            return [output for output in outputs if output.request_id in places] if has_turns else outputs
 
-        with patched(engine, "add_request", add_watched), patched(engine, "step", step_watched):
+        def has_unfinished_watched() -> bool:
+            assert has_turns is not None
+            while True:
+                for turn in self.turns.take():
+                    adding.append(turn)
+                    prompt = {"prompt_token_ids": turn.ids}
+                    self.llm.enqueue([prompt], self._turn_params.clone(), use_tqdm=False)
+                if has_unfinished():
+                    return True
+                with self.turns.changed:
+                    if not has_turns():
+                        return False
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patched(engine, "add_request", add_watched))
+            stack.enter_context(patched(engine, "step", step_watched))
+            if has_turns is not None:
+                stack.enter_context(patched(engine, "has_unfinished_requests", has_unfinished_watched))
             try:
                 yield
             except BaseException:  # an interruption: these requests would finish in the next generation
                 with contextlib.suppress(Exception):  # the engine may be gone: the first error is the one to raise
-                    engine.abort_request(list(places))
+                    engine.abort_request([*places, *turns])
+                for turn in (*turns.values(), *adding):
+                    turn.answer.set_exception(GivenUp())
                 raise
+
+
+class _Gate:
+    """Lets turns pass to a server, and none while weights are pushed."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._inside, self._is_shut = 0, False
+
+    @contextlib.contextmanager
+    def passed(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_shut)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def shut(self) -> Iterator[None]:
+        """While active nothing passes; begins when nothing is inside any more."""
+        with self._changed:
+            self._is_shut = True
+            self._changed.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_shut = False
+                self._changed.notify_all()
+
+
+def _turn_of(output: Any) -> Turn:
+    """A finished output of vLLM. Log-probs are those of the sampled tokens, as TRL takes them."""
+    logprobs, _ = upstream_vllm.extract_logprobs([output])
+    return list(output.outputs[0].token_ids), None if logprobs is None else [token[0] for token in logprobs[0]]
+
+
+def _answer_of(output: Completions) -> Turn:
+    """The same, of a server's answer to one prompt."""
+    [ids], logprobs = output["completion_ids"], output["logprobs"]
+    return list(ids), None if logprobs is None else [token[0] for token in logprobs[0]]
 
 
 def _single(
@@ -240,15 +381,15 @@ def _single(
     generation_kwargs: Mapping[str, Any],
     **sampling: object,
 ) -> _Single:
-    """Single requests out of one for many prompts. `send` is `VLLMClient.generate`, and the other arguments are its
+    """Single requests out of one for many prompts; with token ids, for what follows on these. `send` is `VLLMClient.generate`, and the other arguments are its
     own. `samples` has by place the number of the completion among those of its prompt."""
 
-    def ask(place: int) -> Completions:
+    def ask(place: int, ids: list[int] | None = None) -> Completions:
         further = dict(generation_kwargs)
         if further.get("seed") is not None:
             further["seed"] += samples[place]  # as vLLM seeds the samples of a prompt
         chosen = None if features is None else [features[place]]
-        return send([prompts[place]], features=chosen, generation_kwargs=further, **sampling)
+        return send([ids or prompts[place]], features=chosen, generation_kwargs=further, **sampling)
 
     return ask
 

@@ -157,7 +157,7 @@ class RewardBatch:
         origin: Origin | None = None,
         late: Callable[[], str] = lambda: "deadline",
     ) -> None:
-        self.rows = tuple(rows)
+        self.rows = list(rows)
         self.number = number
         self.lane = lane
         self.rewards: list[Reward | None] = [None] * len(self.rows)
@@ -176,18 +176,30 @@ class RewardBatch:
         self._origin = origin
         self._late = late
         self._samples: list[Sample | None] = [None] * len(self.rows)
+        self._failed: list[str | None] = [None] * len(self.rows)  # why the completion at a place gets no number
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
         self._whole: dict[int, asyncio.Future[None]] = {}  # by first place of a unit: done once all of it is there
         self._changed: asyncio.Future[None] | None = None
         self._cut_off: str | None = None
 
-    def start(self, place: int, completion: Completion, token_ids: Sequence[int] = ()) -> None:
+    def start(
+        self,
+        place: int,
+        completion: Completion,
+        token_ids: Sequence[int] = (),
+        row: Example | None = None,
+        failed: str | None = None,
+    ) -> None:
         """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it
-        takes the place of another one, those that are scored together with it begin again."""
+        takes the place of another one, those that are scored together with it begin again. `row` takes the place of
+        the one with which the batch began. One that `failed` before is missing for this reason, whatever its score."""
         # 1. Keep it with all that its reward may ask for.
         known = self._samples[place]
         if known is not None and _same(known.completion, completion):
             return
+        if row is not None:
+            self.rows[place] = row
+        self._failed[place] = failed
         self._samples[place] = Sample(
             row=self.rows[place], completion=completion, token_ids=token_ids, batch=self.number, place=place,
             size=len(self), group=self._group, origin=self._origin,
@@ -203,8 +215,9 @@ class RewardBatch:
             if self._drop(other) or self.rewards[other] is not None:  # of another text, or beside one
                 self.rewards[other] = None
                 self.stages[other] = StageTimes(self._tracks[other])
-            if self._cut_off is not None:
-                self._settle(other, missing(Outcome.INFRA, self._cut_off, {}))
+            why = self._cut_off or (self._failed[other] if self._unit == 1 else None)
+            if why is not None:  # others of its unit may want to see it
+                self._settle(other, missing(Outcome.INFRA, why, {}))
                 continue
             if self.times.first is None:
                 self.times.first = time.perf_counter()
@@ -234,6 +247,8 @@ class RewardBatch:
                 reward = missing(Outcome.INFRA, reason, stages.seconds)
         finally:
             scoring.cancel()  # another text took its place, or nobody wants it any more
+        if (why := self._failed[sample.place]) is not None:
+            reward = missing(Outcome.INFRA, why, stages.seconds)
         # 5. It has its reward. Whoever waits for its group looks again.
         self._settle(sample.place, reward)
 
@@ -242,7 +257,7 @@ class RewardBatch:
     ) -> None:
         """Begin to score all completions that are not scored yet: one for each place. `rows` take the place of those
         with which the batch began, where none is started yet."""
-        self.rows = tuple(rows) or self.rows
+        self.rows = list(rows) or self.rows
         for place, completion in zip(range(len(self)), completions, strict=True):
             self.start(place, completion, token_ids[place] if token_ids else ())
 

@@ -74,9 +74,17 @@ class RewardLoop:
             batch.cut_off(self.stopped)
         return batch
 
-    def start(self, batch: RewardBatch, place: int, completion: Completion, token_ids: Sequence[int] = ()) -> None:
-        """Begin to score the completion at `place`. Does not wait."""
-        self._loops.post(batch.start, place, completion, token_ids)
+    def start(
+        self,
+        batch: RewardBatch,
+        place: int,
+        completion: Completion,
+        token_ids: Sequence[int] = (),
+        row: Example | None = None,
+        failed: str | None = None,
+    ) -> None:
+        """Begin to score the completion at `place`: `RewardBatch.start`. Does not wait."""
+        self._loops.post(batch.start, place, completion, token_ids, row, failed)
 
     def start_all(
         self,

@@ -11,7 +11,7 @@ import torch
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Handle, Ready, Sampled, Sampler
+from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -100,7 +100,9 @@ class Pipeline:
     reward_arguments: Callable[[], Mapping[str, object]] = dict
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
     inside_trl: bool = False
-    """Whether TRL generates inside its own scoring: completions with tools, and prompts from an environment."""
+    """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
+    go_on: Callable[[], None] = lambda: None
+    """Generates the next turns of conversations that are out."""
     dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _taken: dict[int, Rollout] = field(default_factory=dict)
@@ -158,6 +160,9 @@ class Pipeline:
         kept; their rewards start anew, from the cache."""
         if self.inside_trl:
             return
+        if self.lookahead and any(each.sampled is None for each in self._schedule.launched().values()):
+            with self.timeline.phase(Phase.GENERATION):
+                self.go_on()
         for window in self._schedule.due(micro_step, update):
             kept = self._kept.pop(window.first, None)
             if kept is None or kept.rows != keys_of(window.inputs):
@@ -248,13 +253,15 @@ class Pipeline:
             self.reward_loop.give_up([rollout.rewards for rollout in self._evaluated])
             self._evaluated = []
 
-    def generated(
-        self, rollout: Rollout, sampled: Sampled, prompts: Sequence[object], environments: Sequence[object] | None
+    def generate_inside(
+        self, rollout: Rollout, prompts: Sequence[object], environments: Sequence[object] | None
     ) -> None:
-        """Completions that TRL generated in its scoring, the prompts as it used them, and each one's environment."""
+        """Generate inside TRL's scoring: the prompts as it uses them, and each one's environment."""
         rows = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
         if environments is not None:
             rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]
+        with self.timeline.phase(Phase.GENERATION):
+            sampled = self.sampler.start(prompts, self._starts(rollout, rows), ahead=False).result()
         self._record(rollout, sampled, rows)
 
     def _begun(self, inputs: list[Example], step: int, *, is_trained_on: bool, group: int | None = None) -> Rollout:
@@ -266,19 +273,31 @@ class Pipeline:
     def _generate(self, rollout: Rollout, *, ahead: bool) -> None:
         if self.inside_trl:
             return
-        inputs, rewards = rollout.inputs, rollout.rewards
-        in_messages = is_conversational({"prompt": inputs[0]["prompt"]})
-
-        def finished(place: int, token_ids: Sequence[int]) -> None:
-            text = self.decode(token_ids)
-            completion = [{"role": "assistant", "content": text}] if in_messages else text
-            self.reward_loop.start(rewards, place, completion, token_ids)
-
+        inputs = rollout.inputs
         with self.timeline.phase(Phase.GENERATION):
-            handle = rollout.handle = self.sampler.start(prompts_of(inputs), finished, ahead=ahead)
+            handle = rollout.handle = self.sampler.start(prompts_of(inputs), self._starts(rollout), ahead=ahead)
             sampled = handle.result() if handle.is_ready or not ahead else None
         if sampled is not None:
             self._record(rollout, sampled)
+
+    def _starts(self, rollout: Rollout, rows: Sequence[Example] = ()) -> Finished:
+        """What starts the reward of a completion that is finished. `rows`: the batch's, with more in them."""
+        in_messages = is_conversational({"prompt": prompts_of(rows or rollout.inputs)[0]})
+        made = self._rows(rows) if rows else None
+
+        def finished(
+            place: int, token_ids: Sequence[int], messages: Sequence[Any] | None = None, failed: str | None = None
+        ) -> None:
+            completion: Completion
+            if messages is not None:
+                completion = messages
+            else:
+                text = self.decode(token_ids)
+                completion = [{"role": "assistant", "content": text}] if in_messages else text
+            row = None if made is None else made[place]
+            self.reward_loop.start(rollout.rewards, place, completion, token_ids, row, failed)
+
+        return finished
 
     def _record(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
         """Keep the completions, and start the rewards that have not. `rows`: the batch's, with more in them."""

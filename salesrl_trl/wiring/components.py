@@ -40,7 +40,18 @@ from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.evaluation.subject import Processes
-from salesrl_trl.generation.sampler import Ask, Generate, Sampled, Sampler, Upstream, trl_sampler, why_not_streamed
+from salesrl_trl.generation.sampler import (
+    Ask,
+    Converse,
+    Conversing,
+    Generate,
+    Sampled,
+    Sampler,
+    Upstream,
+    trl_sampler,
+    why_not_conversing,
+    why_not_streamed,
+)
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
@@ -98,6 +109,9 @@ class Hooks:
     num_generations_eval: int
     generate: Generate
     ask: Ask  # the same for a server, without waiting
+    converse: Converse  # the same for completions that may call tools
+    go_on: Callable[[], None]  # generates the next turns of those that are out
+    reads_pictures: bool
     logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
     """Log-probs of a batch's completions under the current policy, shape (B, T)."""
     score: Callable[[Rollout], Output]
@@ -142,6 +156,7 @@ class Components:
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
         self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
+        self.converses = False  # whether completions that may call tools go through their turns one by one
         self.calls_tools = False
         """Whether tools of completions run now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
@@ -170,7 +185,9 @@ class Components:
         """Build what uses TRL's own methods. Returns a run's callbacks, in order. `sampler` makes another engine."""
         self._trl, args = trl, self._args
         # 1. settings and rewards that do not go with what TRL was given are refused
-        check_rewards(args, trl.tools, trl.reward_answered, self.reward.names)
+        own = sampler or load_sampler(args.sampler)
+        inside_trl = self._why_inside_trl(trl, own is not None)
+        check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
         has_own_columns = trl.has_rollout_func or trl.tools is not None
         self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)
@@ -195,8 +212,8 @@ class Components:
         if note:
             logger.info(note)
         # 3. rollouts, and their order
-        self._connect_rollouts(trl, sampler or load_sampler(args.sampler))
-        at_once = self._rewards.why_at_once(args.num_generations, size, trl.tools)
+        self._connect_rollouts(trl, own, inside_trl)
+        at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
@@ -226,7 +243,26 @@ class Components:
             f"{self._args.sampler or 'transformers'} generates on the {self._args.device.type.upper()}, without vLLM"
         )
 
-    def _connect_rollouts(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> None:
+    def _why_inside_trl(self, trl: Hooks, has_own_engine: bool) -> str | None:
+        """Why generation begins inside TRL's scoring. `None` where it does not, as without tools."""
+        args = self._args
+        if trl.tools is None:
+            return None
+        splits = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
+        reason = why_not_conversing(pictures=trl.reads_pictures, splits=splits, has_own_engine=has_own_engine)
+        self.converses = reason is None
+        if reason is not None:
+            logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
+        elif args.rollout_lookahead and args.use_vllm and args.vllm_enable_sleep_mode:
+            logger.info(
+                "off: training while tools are out, because `vllm_enable_sleep_mode` frees the engine's memory "
+                "between two generations: conversations end before training goes on"
+            )
+        return reason or ("environments have the prompts" if trl.tools == "an environment" else None)
+
+    def _connect_rollouts(
+        self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, inside_trl: str | None
+    ) -> None:
         args = self._args
         is_served = bool(args.use_vllm) and args.vllm_mode == "server"
         self.sampler = self._sampler(trl, build, is_served)
@@ -243,7 +279,8 @@ class Components:
             record_span=self.instruments.record_generation,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
-            inside_trl=trl.tools is not None,
+            inside_trl=inside_trl is not None,
+            go_on=trl.go_on,
         )
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
@@ -267,9 +304,11 @@ class Components:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
         args = self._args
+        if self.converses:
+            return Conversing(trl.generate, trl.engine, trl.converse)
         if build is None:
             reason = why_not_streamed(
-                use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tools=trl.tools, tokenizer=trl.tokenizer
+                use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
             )
             return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=is_served, reason=reason)
         upstream = Upstream(

@@ -5,25 +5,48 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import Trainer
 from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.generation.conversations import Ask, AskedTurns, Conversations, Turn
 from salesrl_trl.generation.requests import Requests
-from salesrl_trl.generation.sampler import Finished, Sampled, TokenSource, logps_arguments
+from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Tokens, TokenSource, logps_arguments
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.names import TOOL_FIGURES, tool_figure
 from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
+from salesrl_trl.rollout.tools import ToolCalls
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.wiring.components import Components, Hooks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Talked:
+    """A conversation that has ended, as TRL's `_tool_call_loop` returns it."""
+
+    first: Turn
+    mask: list[int]  # 1 for tokens of the policy, 0 for those of tools' results
+    completion: list[Any]
+    completion_ids: list[int]
+    logprobs: list[float] | None
+    calls: int
+    failures: int
+    images: list[Any]
+    failed: str | None
+    """The reason code of the failed call that leaves it out."""
 
 
 class TRLAccess(GRPOTrainer):
@@ -33,6 +56,8 @@ class TRLAccess(GRPOTrainer):
     components: Components
     _timeline: Timeline
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
+    _talked: "Sequence[Talked] | None" = None  # what conversations became, while TRL asks for their tool calls
+    _one_conversation: "_OneConversation | None" = None
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
     _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
     _logs: dict[str, Any]
@@ -62,6 +87,9 @@ class TRLAccess(GRPOTrainer):
             num_generations_eval=self.num_generations_eval,
             generate=self._sample,
             ask=self._ask_server,
+            converse=self._converse,
+            go_on=self._go_on,
+            reads_pictures=self._is_vlm,
             logps_of=self._logps_of,
             score=self._score,
             advantages=lambda: self._logs["advantages"],
@@ -116,6 +144,79 @@ class TRLAccess(GRPOTrainer):
         [requests] = begun
         return requests
 
+    def _converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+        """Begin conversations: of each the first turn, then TRL's own loop over its tool calls, in its own thread."""
+        prompts = list(prompts)
+        copies: list[Any] = copy.deepcopy(prompts)
+        ids, images, fields = self._tokenize_prompts(copies)
+        calls = ToolCalls(each.__name__ for each in self.tools)
+        trainer = _OneConversation.of(self)
+
+        def talk(place: int, first: Turn, ask: Ask) -> Talked:
+            talked = trainer.talk(place, copies[place], ids[place], first, ask, calls)
+            finished(place, talked.completion_ids, talked.completion, talked.failed)
+            return talked
+
+        served = self.use_vllm
+        batch = Conversations(len(ids), talk, self.vllm_generation.turns if served else AskedTurns())
+        group = self.num_generations if self.model.training else self.num_generations_eval
+        if served:
+            with self.vllm_generation.conversing(batch, ahead=ahead):
+                self._generate_single_turn(ids, images, fields, group)
+        else:
+            self._generate_in_rounds(batch, ids, images, fields, group)
+        return _Talking(self, prompts, batch, calls)
+
+    def _generate_in_rounds(
+        self, batch: Conversations["Talked"], ids: list[list[int]], images: Any, fields: Any, group: int
+    ) -> None:
+        """With transformers: the turns of all conversations that go on are generated together, as by TRL."""
+        completion_ids, logprobs = self._generate_single_turn(ids, images, fields, group)
+        for place, own in enumerate(completion_ids):
+            batch.begin(place, (own, None if logprobs is None else logprobs[place]))
+        while not batch.is_over:
+            batch.wait(lambda: batch.is_waiting)
+            if not (turns := sorted(batch.turns.take(), key=lambda turn: turn.place)):
+                continue
+            completion_ids, logprobs = self._generate_single_turn([turn.ids for turn in turns], None, {}, 1)
+            for number, turn in enumerate(turns):
+                turn.answer.set_result((completion_ids[number], None if logprobs is None else logprobs[number]))
+
+    def _go_on(self) -> None:
+        """Generate the turns that conversations have asked for, unless the engine's weights are older than ours."""
+        if self.use_vllm and self.state.global_step == self._last_loaded_step:
+            self.vllm_generation.go_on()
+
+    def _end(self, batch: Conversations["Talked"]) -> Sequence["Talked"]:
+        """Wait for the ends of all conversations of a batch; a collective. Turns are generated by the weights of now,
+        so that none is older than the rest of its batch."""
+        if self.use_vllm:
+            if self.state.global_step != self._last_loaded_step:
+                self.vllm_generation.sync_weights()
+                self._last_loaded_step = self.state.global_step
+            self.vllm_generation.go_on(batch)
+        return batch.results()
+
+    def _sample_talks(self, prompts: Sequence[object], talked: Sequence["Talked"], calls: ToolCalls) -> Sampled:
+        """TRL's `_generate` around conversations that have ended, and the figures of their tools over all ranks."""
+
+        def first_turns(ids: list[list[int]], group: int) -> Tokens:
+            turns = [each.first for each in talked]
+            logprobs = [logps for _, logps in turns if logps is not None]
+            return [own for own, _ in turns], logprobs or None
+
+        with patched(self, "_talked", talked):
+            sampled = self._sample(prompts, first_turns)
+        numbers = [list(counts.values()) for counts in calls.counts.values()]
+        table = torch.tensor(numbers, device=self.accelerator.device).reshape(len(numbers), len(TOOL_FIGURES))
+        totals: torch.Tensor = self.accelerator.reduce(table, reduction="sum")
+        figures = {
+            tool_figure(name, figure): [total / max(row[0], 1.0) if figure == "seconds" else total]
+            for name, row in zip(calls.counts, totals.tolist(), strict=True)
+            for figure, total in zip(TOOL_FIGURES, row, strict=True)
+        }
+        return replace(sampled, metrics={**sampled.metrics, **figures})
+
     def _score(self, rollout: Rollout) -> Output:
         """TRL's own method. Its figures and tables are kept only when all rewards are in."""
         mode = rollout.mode
@@ -159,3 +260,102 @@ class TRLAccess(GRPOTrainer):
                 yield
         finally:
             self.model.train(was_training)
+
+
+class _Locked:
+    """An object whose methods one thread at a time calls. Threads share no tokenizer otherwise."""
+
+    def __init__(self, shared: object) -> None:
+        self._shared, self._lock = shared, RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._shared, name)
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def locked(*args: object, **kwargs: object) -> object:
+            with self._lock:
+                return value(*args, **kwargs)
+
+        return locked
+
+
+class _OneConversation:
+    """TRL's trainer as it goes through one conversation after another: its own loop, on a copy of its attributes."""
+
+    def __init__(self, trainer: TRLAccess) -> None:
+        self._trainer = trainer
+        self._tokenizer = _Locked(copy.deepcopy(trainer._tokenizer))
+        self._loop = getattr(trainer, "async_loop", None) or _loop()
+
+    @classmethod
+    def of(cls, trainer: TRLAccess) -> "_OneConversation":
+        """The only one of this trainer."""
+        made = trainer._one_conversation = trainer._one_conversation or cls(trainer)
+        return made
+
+    def talk(
+        self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls
+    ) -> Talked:
+        one, trainer = copy.copy(self._trainer), self._trainer
+        failed: list[str] = []
+
+        def turn(ids: list[list[int]], *_: object, **__: object) -> tuple[list[list[int]], list[list[float]] | None]:
+            """An empty turn ends the conversation."""
+            own, logps = ([], []) if failed else ask(place, ids[0])
+            return [own], None if logps is None else [logps]
+
+        one._generate_single_turn = turn
+        one._tokenizer = one.processing_class = self._tokenizer
+        one.async_loop = self._loop
+        tools, functions = trainer.tools, trainer._standalone_tools
+        if trainer.environment_factories is not None:  # TRL has made these for the batch
+            name = trainer._batch_environments[place]
+            one._batch_environments, tools = [name], trainer._env_tools[name]
+            functions = [*trainer._sync_tool_dicts[place].values(), *trainer._async_tool_dicts[place].values()]
+        one._sync_tool_dicts, one._async_tool_dicts = [{}], [calls.of(functions, failed.append)]
+        ids, logps = first
+        message = parse_response(self._tokenizer, ids, prefix=prompt_ids, tools=tools)
+        mask, completions, completion_ids, logprobs, called, errors, images = GRPOTrainer._tool_call_loop(
+            one, [prompt], [prompt_ids], [list(ids)], [[message]], None if logps is None else [list(logps)], None, {}
+        )
+        return Talked(
+            first=first,
+            mask=mask[0],
+            completion=completions[0],
+            completion_ids=completion_ids[0],
+            logprobs=None if logprobs is None else logprobs[0],
+            calls=called,
+            failures=errors,
+            images=images[0],
+            failed=failed[0] if failed else None,
+        )
+
+
+@functools.cache
+def _loop() -> Any:
+    """The event loop on which tools run, where TRL has none: it has one if any of its functions is async."""
+    _, loop, ready = start_event_loop_in_daemon(name="tools")
+    ready.wait()
+    return loop
+
+
+@dataclass(frozen=True, slots=True)
+class _Talking:
+    """Conversations that are under way."""
+
+    trainer: TRLAccess
+    prompts: Sequence[object]
+    batch: Conversations[Talked]
+    calls: ToolCalls
+
+    @property
+    def is_ready(self) -> bool:
+        return False  # on all ranks alike: they measure together
+
+    def result(self) -> Sampled:
+        return self.trainer._sample_talks(self.prompts, self.trainer._end(self.batch), self.calls)
+
+    def give_up(self) -> None:
+        self.batch.give_up()

@@ -1,0 +1,137 @@
+"""Conversations of a batch, each of which goes through its turns by itself.
+
+Owns the threads of conversations, the turns that an engine is asked for, and what is known of a batch of conversations
+while it is under way. The engines answer the turns (`generation.vllm`, `wiring.trl_access`). Standard library only.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from threading import Condition, Thread
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+Turn = tuple[list[int], list[float] | None]
+"""Token ids of what the policy wrote in one turn, and the sampler's log-probs of them, or `None` if it gives none."""
+Ask = Callable[[int, list[int]], Turn]
+"""Asks for the next turn of the conversation at a place, from all its token ids so far. Waits for the turn."""
+
+
+class GivenUp(BaseException):
+    """Raised in a conversation that nobody wants any more. No `except Exception` catches it."""
+
+
+@dataclass(eq=False, slots=True)
+class AskedTurn:
+    """A turn for which a conversation waits."""
+
+    place: int
+    ids: list[int]
+    answer: "Future[Turn]" = field(default_factory=Future)
+
+
+class AskedTurns:
+    """The turns that an engine was asked for and has not begun, those of all batches together. From any thread."""
+
+    def __init__(self) -> None:
+        self._asked: list[AskedTurn] = []
+        self.changed = Condition()
+        """Notified when a turn is asked for, and when a conversation has ended."""
+
+    def ask(self, place: int, ids: list[int]) -> Turn:
+        turn = AskedTurn(place, ids)
+        with self.changed:
+            self._asked.append(turn)
+            self.changed.notify_all()
+        try:
+            return turn.answer.result()
+        except CancelledError:
+            raise GivenUp from None
+
+    def take(self) -> list[AskedTurn]:
+        """Take out all turns, the earliest first."""
+        with self.changed:
+            taken, self._asked = self._asked, []
+        return taken
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+
+class Conversations(Generic[T]):
+    """The conversations of one batch. Each has a thread, from the moment at which its first turn is there.
+
+    Args:
+        size (`int`):
+            Number of conversations, B.
+        talk (`Callable[[int, Turn, Ask], T]`):
+            Goes through one conversation, from its place, its first turn and the function that asks for more. Called
+            in the conversation's thread.
+        turns (`AskedTurns`, *optional*):
+            Where turns are asked for, unless `begin` is given another function.
+    """
+
+    def __init__(self, size: int, talk: Callable[[int, Turn, Ask], T], turns: AskedTurns) -> None:
+        self._talk, self.turns = talk, turns
+        self.first: list[Turn | None] = [None] * size
+        """The first turn of each conversation, as far as they are there."""
+        self._results: list[T | None] = [None] * size
+        self._error: BaseException | None = None
+        self._is_given_up = False
+        self._under_way = 0
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def begin(self, place: int, first: Turn, ask: Ask | None = None) -> None:
+        """Begin the conversation at `place`, whose first turn is there. Does not wait. From any thread."""
+        with self.turns.changed:
+            self.first[place] = first
+            self._under_way += 1
+        Thread(target=self._run, args=(place, first, ask or self.turns.ask), name="conversation", daemon=True).start()
+
+    def _run(self, place: int, first: Turn, ask: Ask) -> None:
+        def asked(place: int, ids: list[int]) -> Turn:
+            if self._is_given_up:
+                raise GivenUp
+            return ask(place, ids)
+
+        error, result = None, None
+        try:
+            result = self._talk(place, first, asked)
+        except GivenUp:
+            pass
+        except BaseException as raised:  # raised by `results`
+            error = raised
+        with self.turns.changed:
+            self._results[place], self._error = result, self._error or error
+            self._under_way -= 1
+            self.turns.changed.notify_all()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every conversation has ended, or one of them has failed. From any thread."""
+        return self._error is not None or (not self._under_way and None not in self.first)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether every conversation that has begun has ended or waits for a turn. With turns of this batch alone."""
+        return self._error is not None or len(self.turns) >= self._under_way
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until `ready()`, which is looked at when a turn is asked for or a conversation has ended."""
+        with self.turns.changed:
+            return self.turns.changed.wait_for(ready, timeout_s)
+
+    def results(self) -> Sequence[T]:
+        """What `talk` returned for each conversation; all have ended. Raises the error of the first one that failed."""
+        if self._error is not None:
+            raise self._error
+        results = [result for result in self._results if result is not None]
+        assert len(results) == len(self), "a conversation has not ended"
+        return results
+
+    def give_up(self) -> None:
+        """Nobody will ask for the results: a conversation ends when it wants its next turn."""
+        self._is_given_up = True
