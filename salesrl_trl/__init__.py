@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.stage import Case as Case
     from salesrl_trl.reward.stage import Missing as Missing
     from salesrl_trl.reward.stage import RewardStage as RewardStage
+    from salesrl_trl.rollout.tools import tool as tool
     from salesrl_trl.timing import TimingContext as TimingContext
     from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
     from salesrl_trl.types import Action as Action

@@ -37,9 +37,7 @@ def _first(reasons: Mapping[str, object]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def check_rewards(
-    args: SalesGRPOConfig, inside_trl: str | None, answered: Sequence[bool], names: RewardNames
-) -> None:
+def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Sequence[bool], names: RewardNames) -> None:
     """Raise `ConfigError` where rollouts can't be ahead, or no reward of a reference is there. `inside_trl`: why
     generation begins inside TRL's scoring. `answered`: as in `Hooks`."""
     ahead, share = args.rollout_lookahead, args.hybrid_reference_weight

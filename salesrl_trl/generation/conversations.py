@@ -68,7 +68,7 @@ class Conversations(Generic[T]):
         talk (`Callable[[int, Turn, Ask], T]`):
             Goes through one conversation, from its place, its first turn and the function that asks for more. Called
             in the conversation's thread.
-        turns (`AskedTurns`, *optional*):
+        turns (`AskedTurns`):
             Where turns are asked for, unless `begin` is given another function.
     """
 
@@ -125,7 +125,7 @@ class Conversations(Generic[T]):
             return self.turns.changed.wait_for(ready, timeout_s)
 
     def results(self) -> Sequence[T]:
-        """What `talk` returned for each conversation; all have ended. Raises the error of the first one that failed."""
+        """What `talk` returned for each conversation; all have ended. Raises the first error."""
         if self._error is not None:
             raise self._error
         results = [result for result in self._results if result is not None]

@@ -25,7 +25,6 @@ from salesrl_trl.timing import Span
 logger = get_logger(__name__)
 
 
-
 class Finished(Protocol):
     """Told of each completion when it is finished. From any thread."""
 

@@ -381,8 +381,9 @@ def _single(
     generation_kwargs: Mapping[str, Any],
     **sampling: object,
 ) -> _Single:
-    """Single requests out of one for many prompts; with token ids, for what follows on these. `send` is `VLLMClient.generate`, and the other arguments are its
-    own. `samples` has by place the number of the completion among those of its prompt."""
+    """Single requests out of one for many prompts; with token ids, for what follows on these. `send` is
+    `VLLMClient.generate`, and the other arguments are its own. `samples` has by place the number of the completion
+    among those of its prompt."""
 
     def ask(place: int, ids: list[int] | None = None) -> Completions:
         further = dict(generation_kwargs)

@@ -71,9 +71,7 @@ def tool(
         raise ConfigError(f"`deadline_s` of a tool is {deadline_s}. Expected seconds above 0, or `None`.")
 
     def with_settings(function: F) -> F:
-        setattr(
-            function, _SETTINGS, ToolSettings(transport=transport, deadline_s=deadline_s, on_failure=on_failure)
-        )
+        setattr(function, _SETTINGS, ToolSettings(transport=transport, deadline_s=deadline_s, on_failure=on_failure))
         return function
 
     return with_settings if function is None else with_settings(function)
@@ -83,6 +81,7 @@ class ToolCalls:
     """The calls of one batch, and their counts. `names` of all tools: counts have the same keys in every batch."""
 
     def __init__(self, names: Iterable[str]) -> None:
+        self.under_way = 0
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
 
     def of(self, tools: Iterable[Callable[..., Any]], failed: Callable[[str], None]) -> "OwnTools":
@@ -95,6 +94,7 @@ class ToolCalls:
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
         began = time.perf_counter()
         counts["calls"] += 1
+        self.under_way += 1
         try:
             result = await _within(settings, f"tool_{tool.__name__}", tool, arguments)
         except ServiceError as error:
@@ -107,6 +107,7 @@ class ToolCalls:
             counts["errors"] += 1
             raise error if isinstance(error, Exception) else RuntimeError(type(error).__name__) from error
         finally:
+            self.under_way -= 1
             counts["seconds"] += time.perf_counter() - began
         return result
 
@@ -125,9 +126,7 @@ class OwnTools(dict[str, Callable[..., Any]]):
         return unknown
 
 
-async def _within(
-    settings: ToolSettings, service: str, tool: Callable[..., Any], arguments: Mapping[str, Any]
-) -> Any:
+async def _within(settings: ToolSettings, service: str, tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a tool. Raises a `ServiceError` where a service failed, and what the tool raised otherwise."""
 
     async def attempt() -> tuple[Any, BaseException | None]:

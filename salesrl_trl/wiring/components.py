@@ -61,6 +61,7 @@ from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
+from salesrl_trl.rollout.tools import ToolCalls
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
@@ -157,8 +158,9 @@ class Components:
         )
         self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
         self.converses = False  # whether completions that may call tools go through their turns one by one
+        self.tool_calls: ToolCalls | None = None  # of the last conversations that began
         self.calls_tools = False
-        """Whether tools of completions run now."""
+        """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_control_law(kl_law)
@@ -235,7 +237,7 @@ class Components:
 
     def _who_generates(self) -> str:
         """What a generation that lasts is busy with, for the heartbeat."""
-        if self.calls_tools:
+        if self.calls_tools or (self.tool_calls is not None and self.tool_calls.under_way):
             return "the tools that completions call are running"
         if self._args.use_vllm:
             return f"vLLM generates{' on its server' * (self._args.vllm_mode == 'server')}"
@@ -368,7 +370,7 @@ class Components:
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
         collective."""
-        sampled = self.sampler.start(prompts, lambda place, ids: None, ahead=False).result()
+        sampled = self.sampler.start(prompts, lambda *_, **__: None, ahead=False).result()
         with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
             self.policy.weight_check.check(self._padded(sampled), self._trl.logps_of)
         return sampled

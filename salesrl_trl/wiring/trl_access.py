@@ -57,6 +57,7 @@ class TRLAccess(GRPOTrainer):
     _timeline: Timeline
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
     _talked: "Sequence[Talked] | None" = None  # what conversations became, while TRL asks for their tool calls
+    _last_loaded_step: int
     _one_conversation: "_OneConversation | None" = None
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
     _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
@@ -149,7 +150,7 @@ class TRLAccess(GRPOTrainer):
         prompts = list(prompts)
         copies: list[Any] = copy.deepcopy(prompts)
         ids, images, fields = self._tokenize_prompts(copies)
-        calls = ToolCalls(each.__name__ for each in self.tools)
+        calls = self.components.tool_calls = ToolCalls(each.__name__ for each in self.tools)
         trainer = _OneConversation.of(self)
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
@@ -295,9 +296,7 @@ class _OneConversation:
         made = trainer._one_conversation = trainer._one_conversation or cls(trainer)
         return made
 
-    def talk(
-        self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls
-    ) -> Talked:
+    def talk(self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
         one, trainer = copy.copy(self._trainer), self._trainer
         failed: list[str] = []
 

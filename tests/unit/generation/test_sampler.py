@@ -47,12 +47,11 @@ def test_completions_are_padded_as_trl_pads_them():
         ({}, None),
         ({"use_vllm": False}, "transformers generates"),
         ({"has_rollout_func": True}, "`rollout_func` generates"),
-        ({"tools": "an environment"}, "a completion with an environment is generated in turns"),
         ({"tokenizer": SimpleNamespace(response_template={"role": "assistant"})}, "the tokenizer's response template"),
         ({"tokenizer": SimpleNamespace(response_schema={"type": "object"})}, "the tokenizer's response template"),
     ],
 )
 def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, reason):
-    usual = {"use_vllm": True, "has_rollout_func": False, "tools": None, "tokenizer": SimpleNamespace()}
+    usual = {"use_vllm": True, "has_rollout_func": False, "tokenizer": SimpleNamespace()}
     told = why_not_streamed(**{**usual, **given})
     assert told is None if reason is None else told.startswith(reason)

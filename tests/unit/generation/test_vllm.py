@@ -14,7 +14,7 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import ProcessorMixin
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.vllm import SalesVLLMGeneration, vllm_engine_options
+from salesrl_trl.generation.vllm import SalesVLLMGeneration, _Gate, vllm_engine_options
 
 
 def bare(**members):
@@ -195,7 +195,7 @@ def served(monkeypatch):
         mode="server", vllm_client=Client(), accelerator=Process(), _collect=None, _under_way=[],
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
         generation_kwargs={"seed": 30}, structured_outputs_regex=None, _waits=True,
-        _slots=threading.Semaphore(8),
+        _slots=threading.Semaphore(8), _gate=_Gate(),
     )  # fmt: skip
 
 

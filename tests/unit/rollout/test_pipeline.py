@@ -31,7 +31,7 @@ class Loop:
     def begin(self, rows, group, origin):
         return tuple(example["row"] for example in rows)
 
-    def start(self, batch, place, text, token_ids):
+    def start(self, batch, place, text, token_ids, row=None, failed=None):
         self.started.append((batch, place, text))
 
     def start_all(self, batch, completions, token_ids, rows):

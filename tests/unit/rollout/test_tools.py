@@ -1,0 +1,115 @@
+"""Calls of tools: whose error it was, and what becomes of it."""
+
+import asyncio
+import time
+
+import pytest
+
+from salesrl_trl.errors import ConfigError, ServiceUnavailable
+from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.rollout.tools import ToolCalls, tool
+
+
+class HTTPError(Exception):
+    """As those of requests and httpx have it."""
+
+    def __init__(self, status):
+        super().__init__("key=secret")
+        self.response = type("Response", (), {"status_code": status, "headers": {}})()
+
+
+def call(function, failed, **arguments):
+    """The result of a call, and its counts."""
+    calls = ToolCalls([function.__name__])
+    tools = calls.of([function], failed.append)
+    try:
+        result = asyncio.run(tools[function.__name__](**arguments))
+    except Exception as error:
+        result = error
+    counts = dict(calls.counts[function.__name__])
+    assert counts.pop("seconds") > 0
+    return result, counts
+
+
+def search(query: str) -> str:
+    if query == "down":
+        raise HTTPError(503)
+    if query == "slow":
+        time.sleep(1)
+    return {"a": "found"}[query]
+
+
+async def asearch(query: str) -> str:
+    if query == "slow":
+        await asyncio.sleep(1)
+    return search(query)
+
+
+@pytest.mark.parametrize("function", [search, asearch], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("query", "counted", "reason"),
+    [
+        ("a", {}, None),
+        ("b", {"errors": 1}, None),  # the policy's own
+        ("down", {"failures": 1}, "http_503"),
+        ("slow", {"failures": 1}, "timeout"),
+    ],
+)
+def test_a_failed_service_leaves_the_conversation_out_and_an_error_of_the_policy_is_told(
+    function, query, counted, reason
+):
+    failed = []
+    result, counts = call(tool(deadline_s=0.1)(function), failed, query=query)
+    assert counts == {"calls": 1, "failures": 0, "errors": 0} | counted
+    assert failed == ([] if reason is None else [f"tool_{function.__name__}_{reason}"])
+    assert isinstance(result, KeyError) if counted.get("errors") else result == ("found" if query == "a" else "")
+
+
+def test_a_failure_is_told_by_its_code_alone_where_the_user_wants_it():
+    failed = []
+    result, counts = call(tool(on_failure="tell")(search), failed, query="down")
+    assert (str(result), failed, counts["failures"]) == ("tool_search_http_503", [], 1)
+
+
+def test_a_transport_tries_a_failed_service_again_and_never_an_error_of_the_policy():
+    tried = []
+
+    async def look(query):
+        tried.append(query)
+        if query == "wrong":
+            raise ValueError(query)
+        if len(tried) < 3:
+            raise ServiceUnavailable("down", "down")
+        return "found"
+
+    transport = Transport("search", max_concurrency=4, attempt_timeout_s=5, max_attempts=3)
+    failed = []
+    look = tool(transport=transport)(look)
+    assert call(look, failed, query="right") == ("found", {"calls": 1, "failures": 0, "errors": 0})
+    assert len(tried) == 3
+    result, counts = call(look, failed, query="wrong")
+    assert (str(result), counts["errors"], tried[3:], failed) == ("wrong", 1, ["wrong"], [])
+
+
+def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
+    def wait(number):
+        time.sleep(0.2)
+        return number
+
+    calls = ToolCalls(["wait"])
+    tools = calls.of([wait], pytest.fail)
+
+    async def turn():
+        asked = [tools["wait"](number=1), tools["other"](number=2), tools["wait"](number=3)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    began = time.perf_counter()
+    first, unknown, last = asyncio.run(turn())
+    assert time.perf_counter() - began < 0.39
+    assert (first, str(unknown), last) == (1, "Tool other not found.", 3)  # TRL's words
+
+
+@pytest.mark.parametrize("given", [{"on_failure": "ignore"}, {"deadline_s": 0}])
+def test_a_setting_that_says_nothing_is_refused(given):
+    with pytest.raises(ConfigError):
+        tool(**given)
