@@ -71,6 +71,7 @@ _MODULES = {
     "RewardFunction": "reward.functions",
     "Reward": "types",
     "Transport": "reward.service.transport",
+    "tool": "rollout.tools",
     "Budget": "reward.service.budget",
     "Limit": "reward.service.budget",
     "Price": "reward.service.budget",

@@ -272,6 +272,8 @@ FIGURES = (
     Metric(POSITION_GAP, "mean score of candidates shown first, less that of candidates shown second"),
     Metric(traffic_of("{service}", "{count}"), "calls, sent, retries and others per generation batch, over all ranks; "
            "`reward/service/transport.py` says what each counts", line="rewards"),
+    Metric(tool_figure("{tool}", "{figure}"), "`calls` of a tool per generation batch, over all ranks; of them "
+           "`failures` of its service and `errors` of the policy; mean `seconds` of a call"),
     Metric(saved_by("{cache}"), "calls that were not made", line="rewards"),
 )  # fmt: skip
 """Every figure beside TRL's own, under `train/`, and as far as they are of completions under `eval/`."""

@@ -77,6 +77,8 @@ PINS = {
     # SalesGRPOTrainer._ask_server: what it returns are that method's first arguments; it may change the prompts.
     # data.lengths.token_counter tokenizes as it does
     (GRPOTrainer, "_tokenize_prompts"): "f0e7e168ffd6",
+    # _OneConversation.talk: runs it for one conversation on a copy of the trainer's attributes; what it uses of them
+    (GRPOTrainer, "_tool_call_loop"): "ba4ef3a633e2",
     # SalesVLLMGeneration: builds `LLM` from the module's global
     (VLLMGeneration, "_init_vllm"): "90ee5e82844d",
     # SalesVLLMGeneration.sync_weights replaces the colocate branch on a CPU
@@ -183,6 +185,7 @@ def test_nothing_of_an_epoch_happens_before_its_first_batch_is_asked_for():
 def test_vllm_adds_and_steps_by_names_that_can_be_replaced_on_the_engine():
     assert "self.llm_engine.add_request(" in inspect.getsource(OfflineInferenceMixin._add_request)
     assert "self.llm_engine.step()" in inspect.getsource(OfflineInferenceMixin._run_engine)
+    assert "while self.llm_engine.has_unfinished_requests()" in inspect.getsource(OfflineInferenceMixin._run_engine)
     assert LLM._run_engine is OfflineInferenceMixin._run_engine
     assert LLM._add_request is OfflineInferenceMixin._add_request
 
