@@ -304,6 +304,7 @@ class Components:
                 args.branches,
                 names.providers if names.components else None,
                 failures,
+                batches=functools.partial(self.ledger.batches, "train"),
                 are_actions=names.has_actions,
             ),
             EpochLine(args.branches, failures, trl.log),
