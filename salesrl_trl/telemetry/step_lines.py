@@ -49,9 +49,9 @@ def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None
 
 class StepLine(TrainerCallback):
     """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
-    judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason, and `batches` the number of generation
-    batches. `are_actions`: whether completions are actions, which may be invalid. With a large `logging_steps` a short
-    line comes every `QUIET_STEPS` steps between."""
+    judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason, and `batches`
+    the number of generation batches. `are_actions`: whether completions are actions, which may be invalid. With a
+    large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import SkipAndStop, Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
 from salesrl_trl.wiring.banner_lines import log_banner
+from salesrl_trl.wiring.closing_report import ClosingReport
 from salesrl_trl.wiring.policy import Policy, Reference
 from salesrl_trl.wiring.recorder import recorder_of
 
@@ -311,6 +312,7 @@ class Components:
             self.held_out,
             ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, trl.log),
+            *([ClosingReport()] if "tensorboard" in args.report_to else []),  # behind all that logs figures
         ]
 
     def _begin(self) -> None:

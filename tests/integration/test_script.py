@@ -41,10 +41,16 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
 
 def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        train(tiny, tmp_path, max_steps=3, record=True)
+        train(tiny, tmp_path, max_steps=3, record=True, report_to="tensorboard")
         banner = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[Run]")]
         train(tiny, tmp_path / "other")
         train(tiny, tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4, record=True)
+    page = tmp_path / "report.html"  # of this run, also of the figures that its last log line has
+    assert banner.pop() == f"[Run] figures on a page: {page}"
+    assert (
+        "Training report" in page.read_text() and "Steps done             3\n" in (tmp_path / "report.txt").read_text()
+    )
+    assert not (tmp_path / "other/report.html").exists() and "report       off: it is made of" in caplog.text
     names = [line.split()[1] for line in banner]
     assert names == ["reward", "step", "rollouts", "branch", "budget", "record", "report", "quiet", "output"]
     assert f"length: at {__file__}" in banner[0]
