@@ -9,7 +9,6 @@ torch.
 import functools
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from itertools import zip_longest
 from math import ceil
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, cast
@@ -157,28 +156,14 @@ def _function(here: str, value: str, given: Given) -> dict[str, object]:
     return {here: [".".join((*parts, given.get("custom_reward_function.name") or "compute_score"))]}
 
 
-def _files(here: str, _: Any, given: Given) -> dict[str, object]:
-    """Several files are entries of `dataset`, and those to evaluate on are theirs. Another number of these raises."""
-    train, val = (given.get(f"data.{name}_files") or [] for name in ("train", "val"))
-    train, val = ([files] if isinstance(files, str) else files for files in (train, val))
+def _files(here: str, value: Any, given: Given) -> dict[str, object]:
+    """Several files are entries of `dataset`, with those to evaluate on if these are as many. Else it raises."""
+    files, train = ([each] if isinstance(each, str) else each for each in (value, given.get("data.train_files", "")))
     if len(train) < 2:
-        return _named(here, *(train if here == "dataset" else val))
-    own = val if len(val) in (1, len(train)) else []
-    if here != "dataset" and not own:
-        raise ValueError("another number of files")
-    if here != "dataset":
-        return {}
-    entries = ({"path": path, "eval": at} for path, at in zip_longest(train, own))
-    return {here: [{name: path for name, path in entry.items() if path} for entry in entries]}
-
-
-def _column(here: str, value: str, given: Given) -> dict[str, object]:
-    """A column of another name. With several files each entry of `dataset` has its own: not converted."""
-    if here.endswith(f".{value}"):
-        return {}
-    if not isinstance(files := given.get("data.train_files", ""), str) and len(files) > 1:
-        raise ValueError("several files")
-    return {here: value}
+        return _named(here, *files)
+    if here == "dataset":
+        return {here: [{"path": path} for path in files]}
+    return {"dataset": [{"path": path, "eval": own} for path, own in zip(train, files, strict=True)]}
 
 
 CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
@@ -188,7 +173,7 @@ CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
     "positive": lambda here, value, _: {here: value} if value > 0 else {},
     "not_negative": lambda here, value, _: {here: max(value, 0)},
     "one_more": lambda here, value, _: {here: value + 1},
-    "column": _column,
+    "column": lambda here, value, _: {} if here.endswith(f".{value}") else {here: value},
     "lora": lambda here, value, _: _named(here, True, value, 0.0) if value else {},
     "kl": lambda here, value, given: _named(here, value, given.get("actor.kl_loss_type") in ("kl", "k1")),
     "files": _files,

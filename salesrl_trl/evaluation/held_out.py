@@ -41,8 +41,8 @@ class EvaluatedCompletion(NamedTuple):
 @dataclass(eq=False, repr=False)
 class HeldOut(TrainerCallback):
     """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
-    the end of training it compares the first with the last, and shows so many `examples` with both completions. Of
-    several datasets by name each has evaluations of its own.
+    the end of training it compares the first with the last, and shows so many `examples` with both completions.
+    Each of several datasets has its own.
 
     `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and
     `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If
@@ -68,12 +68,10 @@ class HeldOut(TrainerCallback):
             evaluations = _read(self.output_dir / HELD_OUT_FILE)
             self._evaluations = [before for before in evaluations if before.step <= state.global_step]
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, *_: object, metrics: Figures, **__: object
-    ) -> None:
-        seconds = next((key for key in metrics if key.endswith("_runtime")), "")  # `eval_runtime`, `eval_NAME_runtime`
-        dataset = seconds.removesuffix("_runtime").removeprefix("eval").removeprefix("_")
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
+        dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")
+        named = {DATASET: dataset} if dataset else {}
         invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
         branches = self.branches if len(self.branches) > 1 else ()  # the reward of one is that of all
         figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in branches}}
@@ -81,8 +79,7 @@ class HeldOut(TrainerCallback):
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
         figures |= {name: logged.get(name) for name in self.figures}
-        if dataset:  # what others of the datasets have
-            figures = {name: value for name, value in figures.items() if value is not None or name == REWARD}
+        figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
         name = f"{dataset}: " * bool(dataset)
         rewards, written = self.drain_rewards(), self.drain_written()
         scored = sum(not math.isnan(reward) for reward in rewards)
@@ -94,8 +91,8 @@ class HeldOut(TrainerCallback):
         rows = row_means(rewards, self.num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
-        here = (state.global_step, dataset)
-        self._evaluations = [each for each in self._evaluations if (each.step, each.dataset) != here]
+        here = (state.global_step, named)
+        self._evaluations = [each for each in self._evaluations if (each.step, each.named) != here]
         self.done_at = state.global_step
         examples = spread(written[:: self.num_generations], self.examples)
         self._evaluations.append(_Evaluation(*here, figures, rows, examples))
@@ -103,16 +100,13 @@ class HeldOut(TrainerCallback):
             return
         few = "" if scored == len(rewards) else f"; {share}"
         logger.info(f"[HeldOut@{state.global_step}] {name}{_text(figures)}{few}")
-        records = [
-            {"step": each.step, **({DATASET: each.dataset} if each.dataset else {}), **each.figures}
-            for each in self._evaluations
-        ]
+        records = [{"step": each.step, **each.named, **each.figures} for each in self._evaluations]
         path = self.output_dir / HELD_OUT_FILE
         try:
             write_whole(path, json.dumps(records, indent=2) + "\n")
         except OSError as error:  # a full disk must not keep the other ranks waiting
             logger.warning(f"{path} can't be written ({type(error).__name__})")
-        own = [each for each in self._evaluations if each.dataset == dataset]
+        own = [each for each in self._evaluations if each.named == named]
         if len(own) > 1 and state.global_step >= state.max_steps:
             _compare(own[0], own[-1], f"held-out {dataset}".rstrip())
 
@@ -120,7 +114,7 @@ class HeldOut(TrainerCallback):
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
     step: int
-    dataset: str  # its name among several; empty for the only one
+    named: Mapping[str, str]  # `{DATASET: NAME}` of one of several
     figures: Figures
     rows: Sequence[float]  # mean reward of each row, NaN without one. Empty if the order of rows is not known.
     examples: Sequence[EvaluatedCompletion] = ()
@@ -160,7 +154,9 @@ def _read(path: Path) -> list[_Evaluation]:
         return []
     try:
         records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
-        return [_Evaluation(int(record.pop("step")), str(record.pop(DATASET, "")), record, []) for record in records]
+        names = [{DATASET: str(record.pop(DATASET))} if DATASET in record else {} for record in records]
+        pairs = zip(names, records, strict=True)
+        return [_Evaluation(int(record.pop("step")), named, record, []) for named, record in pairs]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         (aside,) = put_aside(path)
         logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")

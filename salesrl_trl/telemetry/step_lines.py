@@ -184,10 +184,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int) -> str:
+def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1) -> str:
     """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
-    verdict, a mean over the generation batches, and the verdicts of each provider that arrived since the last line.
-    `logs` has means over so many `batches`."""
+    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`."""
     counts = {name: round((logs.get(usage_of(name, "verdicts")) or 0) * batches) for name in providers}
     saved = (logs.get(saved_by("answers")) or 0) * batches
     why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""

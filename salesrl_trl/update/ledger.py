@@ -128,8 +128,7 @@ class Ledger:
         return self._modes[mode].batches
 
     def drain_failures(self, mode: str) -> dict[str, int]:
-        """Forget a mode's failures and batches. Returns failures of training by tag, 0 for those of before; none of an
-        evaluation."""
+        """Forget a mode's failures and batches. Returns the failures of training by tag, 0 for those of before."""
         counts, self._modes[mode].failures = self._modes[mode].failures, Counter()
         self._modes[mode].batches = 0
         if mode != "train":

@@ -61,8 +61,7 @@ def write_report(
     folder: Path, logging_dir: Path | None = None, html: Path | None = None, text: Path | None = None,
     language: str = "en",
 ) -> tuple[str, Path, Path]:  # fmt: skip
-    """Write the page and the text of a run's folder. Returns the text, and where both are. Raises `ConfigError` for a
-    folder without a run."""
+    """Write the page and the text of a run's folder. Returns the text and both paths. Raises `ConfigError`."""
     html, text = html or folder / names.REPORT_PAGE_FILE, text or folder / names.REPORT_TEXT_FILE
     run = read_run(folder, logging_dir)
     page = text_page(run)
@@ -164,8 +163,8 @@ def main_figures(run: Run) -> list[MainFigure]:
         if kind.split()[-1] == names.REWARD:
             every = [(step, values[kind]) for step, values in run.held_out.items() if kind in values]
             ends = [f"{number(value)} at step {step}" for step, value in (*every[:1], *every[1:][-1:])]
-            held_out = f"{shown(kind)} {' → '.join(ends)}" if ends else "no held-out evaluation was written"
-            rows.append(MainFigure("Held-out rows", held_out))
+            held_out = f"{shown(kind)} {' → '.join(ends)}"
+            rows.append(MainFigure("Held-out rows", held_out if ends else "no held-out evaluation was written"))
     if run.account.services:
         rows.append(MainFigure("Spent", _spent(run)))
     return rows + _listed_figures(run)

@@ -33,8 +33,7 @@ def log_banner(args: SalesGRPOConfig, reward: Scorer) -> None:
     if args.is_introduced or args.process_index:
         return
     args.is_introduced = True
-    folder = Path(args.output_dir)
-    report = f"{folder / REPORT_PAGE_FILE} at the end; before: python -m salesrl_trl.report {folder}"
+    report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: python -m salesrl_trl.report {args.output_dir}"
     if "tensorboard" not in args.report_to:
         report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'
     lines = shown(

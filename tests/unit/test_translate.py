@@ -176,16 +176,13 @@ def test_the_words_of_a_script_are_a_configuration(tmp_path):
 
 
 def test_files_to_evaluate_on_are_those_of_the_entries_where_there_are_as_many(tmp_path):
-    text = "data: {train_files: [a.json, b.json], val_files: %s, prompt_key: question}"
-    read, recipe = translated(tmp_path, text % "[c.json, d.json]")
+    text = "data: {train_files: [a.json, b.json], val_files: %s}"
+    read, _ = translated(tmp_path, text % "[c.json, d.json]")
     assert read["dataset"] == [{"path": "a.json", "eval": "c.json"}, {"path": "b.json", "eval": "d.json"}]
-    assert not {"eval_dataset", "columns"} & read.keys()  # a run refuses both beside several datasets
-    assert "#   data.prompt_key: question. columns.prompt" in recipe.read_text()
-    assert translated(tmp_path, text % "c.json")[0]["dataset"] == [{"path": "a.json", "eval": "c.json"},
-                                                                   {"path": "b.json"}]  # fmt: skip
-    read, recipe = translated(tmp_path, text % "[c.json, d.json, e.json]")
+    assert "eval_dataset" not in read  # a run refuses it beside several datasets
+    read, recipe = translated(tmp_path, text % "c.json")
     assert read["dataset"] == [{"path": "a.json"}, {"path": "b.json"}]
-    assert "#   data.val_files: ['c.json', 'd.json', 'e.json']. eval_dataset" in recipe.read_text()
+    assert "#   data.val_files: c.json. eval_dataset" in recipe.read_text()
 
 
 @pytest.mark.parametrize("text", ["a: 1\n", "[1]", "a: ]", ""])

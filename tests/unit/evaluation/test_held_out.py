@@ -24,11 +24,11 @@ def evaluate(tmp_path, caplog):
         state = TrainerState(global_step=step, is_world_process_zero=True)
         state.max_steps = 20
         figures = {"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}
-        state.log_history = [figures]
+        state.log_history = [{**figures, f"eval{name}_runtime": 1.0}]
         drained.append(rewards)
         written.append(wrote)
         args = SimpleNamespace(dataloader_persistent_workers=persistent)
-        callback.on_evaluate(args, state, TrainerControl(), metrics={f"eval{name}_runtime": 1.0})
+        callback.on_evaluate(args, state, TrainerControl())
 
     def begin(step):
         state = TrainerState(global_step=step, is_world_process_zero=True)
