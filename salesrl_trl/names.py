@@ -324,6 +324,7 @@ def pattern_of(tag: str) -> re.Pattern[str]:
 
 QUICK_EVAL_FILE = "quick_eval.jsonl"  # one quick evaluation a line
 HELD_OUT_FILE = "held_out.json"  # every evaluation of the held-out rows
+DATASET = "dataset"  # in a record of this file: the name of its dataset among several
 TRACE_FILE = "trace.json"
 START_UP_FILE = "start_up.json"  # seconds of the start by phase, to the end of the first step
 LOG_FILE = "run.log"  # the lines that the console showed

@@ -12,8 +12,7 @@ from pathlib import Path
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 from salesrl_trl.names import REPORT_PAGE_FILE, REPORT_TEXT_FILE
-from salesrl_trl.view.report_page import html_page, text_page
-from salesrl_trl.view.run_folder import read_run
+from salesrl_trl.view.report_page import write_report
 from salesrl_trl.view.wording import LANGUAGES
 
 PROGRAM = "python -m salesrl_trl.report"
@@ -22,14 +21,8 @@ PROGRAM = "python -m salesrl_trl.report"
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report. Returns the exit code."""
     args = _parser().parse_args(argv)
-    html = args.html or args.output_dir / REPORT_PAGE_FILE
-    text = args.text or args.output_dir / REPORT_TEXT_FILE
     try:
-        run = read_run(args.output_dir, args.logging_dir)
-        page = text_page(run)
-        for path, content in ((text, page), (html, html_page(run, args.lang))):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8")
+        page, html, text = write_report(args.output_dir, args.logging_dir, args.html, args.text, args.lang)
     except (ConfigError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -156,6 +156,16 @@ def _function(here: str, value: str, given: Given) -> dict[str, object]:
     return {here: [".".join((*parts, given.get("custom_reward_function.name") or "compute_score"))]}
 
 
+def _files(here: str, value: Any, given: Given) -> dict[str, object]:
+    """Several files are entries of `dataset`, with those to evaluate on if these are as many. Else it raises."""
+    files, train = ([each] if isinstance(each, str) else each for each in (value, given.get("data.train_files", "")))
+    if len(train) < 2:
+        return _named(here, *files)
+    if here == "dataset":
+        return {here: [{"path": path} for path in files]}
+    return {"dataset": [{"path": path, "eval": own} for path, own in zip(train, files, strict=True)]}
+
+
 CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
     "each": lambda here, value, _: dict.fromkeys(here.split(", "), value),
     "within": lambda *_: {},
@@ -166,7 +176,7 @@ CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
     "column": lambda here, value, _: {} if here.endswith(f".{value}") else {here: value},
     "lora": lambda here, value, _: _named(here, True, value, 0.0) if value else {},
     "kl": lambda here, value, given: _named(here, value, given.get("actor.kl_loss_type") in ("kl", "k1")),
-    "one_file": lambda here, value, _: _named(here, *([value] if isinstance(value, str) else value)),
+    "files": _files,
     "lengths": lambda here, value, given: _named(here, value, value + given["data.max_response_length"]),
     "sizes": _sizes,
     "steps": _steps,

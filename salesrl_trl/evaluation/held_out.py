@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from salesrl_trl.evaluation.row_statistics import standard_error
 from salesrl_trl.ground.process import put_aside, write_whole
-from salesrl_trl.names import HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
+from salesrl_trl.names import DATASET, HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
 from salesrl_trl.types import Example, Outcome
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class EvaluatedCompletion(NamedTuple):
 class HeldOut(TrainerCallback):
     """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
     the end of training it compares the first with the last, and shows so many `examples` with both completions.
+    Each of several datasets has its own.
 
     `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and
     `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If
@@ -69,6 +70,8 @@ class HeldOut(TrainerCallback):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
+        dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")
+        named = {DATASET: dataset} if dataset else {}
         invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
         branches = self.branches if len(self.branches) > 1 else ()  # the reward of one is that of all
         figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in branches}}
@@ -76,70 +79,73 @@ class HeldOut(TrainerCallback):
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
         figures |= {name: logged.get(name) for name in self.figures}
+        figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
+        name = f"{dataset}: " * bool(dataset)
         rewards, written = self.drain_rewards(), self.drain_written()
         scored = sum(not math.isnan(reward) for reward in rewards)
         share = f"{scored} of {len(rewards)} completions were scored"
         if self.is_cut():
             if state.is_world_process_zero:
-                logger.info(f"[HeldOut@{state.global_step}] left out: the budget ended when {share}")
+                logger.info(f"[HeldOut@{state.global_step}] {name}left out: the budget ended when {share}")
             return
         rows = row_means(rewards, self.num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
-        self._evaluations = [evaluation for evaluation in self._evaluations if evaluation.step != state.global_step]
+        here = (state.global_step, named)
+        self._evaluations = [each for each in self._evaluations if (each.step, each.named) != here]
         self.done_at = state.global_step
         examples = spread(written[:: self.num_generations], self.examples)
-        self._evaluations.append(_Evaluation(state.global_step, figures, rows, examples))
+        self._evaluations.append(_Evaluation(*here, figures, rows, examples))
         if not state.is_world_process_zero:
             return
         few = "" if scored == len(rewards) else f"; {share}"
-        logger.info(f"[HeldOut@{state.global_step}] {_text(figures)}{few}")
-        records = [{"step": evaluation.step, **evaluation.figures} for evaluation in self._evaluations]
+        logger.info(f"[HeldOut@{state.global_step}] {name}{_text(figures)}{few}")
+        records = [{"step": each.step, **each.named, **each.figures} for each in self._evaluations]
         path = self.output_dir / HELD_OUT_FILE
         try:
             write_whole(path, json.dumps(records, indent=2) + "\n")
         except OSError as error:  # a full disk must not keep the other ranks waiting
             logger.warning(f"{path} can't be written ({type(error).__name__})")
-        if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
-            self._compare()
-
-    def _compare(self) -> None:
-        first, last = self._evaluations[0], self._evaluations[-1]
-        words = ("first ", "last  ") if first.step else ("before", "after ")  # training
-        for word, evaluation in zip(words, (first, last), strict=True):
-            logger.info(f"held-out {word} (step {evaluation.step}): {_text(evaluation.figures)}")
-        for number, (earlier, later) in enumerate(zip(first.examples, last.examples, strict=False), start=1):
-            if earlier.prompt == later.prompt:
-                logger.info(f"held-out example {number}: {_plain(earlier.prompt)}")
-                for when, written in zip(words, (earlier, later), strict=True):
-                    reward = "n/a" if written.reward is None else f"{written.reward:.2f}"
-                    logger.info(f"    {when} reward={reward} {_plain(written.completion)}")
-        before, after = first.figures[REWARD], last.figures[REWARD]
-        if before is None or after is None:
-            return
-        if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is not known
-            logger.info(f"held-out mean reward changed by {after - before:+.3f}")
-            return
-        # Each row is compared with itself: it does not matter how much easier one is than another
-        both = zip(first.rows, last.rows, strict=True)
-        changes = [later - earlier for earlier, later in both if not math.isnan(later - earlier)]
-        total = len(first.rows)
-        if not changes:
-            logger.warning(f"held-out: none of {total} rows was scored both times, so that no change is known")
-            return
-        error = "" if len(changes) < 2 else f" ± {standard_error(changes):.3f} (standard error, row by row)"
-        some = (
-            "" if len(changes) == total else f", over the {len(changes)} of {total} rows that were scored both times"
-        )
-        logger.info(f"held-out mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}")
+        own = [each for each in self._evaluations if each.named == named]
+        if len(own) > 1 and state.global_step >= state.max_steps:
+            _compare(own[0], own[-1], f"held-out {dataset}".rstrip())
 
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
     step: int
+    named: Mapping[str, str]  # `{DATASET: NAME}` of one of several
     figures: Figures
     rows: Sequence[float]  # mean reward of each row, NaN without one. Empty if the order of rows is not known.
     examples: Sequence[EvaluatedCompletion] = ()
+
+
+def _compare(first: _Evaluation, last: _Evaluation, held_out: str) -> None:
+    words = ("first ", "last  ") if first.step else ("before", "after ")  # training
+    for word, evaluation in zip(words, (first, last), strict=True):
+        logger.info(f"{held_out} {word} (step {evaluation.step}): {_text(evaluation.figures)}")
+    for number, (earlier, later) in enumerate(zip(first.examples, last.examples, strict=False), start=1):
+        if earlier.prompt == later.prompt:
+            logger.info(f"held-out example {number}: {_plain(earlier.prompt)}")
+            for when, written in zip(words, (earlier, later), strict=True):
+                reward = "n/a" if written.reward is None else f"{written.reward:.2f}"
+                logger.info(f"    {when} reward={reward} {_plain(written.completion)}")
+    before, after = first.figures[REWARD], last.figures[REWARD]
+    if before is None or after is None:
+        return
+    if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is not known
+        logger.info(f"{held_out} mean reward changed by {after - before:+.3f}")
+        return
+    # Each row is compared with itself: it does not matter how much easier one is than another
+    both = zip(first.rows, last.rows, strict=True)
+    changes = [later - earlier for earlier, later in both if not math.isnan(later - earlier)]
+    total = len(first.rows)
+    if not changes:
+        logger.warning(f"{held_out}: none of {total} rows was scored both times, so that no change is known")
+        return
+    error = "" if len(changes) < 2 else f" ± {standard_error(changes):.3f} (standard error, row by row)"
+    some = "" if len(changes) == total else f", over the {len(changes)} of {total} rows that were scored both times"
+    logger.info(f"{held_out} mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}")
 
 
 def _read(path: Path) -> list[_Evaluation]:
@@ -148,7 +154,9 @@ def _read(path: Path) -> list[_Evaluation]:
         return []
     try:
         records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
-        return [_Evaluation(int(record.pop("step")), record, []) for record in records]
+        names = [{DATASET: str(record.pop(DATASET))} if DATASET in record else {} for record in records]
+        pairs = zip(names, records, strict=True)
+        return [_Evaluation(int(record.pop("step")), named, record, []) for named, record in pairs]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         (aside,) = put_aside(path)
         logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")

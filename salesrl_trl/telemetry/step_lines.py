@@ -49,9 +49,9 @@ def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None
 
 class StepLine(TrainerCallback):
     """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
-    judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason. `are_actions`:
-    whether completions are actions, which may be invalid. With a large `logging_steps` a short line comes every
-    `QUIET_STEPS` steps between."""
+    judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason, and `batches`
+    the number of generation batches. `are_actions`: whether completions are actions, which may be invalid. With a
+    large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
 
     def __init__(
         self,
@@ -59,9 +59,11 @@ class StepLine(TrainerCallback):
         providers: Sequence[str] | None,
         failures: Callable[[], Mapping[str, int]],
         *,
+        batches: Callable[[], int],
         are_actions: bool = True,
     ) -> None:
         self._branches = branches
+        self._batches = batches
         self._providers = providers
         self._failures = failures
         self._are_actions = are_actions
@@ -104,7 +106,7 @@ class StepLine(TrainerCallback):
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
         if self._providers is not None:
-            logger.info(judge_line(step, logs, self._providers))
+            logger.info(judge_line(step, logs, self._providers, self._batches()))
         self._last, self._last_step, self._alive = now, step, (now, step)
 
 
@@ -119,8 +121,9 @@ def step_line(
 ) -> str:
     """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
     rewards 0.26 s`."""
-    share = logs.get(outcome_of(Outcome.INVALID_ACTION if are_actions else Outcome.OK))
-    ended_well = "n/a" if share is None else f"{1 - share if are_actions else share:.0%}"
+    bad = (Outcome.INVALID_ACTION,) if are_actions else (Outcome.JUDGE_INVALID, Outcome.INFRA)
+    shares_of_bad = [share for outcome in bad if (share := logs.get(outcome_of(outcome))) is not None]
+    ended_well = f"{1 - sum(shares_of_bad):.0%}" if shares_of_bad else "n/a"
     alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
     terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
     update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
@@ -181,12 +184,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def judge_line(step: int, logs: Logs, providers: Sequence[str]) -> str:
+def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1) -> str:
     """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
-    verdict, and the verdicts of each provider that arrived since the last line."""
-    verdicts = {provider: logs.get(usage_of(provider, "verdicts")) or 0 for provider in providers}
-    counts = {provider: int(count) if count == int(count) else round(count, 1) for provider, count in verdicts.items()}
-    saved = logs.get(saved_by("answers")) or 0
+    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`."""
+    counts = {name: round((logs.get(usage_of(name, "verdicts")) or 0) * batches) for name in providers}
+    saved = (logs.get(saved_by("answers")) or 0) * batches
     why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""
     none = "" if any(counts.values()) else f" (no new verdict since the last line{why})"
     return f"[Judge@step{step}] time={logs.get(JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"

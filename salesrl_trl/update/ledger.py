@@ -30,6 +30,7 @@ class _ModeFigures:
         self.sums = StepAggregates(names)
         self.bias = JudgeBias()
         self.failures: Counter[str] = Counter()
+        self.batches = 0  # generation batches
         self.rewards: list[float] = []  # by completion; of evaluations only
         self.written: list[EvaluatedCompletion] = []
 
@@ -55,6 +56,7 @@ class Ledger:
         self._rewards.add_rewards(figures.sums, table)
         self._rewards.add_report(figures.sums, figures.bias, reports)
         figures.failures.update(reasons)
+        figures.batches += 1
         if mode == "eval":
             figures.rewards += self._rewards.column(table, VALUE).tolist()
 
@@ -121,9 +123,14 @@ class Ledger:
         """Number of failed completions by reason code, since the last line of a mode."""
         return self._modes[mode].failures
 
+    def batches(self, mode: str) -> int:
+        """Number of generation batches, since the last line of a mode."""
+        return self._modes[mode].batches
+
     def drain_failures(self, mode: str) -> dict[str, int]:
-        """Forget a mode's failures. Returns those of training by tag, 0 for those of before; none of an evaluation."""
+        """Forget a mode's failures and batches. Returns the failures of training by tag, 0 for those of before."""
         counts, self._modes[mode].failures = self._modes[mode].failures, Counter()
+        self._modes[mode].batches = 0
         if mode != "train":
             return {}
         self._reasons |= counts.keys()

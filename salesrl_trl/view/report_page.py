@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from salesrl_trl import names
@@ -19,7 +20,7 @@ from salesrl_trl.view import wording
 from salesrl_trl.view.advice import advice
 from salesrl_trl.view.charts import COLOURS, FRAME, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
 from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
-from salesrl_trl.view.run_folder import QuickEval, Run
+from salesrl_trl.view.run_folder import QuickEval, Run, read_run
 from salesrl_trl.view.wording import NOT_KNOWN, count, figure, number, percent, plural, render, seconds, shown
 
 MOST_BRANCHES = 3  # most branches in the text, for at most 40 lines. The page has all.
@@ -54,6 +55,20 @@ class Table(NamedTuple):
 
 
 Part = Paragraph | Numbered | Table | Chart
+
+
+def write_report(
+    folder: Path, logging_dir: Path | None = None, html: Path | None = None, text: Path | None = None,
+    language: str = "en",
+) -> tuple[str, Path, Path]:  # fmt: skip
+    """Write the page and the text of a run's folder. Returns the text and both paths. Raises `ConfigError`."""
+    html, text = html or folder / names.REPORT_PAGE_FILE, text or folder / names.REPORT_TEXT_FILE
+    run = read_run(folder, logging_dir)
+    page = text_page(run)
+    for path, content in ((text, page), (html, html_page(run, language))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return page, html, text
 
 
 def html_page(run: Run, language: str = "en") -> str:
@@ -144,10 +159,12 @@ def main_figures(run: Run) -> list[MainFigure]:
     """The main figures in words, in the order in which both pages show them."""
     rows = [*_of_training(run), *_of_machines(run)]
     rows.append(MainFigure("Best quick evaluation", _best(run) if run.quick_evals else "no quick evaluation was made"))
-    rewards = [f"{number(values.get(names.REWARD))} at step {step}" for step, values in run.held_out.items()]
-    ends = [*rewards[:1], *rewards[1:][-1:]]
-    held_out = f"reward {' → '.join(ends)}" if ends else "no held-out evaluation was written"
-    rows.append(MainFigure("Held-out rows", held_out))
+    for kind in dict.fromkeys(itertools.chain(*run.held_out.values())) or [names.REWARD]:  # one for each dataset
+        if kind.split()[-1] == names.REWARD:
+            every = [(step, values[kind]) for step, values in run.held_out.items() if kind in values]
+            ends = [f"{number(value)} at step {step}" for step, value in (*every[:1], *every[1:][-1:])]
+            held_out = f"{shown(kind)} {' → '.join(ends)}"
+            rows.append(MainFigure("Held-out rows", held_out if ends else "no held-out evaluation was written"))
     if run.account.services:
         rows.append(MainFigure("Spent", _spent(run)))
     return rows + _listed_figures(run)

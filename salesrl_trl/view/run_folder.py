@@ -217,7 +217,10 @@ def _held_out(path: Path) -> tuple[dict[int, Figures], bool]:
     """The evaluations by step, and whether all of the file could be read."""
     records = _parsed(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
     evaluations = _with_steps(records) if isinstance(records, list) else []
-    figures = {step: {name: _finite(value) for name, value in record.items()} for step, record in evaluations}
+    figures = dict[int, dict[str, float | None]]()
+    for step, record in evaluations:
+        dataset = f"{record.pop(names.DATASET)} " if names.DATASET in record else ""
+        figures.setdefault(step, {}).update({f"{dataset}{name}": _finite(value) for name, value in record.items()})
     return dict(sorted(figures.items())), isinstance(records, list) and len(records) == len(evaluations)
 
 

@@ -75,6 +75,7 @@ from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import SkipAndStop, Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
 from salesrl_trl.wiring.banner_lines import log_banner
+from salesrl_trl.wiring.closing_report import ClosingReport
 from salesrl_trl.wiring.policy import Policy, Reference
 from salesrl_trl.wiring.recorder import recorder_of
 
@@ -345,12 +346,14 @@ class Components:
                 args.branches,
                 names.providers if names.components else None,
                 failures,
+                batches=functools.partial(self.ledger.batches, "train"),
                 are_actions=names.has_actions,
             ),
             EpochLine(args.branches, failures, trl.log),
             self.held_out,
             ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
             WeightChange(trl.accelerator, trl.log),
+            *([ClosingReport()] if "tensorboard" in args.report_to else []),  # behind all that logs figures
         ]
 
     def _begin(self) -> None:

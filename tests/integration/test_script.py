@@ -41,10 +41,13 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
 
 def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        train(tiny, tmp_path, max_steps=3, record=True)
+        train(tiny, tmp_path, max_steps=3, record=True, report_to="tensorboard")
         banner = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[Run]")]
         train(tiny, tmp_path / "other")
         train(tiny, tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4, record=True)
+    assert "Training report" in (tmp_path / "report.html").read_text()
+    assert "Steps done             3\n" in (tmp_path / "report.txt").read_text()
+    assert not (tmp_path / "other/report.html").exists() and "report       off: it is made of" in caplog.text
     names = [line.split()[1] for line in banner]
     assert names == ["reward", "step", "rollouts", "branch", "budget", "record", "report", "quiet", "output"]
     assert f"length: at {__file__}" in banner[0]
@@ -56,6 +59,13 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
     assert [each.step for each in recorded(tmp_path)] == [step for step in (5, 6) for _ in range(4)]
     assert "is of another run than the record in" in caplog.text
     assert not (tmp_path / "other/record").exists()
+
+
+def test_a_report_that_can_not_be_written_ends_no_run_and_is_told(tiny, tmp_path, caplog):
+    (tmp_path / "report.html").mkdir(parents=True)
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        assert train(tiny, tmp_path, report_to="tensorboard").state.global_step == 2
+    assert "no report could be written (IsADirectoryError)" in caplog.text
 
 
 def judged(folder, most):

@@ -166,13 +166,23 @@ def test_the_words_of_a_script_are_a_configuration(tmp_path):
     """
     read, recipe = translated(tmp_path, script, name="run.sh")
     assert (read["seed"], read["learning_rate"], read["num_generations"]) == (7, 1e-6, 4)
-    assert "dataset" not in read and "reward_funcs" not in read
+    assert read["dataset"] == [{"path": "~/data/a.parquet"}, {"path": "~/data/b.parquet"}]
+    assert "reward_funcs" not in read
     for line in (
-        "data.train_files: ['~/data/a.parquet', '~/data/b.parquet']. dataset: one file",
         "algorithm.adv_estimator: gae. advantages are those of GRPO",
         "reward_funcs: verl scores by a row's data_source",
     ):
         assert line in recipe.read_text()
+
+
+def test_files_to_evaluate_on_are_those_of_the_entries_where_there_are_as_many(tmp_path):
+    text = "data: {train_files: [a.json, b.json], val_files: %s}"
+    read, _ = translated(tmp_path, text % "[c.json, d.json]")
+    assert read["dataset"] == [{"path": "a.json", "eval": "c.json"}, {"path": "b.json", "eval": "d.json"}]
+    assert "eval_dataset" not in read  # a run refuses it beside several datasets
+    read, recipe = translated(tmp_path, text % "c.json")
+    assert read["dataset"] == [{"path": "a.json"}, {"path": "b.json"}]
+    assert "#   data.val_files: c.json. eval_dataset" in recipe.read_text()
 
 
 @pytest.mark.parametrize("text", ["a: 1\n", "[1]", "a: ]", ""])

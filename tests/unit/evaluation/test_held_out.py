@@ -20,11 +20,11 @@ def evaluate(tmp_path, caplog):
     drained, written = [], []
     callback = HeldOut(("fairness",), tmp_path, drained.pop, written.pop, num_generations=2, examples=1)
 
-    def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False, wrote=()):
+    def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False, wrote=(), name=""):
         state = TrainerState(global_step=step, is_world_process_zero=True)
         state.max_steps = 20
         figures = {"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}
-        state.log_history = [figures]
+        state.log_history = [{**figures, f"eval{name}_runtime": 1.0}]
         drained.append(rewards)
         written.append(wrote)
         args = SimpleNamespace(dataloader_persistent_workers=persistent)
@@ -51,6 +51,24 @@ def test_the_first_evaluation_is_set_beside_the_last(evaluate, caplog, tmp_path)
     evaluate(10, 0.25)
     evaluate(20, 0.75)
     assert "held-out first  (step 10): reward=0.25 valid_actions=0.75" in caplog.messages
+
+
+def test_datasets_by_name_are_each_compared_with_themselves(evaluate, caplog, tmp_path):
+    evaluate(0, 0.25, (0.0, 0.0, 0.5, 0.5), name="_maths")
+    evaluate(0, 1.0, (1.0,) * 4, name="_style")
+    evaluate(20, 0.75, (0.5, 0.5, 1.0, 1.0), name="_maths")
+    evaluate(20, None, name="_style")
+    assert "[HeldOut@0] style: reward=1.00 valid_actions=0.75" in caplog.messages
+    assert "held-out maths before (step 0): reward=0.25 valid_actions=0.75" in caplog.messages
+    # both rows of maths gained 0.5; of style nothing is known
+    changes = [line for line in caplog.messages if "changed by" in line]
+    assert changes == ["held-out maths mean reward changed by +0.500 ± 0.000 (standard error, row by row)"]
+    evaluate.begin(20)
+    evaluate(20, 0.5, name="_style")  # takes the place of its own of this step alone
+    records = json.loads((tmp_path / "held_out.json").read_text())
+    assert [(each["step"], each["dataset"], each["reward"]) for each in records] == [
+        (0, "maths", 0.25), (0, "style", 1.0), (20, "maths", 0.75), (20, "style", 0.5)
+    ]  # fmt: skip
 
 
 def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch):

@@ -36,6 +36,14 @@ def test_a_step_line_says_loss_and_kl_where_they_are_logged():
     assert "| loss 0 |" in step_line(3, 60, {**LOGS, "loss": 0.0}, BRANCHES, {}, 1.25)
 
 
+def test_what_the_policy_does_wrong_is_scored_and_what_services_do_is_not():
+    logs = {f"outcome/{name}": share for name, share in
+            {"ok": 0.5, "invalid_action": 0.25, "judge_invalid": 0.125, "infra": 0.125}.items()}  # fmt: skip
+    assert "| scored 75% |" in step_line(3, 60, logs, BRANCHES, {"hollow_answer": 2}, 1.0, are_actions=False)
+    assert "| valid actions 75% |" in step_line(3, 60, logs, BRANCHES, {}, 1.0)
+    assert "| scored n/a |" in step_line(3, 60, {}, BRANCHES, {}, 1.0, are_actions=False)
+
+
 def test_the_only_branch_is_not_named():
     assert step_line(3, 60, {"reward/all": 0.5}, ("all",), {}, 1.25).startswith("[Step 3/60] reward 0.50 | valid")
 
@@ -43,7 +51,7 @@ def test_the_only_branch_is_not_named():
 def test_a_run_that_logs_seldom_says_every_ten_steps_that_it_goes_on(caplog, monkeypatch):
     now = iter([0.0, 0.0, 20.0, 60.0, 61.0])  # built, begun, and three lines
     monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
-    callback = StepLine(BRANCHES, None, dict)
+    callback = StepLine(BRANCHES, None, dict, batches=lambda: 1)
     state = TrainerState(max_steps=50, logging_steps=25, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
@@ -62,18 +70,19 @@ def test_a_run_that_logs_seldom_says_every_ten_steps_that_it_goes_on(caplog, mon
 
 def test_the_judges_line_says_seconds_and_verdicts_by_provider():
     logs = {"time/judge_s": 3.21, "judge/openai/verdicts": 8.0, "judge/backup/verdicts": 0.5}
-    assert judge_line(5, logs, ("openai",)) == "[Judge@step5] time=3.2s providers={'openai': 8}"
-    assert judge_line(5, logs, ("openai", "backup", "idle")) == (
-        "[Judge@step5] time=3.2s providers={'openai': 8, 'backup': 0.5, 'idle': 0}"
+    assert judge_line(5, logs, ("openai",), 1) == "[Judge@step5] time=3.2s providers={'openai': 8}"
+    # the log has means over six batches: 48 and 3 verdicts
+    assert judge_line(5, logs, ("openai", "backup", "idle"), 6) == (
+        "[Judge@step5] time=3.2s providers={'openai': 48, 'backup': 3, 'idle': 0}"
     )
 
 
 def test_the_judges_line_says_what_kept_answers_saved_where_no_verdict_is_new():
     none = "[Judge@step1] time=0.0s providers={'judge': 0} (no new verdict since the last line"
-    assert judge_line(1, {}, ("judge",)) == f"{none})"
+    assert judge_line(1, {}, ("judge",), 1) == f"{none})"
     saved = {"cache/answers_saved": 32.0}
-    assert judge_line(1, saved, ("judge",)) == f"{none}; kept answers and verdicts saved 32 calls)"
-    assert "saved" not in judge_line(1, {**saved, "judge/judge/verdicts": 1.0}, ("judge",))
+    assert judge_line(1, saved, ("judge",), 1) == f"{none}; kept answers and verdicts saved 32 calls)"
+    assert "saved" not in judge_line(1, {**saved, "judge/judge/verdicts": 1.0}, ("judge",), 1)
 
 
 def test_the_shares_of_a_step_come_largest_first_and_crumbs_are_left_out():
@@ -91,7 +100,7 @@ def test_durations_read_like_a_clock(seconds, text):
 def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
     now = iter([0.0, 0.0, 20.0, 23.0, 28.0])  # built, begun, and three lines: at 20 s, 23 s and 28 s
     monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
-    callback = StepLine(BRANCHES, ("openai",), dict)
+    callback = StepLine(BRANCHES, ("openai",), dict, batches=lambda: 1)
     state = TrainerState(global_step=0, max_steps=12, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
@@ -114,7 +123,7 @@ def test_a_figure_that_is_missing_is_no_number(value, text):
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_a_line_comes_with_each_step_and_not_with_summaries_of_the_main_process(caplog, is_main):
-    callback = StepLine(BRANCHES, ("openai",), dict)
+    callback = StepLine(BRANCHES, ("openai",), dict, batches=lambda: 1)
     state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=is_main)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         callback.on_train_begin(None, state, TrainerControl())
