@@ -24,10 +24,10 @@ from salesrl_trl.data.two_tasks import DEMO_BBQ, DEMO_HALUEVAL, two_task_records
 from salesrl_trl.demo.packaged import DUAL_POLICY, imitate
 from salesrl_trl.ground.shutdown import end_tidily
 
-RIGHT = {DEMO_BBQ: 0.5, DEMO_HALUEVAL: 0.32}  # share of the answers
+RIGHT = 0.5  # share of the answers, once it has learned to find them
 ANSWERS = 12  # to learn from, for each question: each in a context of its own
 SENTENCES = (
-    ("It is {} here.", "这个是{}。"),
+    ("It is {}.", "这是{}。"),
     ("It is {}, and that is all.", "是{}，是这样的。"),
 )
 """Of a question with knowledge, and of one about people; in English and in Chinese. But for the answer they have no
@@ -48,19 +48,19 @@ def main() -> None:
     set_seed(args.seed)
     rng = random.Random(f"dual {args.seed}")
     rows = [
-        (row, RIGHT[name])
+        row
         for name in (DEMO_BBQ, DEMO_HALUEVAL)
         for seed in range(1, ANSWERS + 1)
         for row in questions(name, "train", seed)
     ]
-    texts = [turn["content"] for row, _ in rows for turn in row["prompt"]]
+    texts = [turn["content"] for row in rows for turn in row["prompt"]]
     tokenizer = build_tokenizer(MAX_POSITIONS, texts, VOCABULARY)
     model = build_model(tokenizer, hidden_size=128, layers=3)
-    for steps, is_wrong in zip(args.steps, (False, True), strict=True):
+    for steps, right in zip(args.steps, (1.0, RIGHT), strict=True):
         taught = [
             {"prompt": row["prompt"],
-             "completion": [{"role": "assistant", "content": answer(row, right if is_wrong else 1.0, rng)}]}
-            for row, right in rows
+             "completion": [{"role": "assistant", "content": answer(row, right, rng)}]}
+            for row in rows
         ]  # fmt: skip
         imitate(
             model,

@@ -58,8 +58,8 @@ def test_a_branch_without_rows_has_no_kl_and_no_tokens_in_that_step(one_branch_a
 
 
 def test_a_coefficient_moves_only_in_steps_in_which_its_branch_has_rows(one_branch_at_a_time):
-    # rows in steps 1, 3, 4, 5
-    expected = [LOWERED, UNMOVED, RAISED, RAISED, RAISED, UNMOVED]
+    # rows in steps 1, 3, 4, 5; in the last of them the KL is below 0 by noise
+    expected = [LOWERED, UNMOVED, RAISED, RAISED, LOWERED, UNMOVED]
     assert factors(one_branch_at_a_time, F) == pytest.approx(expected)
     # rows in steps 2, 3, 6
     expected = [UNMOVED, RAISED, RAISED, UNMOVED, UNMOVED, RAISED]
