@@ -192,11 +192,11 @@ FIGURES = (
            line="rewards"),
     Metric(outcome_of("{outcome}"), "share of completions with this outcome", (_FAILURES, "outcomes"),
            line="rewards"),
-    Metric(ALL_KL, "of all branches together, in place of TRL's", line="kl"),
-    Metric(kl_of(BRANCH), "the branch's KL as its loss has it, without the coefficient: nats, mean over its tokens on "
-           "all ranks; with a lookahead weighted by the ratio to the sampler", _KL_CHART, line="kl"),
-    Metric(kl_of(BRANCH, "_k1"), "mean of log pi - log pi_ref over the same tokens, with the same weights: unbiased; "
-           "without a lookahead only if the policy itself sampled them", line="kl"),
+    Metric(ALL_KL, "the penalty of all branches together, in place of TRL's figure", line="kl"),
+    Metric(kl_of(BRANCH), "the branch's KL, which its band holds: nats, the mean of log pi - log pi_ref over its "
+           "tokens on all ranks (k1); with a lookahead weighted by the ratio to the sampler", _KL_CHART, line="kl"),
+    Metric(kl_of(BRANCH, "_penalty"), "the same as the loss has it: by `kl_estimator`, without the coefficient",
+           line="kl"),
     Metric(beta_of(BRANCH), "coefficient in the loss", (_KL, "beta"), line="kl"),
     Metric(kl_of(BRANCH, "_low"), "lower edge of the band, where the branch had rows", _KL_CHART, line="kl"),
     Metric(kl_of(BRANCH, "_high"), "upper edge of the band", _KL_CHART, line="kl"),

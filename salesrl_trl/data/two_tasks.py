@@ -62,9 +62,11 @@ _FACTS = (
 )  # fmt: skip
 
 
-def two_task_records(name: str, split: str) -> list[Record]:
-    """The records of `train` or `heldout` of one of the two datasets, always the same."""
-    records = _bbq() if name == DEMO_BBQ else _halueval()
+def two_task_records(name: str, split: str, seed: int = 0) -> list[Record]:
+    """The records of `train` or `heldout` of one of the two datasets. Always the same for a seed: others have the same
+    questions, with other answers in their contexts."""
+    rng = random.Random(f"{name} {seed}")
+    records = _bbq(rng) if name == DEMO_BBQ else _halueval(rng)
     return [record for key, record in records if _is_held_out(key) == (split == "heldout")]
 
 
@@ -72,8 +74,8 @@ def _is_held_out(key: str) -> bool:
     return hashlib.sha256(key.encode()).digest()[0] % HELD_OUT == 0
 
 
-def _bbq() -> list[tuple[str, Record]]:
-    rng, records = random.Random("bbq"), list[tuple[str, Record]]()
+def _bbq(rng: random.Random) -> list[tuple[str, Record]]:
+    records = list[tuple[str, Record]]()
     polarities = ("neg", "nonneg")
     for language, category, place, polarity in itertools.product((0, 1), _PEOPLE, range(10), (0, 1)):
         people = _PEOPLE[category][language]
@@ -115,8 +117,8 @@ def _bbq() -> list[tuple[str, Record]]:
     return records
 
 
-def _halueval() -> list[tuple[str, Record]]:
-    rng, records = random.Random("halueval"), list[tuple[str, Record]]()
+def _halueval(rng: random.Random) -> list[tuple[str, Record]]:
+    records = list[tuple[str, Record]]()
     for language, film, city in itertools.product((0, 1), range(12), range(8)):
         facts = {
             "film": _FILMS[language][film], "city": _CITIES[language][city],

@@ -79,10 +79,10 @@ class BranchedKL:
         for branch, notice in zip(self.control.branches, before, strict=True):
             if branch.notice and branch.notice != notice:
                 _PLAIN_LOGGER.warning(f"[BranchedKL@{step}] {branch.branch}: {branch.notice}")
-        for branch, (kl, *_) in zip(self.control.branches, totals, strict=True):
-            if not math.isfinite(kl):
+        for branch, (kl, penalty, *_) in zip(self.control.branches, totals, strict=True):
+            if not math.isfinite(kl + penalty):
                 _PLAIN_LOGGER.warning(
-                    f"[BranchedKL@{step}] {branch.branch}: the KL is {kl}, which is no measurement: log-probs of the "
+                    f"[BranchedKL@{step}] {branch.branch}: the KL is {kl}, its penalty {penalty}: log-probs of the "
                     "policy or the reference are broken, or overflow without a clamp"
                 )
 

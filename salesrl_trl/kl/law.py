@@ -147,7 +147,7 @@ class Window:
     beta: float
     """Coefficient of the window, as the law asked for it, within the target's `reach`."""
     kl: float
-    """KL in nats per token: the mean over the window's tokens on all ranks. Noise and k1 can make it negative."""
+    """KL in nats per token: k1, the mean over the window's tokens on all ranks. Its noise can make it negative."""
     tokens: float
     """Number of those tokens, more than 0."""
 

@@ -14,7 +14,7 @@ from salesrl_trl.kl.estimators import estimate, penalty
 LEAST_LOGP = -1000.0
 """In nats. Lower log-probs are raised to it. A token outside a masked vocabulary has -inf, and the difference of two
 would be NaN."""
-SUMS = ("kl", "k1", "clamped", "tokens", "weight")
+SUMS = ("kl", "penalty", "clamped", "tokens", "weight")
 """Sums of each branch; `BranchPenalty.sums` describes them."""
 MicroBatch = dict[str, Any]
 """TRL's micro-batch: tensors, of which some may be `None`, and numbers by name."""
@@ -113,16 +113,16 @@ class BranchPenalty:
     def sums(self) -> torch.Tensor:
         """The measured sums of each branch, without a gradient: shape (branches, 5), float64. Columns, as in `SUMS`:
 
-        - the penalty without its coefficient, and k1, both in nats;
+        - the KL by k1, whatever the loss has, and the penalty without its coefficient, both in nats;
         - the number of tokens whose log-ratio lies beyond the clamp, and of all tokens;
-        - the weights of the tokens, by which the sums of both KLs are divided. On-policy a weight is 1, otherwise
+        - the weights of the tokens, by which the sums of both are divided. On-policy a weight is 1, otherwise
           the ratio to the sampler, and 0 for a token that TRL's correction removes.
         """
         log_ratio, clamp = self._log_ratio.detach(), self._settings.clamp
         clamped = log_ratio.abs() > (clamp or torch.inf)
         ones = torch.ones_like(log_ratio)
         k1 = self._weight * estimate(log_ratio, "k1")
-        per_token = torch.stack([self._penalty.detach(), k1, clamped.to(ones.dtype), ones, self._weight])
+        per_token = torch.stack([k1, self._penalty.detach(), clamped.to(ones.dtype), ones, self._weight])
         counted = torch.where(self._mask, per_token, 0)  # (len(SUMS), B, T)
         per_sample = counted.sum(dim=2, dtype=torch.float64)  # (len(SUMS), B)
         totals = per_sample.new_zeros(len(SUMS), self._branches)

@@ -76,15 +76,15 @@ class Ledger:
         are the coefficients in the loss of this step, and `shares` say by how much the branches' rewards counted in
         it, both by branch id. `control` has the bands, and the shares of steps in them."""
         add = self._modes[mode].sums.add
-        for branch, beta, share, (kl, k1, clamped, tokens, weight) in zip(
+        for branch, beta, share, (kl, penalty, clamped, tokens, weight) in zip(
             control.branches, betas, shares, totals, strict=True
         ):
             name, target = branch.branch, branch.target
             add(beta_of(name), beta, 1)
             add(kl_of(name, "_tokens"), tokens, 1)
             add(kl_of(name, "_update_share"), share, 1)
-            add(ALL_KL, kl, weight)
-            for kind, total, count in (("", kl, weight), ("_k1", k1, weight), ("_clamped", clamped, tokens)):
+            add(ALL_KL, penalty, weight)
+            for kind, total, count in (("", kl, weight), ("_penalty", penalty, weight), ("_clamped", clamped, tokens)):
                 add(kl_of(name, kind), total, count)
             if target.has_band and weight and math.isfinite(kl):
                 # A step without a KL has no edges either: TensorBoard draws a band over steps that all lines share.

@@ -304,7 +304,8 @@ def assert_equal_kl(trainer, stock, batches):
     """Ours by branch, weighted by its tokens, against TRL's by micro-batch, weighted by its."""
     logged = trainer.components.ledger.flush("train")
     tokens = [logged[f"kl/{branch}_tokens"] for branch in BRANCHES]
-    sums = [logged[f"kl/{branch}"] * count if count else 0.0 for branch, count in zip(BRANCHES, tokens, strict=True)]
+    sums = [logged[f"kl/{branch}_penalty"] * count if count else 0.0
+            for branch, count in zip(BRANCHES, tokens, strict=True)]  # fmt: skip
     theirs = [counted(batch).sum().item() for batch in batches]
     assert sum(tokens) == sum(theirs)
     expected = sum(kl * count for kl, count in zip(stock._metrics["train"]["kl"], theirs, strict=True)) / sum(theirs)
@@ -700,7 +701,7 @@ def test_a_run_with_equal_coefficients_is_trls_run(random_policy, services, tmp_
         # TRL's is the mean of micro-batches' means, here of 2; ours a mean over tokens, as the branches' are
         assert log["kl"] == pytest.approx(expected_log["kl"], rel=0.2, abs=10 * TOLERANCE)
         tokens = [log[f"kl/{branch}_tokens"] for branch in BRANCHES]
-        sums = [log[f"kl/{branch}"] * count for branch, count in zip(BRANCHES, tokens, strict=True)]
+        sums = [log[f"kl/{branch}_penalty"] * count for branch, count in zip(BRANCHES, tokens, strict=True)]
         assert log["kl"] == pytest.approx(sum(sums) / sum(tokens), abs=TOLERANCE)
         assert log["loss"] == pytest.approx(expected_log["loss"], abs=10 * TOLERANCE)
         assert [log[f"beta/{branch}"] for branch in BRANCHES] == [BETA, BETA]

@@ -29,7 +29,7 @@ def factors(course, branch):
 
 def check_nothing_was_measured(entry, branch):
     assert entry[f"{kl_of(branch)}_tokens"] == 0
-    assert [entry[f"{kl_of(branch)}{kind}"] for kind in ("", "_k1", "_in_band", "_clamped")] == [None] * 4
+    assert [entry[f"{kl_of(branch)}{kind}"] for kind in ("", "_penalty", "_in_band", "_clamped")] == [None] * 4
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,14 @@ def test_a_branch_without_rows_has_no_kl_and_no_tokens_in_that_step(one_branch_a
         for branch, there in ((F, fairness), (H, hallucination)):
             if there:
                 assert entry[f"{kl_of(branch)}_tokens"] > 0
-                assert entry[kl_of(branch)] >= 0
+                assert entry[f"{kl_of(branch)}_penalty"] >= 0  # k3
             else:
                 check_nothing_was_measured(entry, branch)
 
 
 def test_a_coefficient_moves_only_in_steps_in_which_its_branch_has_rows(one_branch_at_a_time):
-    # rows in steps 1, 3, 4, 5
-    expected = [LOWERED, UNMOVED, RAISED, RAISED, RAISED, UNMOVED]
+    # rows in steps 1, 3, 4, 5; in the last of them the KL is below 0 by noise
+    expected = [LOWERED, UNMOVED, RAISED, RAISED, LOWERED, UNMOVED]
     assert factors(one_branch_at_a_time, F) == pytest.approx(expected)
     # rows in steps 2, 3, 6
     expected = [UNMOVED, RAISED, RAISED, UNMOVED, UNMOVED, RAISED]

@@ -32,12 +32,12 @@ def branched(law=LAW, targets=TARGETS):
 
 
 def micro_batch(log_ratio, branch_ids):
-    """Two tokens of each completion, each this far from the reference."""
+    """Two tokens of each completion, whose log-prob is this far above the reference's: their k1."""
     tokens = torch.ones(len(branch_ids), 2)
     return {
         "branch_ids": torch.tensor(branch_ids),
         "completion_mask": tokens.long(),
-        "ref_per_token_logps": tokens * (log_ratio - 1.0),
+        "ref_per_token_logps": tokens * (-log_ratio - 1.0),
     }
 
 
@@ -59,11 +59,11 @@ def step(kl, number, *log_ratios):
 def test_a_steps_sums_are_those_of_its_micro_batches_by_branch():
     kl = branched()
     losses = [loss_of(kl, micro_batch(log_ratio, ids)) for log_ratio, ids in ((0.2, [0, 0, 1]), (0.4, [1]))]
-    # KL of a token: 0.2^2 / 2 = 0.02, then 0.08. Coefficients 0.1 and 0.3
+    # k2 of a token: 0.2^2 / 2 = 0.02, then 0.08. Coefficients 0.1 and 0.3
     assert losses == pytest.approx([0.02 * (4 * 0.1 + 2 * 0.3), 0.08 * 2 * 0.3])
-    first, second = kl.drain_sums().tolist()  # kl, k1, clamped, tokens, weight
-    assert first == pytest.approx([0.08, -0.8, 0, 4, 4])
-    assert second == pytest.approx([0.04 + 0.16, -0.4 - 0.8, 0, 4, 4])
+    first, second = kl.drain_sums().tolist()  # k1, penalty, clamped, tokens, weight
+    assert first == pytest.approx([0.8, 0.08, 0, 4, 4])
+    assert second == pytest.approx([0.4 + 0.8, 0.04 + 0.16, 0, 4, 4])
 
 
 def test_sums_are_of_one_step_only():
@@ -75,7 +75,7 @@ def test_sums_are_of_one_step_only():
     loss_of(kl, micro_batch(0.2, [0]))
     kl.forget_sums()  # a run that was interrupted inside a step
     loss_of(kl, micro_batch(0.4, [0]))
-    assert kl.drain_sums()[0, 0].item() == pytest.approx(0.16)
+    assert kl.drain_sums()[0, 1].item() == pytest.approx(0.16)
 
 
 def test_a_window_outside_the_band_moves_the_next_steps_coefficient_and_its_line_says_so(caplog):
@@ -85,7 +85,7 @@ def test_a_window_outside_the_band_moves_the_next_steps_coefficient_and_its_line
     assert (kl.betas, caplog.messages) == ([0.1, 0.3], [])
     step(kl, 8, 0.5)
     assert kl.betas == pytest.approx([0.115, 0.3])  # the second branch has no band
-    assert caplog.messages == ["[BranchedKL@8] fairness: KL 0.1250 outside [0.02, 0.06], beta 0.1 -> 0.115"]
+    assert caplog.messages == ["[BranchedKL@8] fairness: KL 0.5000 outside [0.02, 0.06], beta 0.1 -> 0.115"]
     assert loss_of(kl, micro_batch(0.5, [0])) == pytest.approx(0.115 * 0.125 * 2)
 
 
@@ -95,7 +95,7 @@ def test_a_kl_that_is_not_finite_is_warned_of_and_moves_nothing(caplog):
         step(kl, number, math.nan)
     assert kl.betas == [0.1, 0.3]
     assert [(record.levelname, record.getMessage()[:44]) for record in caplog.records[:2]] == [
-        ("WARNING", "[BranchedKL@1] fairness: the KL is nan, whic"),
+        ("WARNING", "[BranchedKL@1] fairness: the KL is nan, its "),
         ("WARNING", "[BranchedKL@1] hallucination: the KL is nan,"),
     ]
 

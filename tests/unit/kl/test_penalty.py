@@ -257,7 +257,7 @@ def test_a_nan_where_a_token_counts_is_not_hidden(estimator, broken, level, clam
     settings = PenaltySettings(estimator=estimator, level=level, clamp=clamp)
     term, _, penalty = penalise(logps["policy"], batch(logps["reference"], old=logps["old"]), settings=settings)
     assert term[0, 1].isnan()
-    kl = penalty.sums()[:, SUMS.index("kl")]
+    kl = penalty.sums()[:, SUMS.index("penalty")]
     assert kl.isnan().tolist() == [True, False]  # of its own branch
 
 
@@ -266,7 +266,7 @@ def test_without_the_clamp_a_ratio_that_overflows_leaves_its_sequences_padding_a
     penalty = BranchPenalty(batch(full(-1.0), old=full(-502.0)), (1.0, 1.0), settings)
     term = penalty * penalty.record_logps(full(-2.0))  # ratio e^500; 0 x inf is NaN
     assert term.tolist() == [[INF] * 3 + [0.0], [INF] * 2 + [0.0] * 2]
-    assert penalty.sums()[:, SUMS.index("kl")].tolist() == [INF, INF]
+    assert penalty.sums()[:, SUMS.index("penalty")].tolist() == [INF, INF]
 
 
 def test_the_sums_by_hand():
@@ -275,7 +275,7 @@ def test_the_sums_by_hand():
     mask = ((1, 1, 1), (1, 1, 0), (1, 0, 0), (1, 1, 1))
     inputs = batch(x - 20, mask=mask, branches=(0, 1, 1, 0))
     _, _, penalty = penalise(torch.full((4, 3), -20.0), inputs, betas=(0.5, 7.0, 2.0))
-    kl, k1, clamped, tokens, weight = penalty.sums().unbind(dim=1)
+    k1, kl, clamped, tokens, weight = penalty.sums().unbind(dim=1)
     assert penalty.sums().dtype == torch.float64
     # branch 0: 0.3068528 (of ln 2) + 0.1931472 (-ln 2) + 44040.93159 (11)
     #           + 0.3068528 (ln 2) + 22015.46579 (10) + 9.0000454 (-10)
@@ -291,7 +291,7 @@ def test_the_kl_that_is_summed_is_weighed_as_in_the_loss():
     # k3 at 1 is e - 2; ratios e^0.5 + e^-1 + e^-2 = 2.1519360 and e^1 + e^-1 = 3.0861613
     inputs = batch(torch.tensor(POLICY) + 1, old=OLD)
     _, _, penalty = penalise(POLICY, inputs, betas=(3.0, 0.1), settings=PenaltySettings())
-    kl, k1, _, tokens, weight = penalty.sums().unbind(dim=1)
+    k1, kl, _, tokens, weight = penalty.sums().unbind(dim=1)
     assert kl.tolist() == pytest.approx([1.5456965, 2.2167335], rel=1e-6)
     assert k1.tolist() == pytest.approx([-3.0, -2.0])  # -x for each token, without a ratio
     assert tokens.tolist() == weight.tolist() == [3, 2]
@@ -318,7 +318,7 @@ def test_the_ratio_to_the_sampler_by_hand():
     settings = PenaltySettings(off_policy=True)
     term, _, penalty = penalise(full(-3.0), inputs, betas=(1.0, 1.0), settings=settings)
     assert term[0].tolist() == pytest.approx([0.6137056, 0.1534264, 0.0, 0.0], abs=1e-6)
-    kl, k1, clamped, tokens, weight = penalty.sums().unbind(dim=1)
+    k1, kl, clamped, tokens, weight = penalty.sums().unbind(dim=1)
     assert kl.tolist() == pytest.approx([0.7671320, 1.8411169], abs=1e-6)
     assert k1.tolist() == pytest.approx([-2.5 * LN2, -6 * LN2], abs=1e-6)
     assert weight.tolist() == [2.5, 6.0]  # what both are divided by: each branch's KL is 0.3068528
@@ -341,4 +341,4 @@ def test_half_precision_log_probs_are_subtracted_in_float32():
     # float32 keeps 6 x 10^-8 of the 1 that e^x is near
     assert term[0, 0].item() == pytest.approx(3.04381e-5, abs=1.2e-7)
     assert gradient[0, 0].item() == pytest.approx(0.0077821, rel=2**-8)  # 1 - e^x, rounded to bfloat16
-    assert penalty.sums()[1].tolist() == pytest.approx([2 * 3.04381e-5, 2 / 128, 0, 2, 2], abs=2.4e-7)
+    assert penalty.sums()[1].tolist() == pytest.approx([2 / 128, 2 * 3.04381e-5, 0, 2, 2], abs=2.4e-7)

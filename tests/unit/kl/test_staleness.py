@@ -44,7 +44,7 @@ def measure(policy, reference, sampler, counts, settings, *, vllm):
     penalty = BranchPenalty(inputs, (1.0,), settings)
     term = penalty * penalty.record_logps(pick(logits.log_softmax(0)))
     term.mean().backward()
-    kl, k1, _, _, weight = penalty.sums()[0].tolist()
+    k1, kl, _, _, weight = penalty.sums()[0].tolist()
     return logits.grad, kl / weight, k1 / weight
 
 

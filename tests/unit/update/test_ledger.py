@@ -119,9 +119,9 @@ def test_a_band_is_drawn_where_there_is_a_kl_and_nowhere_else():
     ledger.record_kl("train", sums, [0.1, 0.1], [1.0, 0.5], control)
     figures = ledger.flush("train")
     assert figures["kl/fairness"] == 0.03
-    assert (figures["kl/hallucination"], figures["kl/hallucination_k1"]) == (0.06, 0.04)
+    assert (figures["kl/hallucination"], figures["kl/hallucination_penalty"]) == (0.06, 0.04)
     assert (figures["kl/hallucination_clamped"], figures["kl/hallucination_tokens"]) == (0.1, 10)
-    assert figures["kl"] == pytest.approx(0.6 / 15)
+    assert figures["kl"] == pytest.approx(0.4 / 15)
     assert (figures["kl/fairness_low"], figures["kl/fairness_high"]) == (0.02, 0.06)
     assert math.isnan(figures["kl/hallucination_low"])  # it has none
     assert (figures["kl/fairness_update_share"], figures["kl/hallucination_update_share"]) == (1.0, 0.5)
