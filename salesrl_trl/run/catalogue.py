@@ -1,7 +1,7 @@
 """The faults that users meet: what each looks like, its cause, and what to do.
 
-Owns what a fault is (`Fault`) and its page. `catalogue.toml` holds the faults, and is read when this module is imported:
-where files are used up, it is too late. `last_words` recognises a fault by them, and
+Owns what a fault is (`Fault`) and its page. `catalogue.toml` holds the faults, and is read when this module is
+imported: where files are used up, it is too late. `last_words` recognises a fault by them, and
 `python -m salesrl_trl.run.catalogue` prints docs/TROUBLESHOOTING.md. The first fault with a fitting sign counts.
 Standard library only.
 """
@@ -73,10 +73,9 @@ class Words:
 
 def _read() -> tuple[Fault, ...]:
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return tuple(
-        Fault(**fault | {"signs": tuple(Sign(**sign) for sign in fault["signs"]), "remedies": tuple(fault["remedies"])})
-        for fault in table["fault"]
-    )
+    for fault in table["fault"]:
+        fault |= {"signs": tuple(Sign(**sign) for sign in fault["signs"]), "remedies": tuple(fault["remedies"])}
+    return tuple(Fault(**fault) for fault in table["fault"])
 
 
 FAULTS = _read()

@@ -186,7 +186,9 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
         until = time.monotonic() + HANGS_S / 2
         while services.hung < before + 3 * size and time.monotonic() < until:
             time.sleep(0.02)
-        process_of(trainer.components.reward).kill()
+        process = process_of(trainer.components.reward)
+        process.kill()
+        process.wait()  # a call that is answered before the process is gone is not lost with it
         services.hangs.clear()
         services.let_go.set()
 
