@@ -35,6 +35,8 @@ TOLERANCE = 1e-5
 """Relative; and absolute but for coefficients, as a KL is 0 at first and a loss changes its sign. A log-probability
 around 8 is rounded by 5e-7 in float32, so that sums in another order differ by as much; 20 steps of training did not
 add to that (up to 9e-7 was seen). A sum that lacks a micro-batch or a rank is off by more than 1e-2."""
+BETA_TOLERANCE = 1e-4
+"""A coefficient follows the logarithm of a KL whose tokens have both signs: near 0 a sum of them has fewer digits."""
 GRAD_NORM_TOLERANCE = 1e-4
 """Torch sums the 100 000 squares of a head's gradient in float32, DeepSpeed in float64; 3e-5 was seen."""
 PUSHES = 100
@@ -201,7 +203,7 @@ def check_same_course(one, other):
             if a[name] is None or b[name] is None or name.endswith(EXACT):
                 assert a[name] == b[name], (a["step"], name)
                 continue
-            tolerance = GRAD_NORM_TOLERANCE if name == "grad_norm" else TOLERANCE
+            tolerance = {"grad_norm": GRAD_NORM_TOLERANCE, "beta": BETA_TOLERANCE}.get(name.split("/")[0], TOLERANCE)
             absolute = 0 if name.startswith("beta/") else tolerance
             assert b[name] == pytest.approx(a[name], rel=tolerance, abs=absolute), (a["step"], name)
             kind = name.split("/")[0]
@@ -214,7 +216,7 @@ def check_there_was_control(course):
     lowered and raised."""
     for entry in course["steps"][1:]:
         for branch in DEFAULT_BRANCHES:
-            assert entry[f"{kl_of(branch)}_tokens"] == 0 or entry[kl_of(branch)] > 1e-3
+            assert entry[f"{kl_of(branch)}_tokens"] == 0 or abs(entry[kl_of(branch)]) > 1e-3  # k1 has both signs
     for branch in DEFAULT_BRANCHES:
         betas = betas_of(course, branch)
         factors = [after / before for before, after in itertools.pairwise(betas) if after != before]
