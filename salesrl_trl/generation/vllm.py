@@ -231,17 +231,18 @@ class SalesVLLMGeneration(VLLMGeneration):
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object = None
     ) -> tuple[Any, ...]:
-        """TRL's `generate`, with one token for each picture in this process. Where completions are reported, each
+        """TRL's `generate`. In this process vLLM makes no texts, which would take as long as a decoding step each: TRL
+        reads ids alone. There is one token for each picture. Where completions are reported, each
         process asks a server for its own, one request each: TRL's one request for all is answered when the last
         completion is finished."""
         if self._collect is None:
-            if self.mode == "server" or images is None:
+            if self.mode == "server":
                 return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
-            token = self.processing_class.image_token_id
-            shortened = [one_token_each(ids, token) for ids in prompts]
-            generated = super().generate(shortened, images, num_generations, profiler)
-            check_expanded(generated[0], prompts)
-            return generated  # type: ignore[no-any-return]
+            if "stop" not in self.generation_kwargs:  # of strings, which vLLM looks for in its texts
+                ids_alone = {"detokenize": False, **self.generation_kwargs}
+                with patched(self, "generation_kwargs", ids_alone):
+                    return self._generate_here(prompts, images, num_generations, profiler)
+            return self._generate_here(prompts, images, num_generations, profiler)
         first = self.accelerator.process_index * len(prompts)
         samples = [place % num_generations for place in range(first, first + len(prompts))]
         collect, send = self._collect, self.vllm_client.generate
@@ -256,6 +257,17 @@ class SalesVLLMGeneration(VLLMGeneration):
             patched(upstream_vllm, "broadcast_object_list", lambda value, from_process: value),
         ):
             return super().generate(prompts, images, 1, profiler if self._waits else None)  # type: ignore[no-any-return]
+
+    def _generate_here(
+        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object
+    ) -> tuple[Any, ...]:
+        if images is None:
+            return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
+        token = self.processing_class.image_token_id
+        shortened = [one_token_each(ids, token) for ids in prompts]
+        generated = super().generate(shortened, images, num_generations, profiler)
+        check_expanded(generated[0], prompts)
+        return generated  # type: ignore[no-any-return]
 
     def _request(self, single: _Single, count: int, finished: Callable[[int, Sequence[int]], None]) -> Requests:
         self._under_way = [earlier for earlier in self._under_way if earlier.in_flight]

@@ -1,0 +1,138 @@
+"""A step's generation against vLLM alone: the same requests, the same engine, in one run.
+
+    .venv/bin/python -m benchmarks.generation [--shape 7b|0.5b|tiny] [--prompt_tokens 1024] [--profile FILE]
+
+Trains some steps with random weights, 64 completions of exactly `--tokens` tokens, and rewards that answer at once, in
+a process of their own. Of each step's generation it takes the time of all, and the time inside `LLM.generate`. Then
+`LLM.generate` gets the same requests again, with nothing that watches the engine. The first step is not counted.
+"""
+
+import cProfile
+import math
+import pstats
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from benchmarks.common import device, device_name, dtype, now, parser, quiet, rows_of, save_model, write_json
+from benchmarks.pipeline import TEMPLATE, WORDS
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.reward.functions import per_completion
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+PROMPTS, GROUP = 8, 8
+
+
+@per_completion
+async def length(completion: Any) -> float:
+    return float(len(str(completion)) % 7)
+
+
+def measure(folder: Path, tokens: int, args: Any) -> dict[str, Any]:
+    """Seconds of a step's generation, and of vLLM alone."""
+    where, on_gpu, tokenizer = device(), torch.cuda.is_available(), packaged_tokenizer()
+    draw, texts = random.Random(0), []
+    for _ in range(PROMPTS * args.steps):
+        ids = tokenizer(" ".join(draw.choices(WORDS, k=tokens)))["input_ids"]
+        texts.append(tokenizer.decode(ids[:tokens], skip_special_tokens=True))
+    kwargs = {"max_tokens": args.tokens, "ignore_eos": True, "detokenize": args.detokenize}
+    config = SalesGRPOConfig(
+        beta=0.0, held_out_eval=False, max_sampling_logp_difference=math.inf, reward_process=True,
+        **quiet(
+            where, tempfile.mkdtemp(), per_device_train_batch_size=8, gradient_accumulation_steps=8,
+            num_generations=GROUP, max_completion_length=args.tokens, max_steps=args.steps, use_vllm=True,
+            vllm_mode="colocate", vllm_gpu_memory_utilization=0.35, gradient_checkpointing=on_gpu,
+            vllm_max_model_length=tokens + TEMPLATE + args.tokens, shuffle_dataset=False, dataloader_pin_memory=False,
+            lr_scheduler_type="constant", generation_kwargs=kwargs,
+        ),
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype(where))
+    trainer = SalesGRPOTrainer(
+        model, [length], args=config, train_dataset=Dataset.from_list(rows_of(texts)), processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, target_modules="all-linear") if on_gpu else None,
+    )  # fmt: skip
+    llm, sampler = trainer.vllm_generation.llm, trainer.components.pipeline.sampler
+    generate, start, profile = llm.generate, sampler.start, cProfile.Profile()
+    inside: list[float] = []
+    whole: list[float] = []
+    requests: list[tuple[Any, Any]] = []
+
+    def timed(prompts: Any, sampling_params: Any, **kwargs: Any) -> Any:
+        params = sampling_params.clone()
+        params.detokenize = False
+        requests.append((prompts, params))
+        began = now()
+        if args.profile and len(whole) == args.steps - 1:
+            outputs = profile.runcall(generate, prompts, sampling_params=sampling_params, **kwargs)
+        else:
+            outputs = generate(prompts, sampling_params=sampling_params, **kwargs)
+        inside.append(now() - began)
+        return outputs
+
+    def timed_start(*arguments: Any, **named: Any) -> Any:
+        began = now()
+        handle = start(*arguments, **named)
+        whole.append(now() - began)
+        return handle
+
+    llm.generate, sampler.start = timed, timed_start
+    trainer.train()
+    pushes = [line["time/weight_push_s"] for line in trainer.state.log_history if "time/weight_push_s" in line]
+    alone: list[float] = []
+    for prompts, params in requests:
+        llm.reset_prefix_cache()
+        began = now()
+        generate(prompts, sampling_params=params, use_tqdm=False)
+        alone.append(now() - began)
+    trainer.finish()
+    if args.profile:
+        with args.profile.open("a") as out:
+            pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(45)
+    return {"prompt_tokens": tokens, "whole": whole, "inside": inside, "alone": alone, "pushes": pushes}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    made = parser(__doc__)
+    on_gpu = torch.cuda.is_available()
+    made.add_argument("--shape", default="7b" if on_gpu else "tiny")
+    made.add_argument("--prompt_tokens", type=int, default=1024 if on_gpu else 40)
+    made.add_argument("--tokens", type=int, default=256 if on_gpu else 24, help="of a completion")
+    made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--detokenize", action="store_true", help="vLLM makes texts, as for stock TRL")
+    made.add_argument("--model", type=Path, help="folder of weights made before, or where they are to be kept")
+    made.add_argument("--profile", type=Path, help="add a profile of the last step's `LLM.generate` to this file")
+    args = made.parse_args(argv)
+    print(f"{args.shape} on {device_name(device())}, {args.tokens} tokens a completion", flush=True)
+    print("| prompt | generation of a step | inside `LLM.generate` | alone | ratio |\n|---|---|---|---|---|")
+    figures = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or Path(scratch) / "model"
+        if not folder.is_dir():
+            save_model(args.shape, folder, device())
+        torch.cuda.empty_cache()
+        began = time.perf_counter()
+        figures.append(measure(folder, args.prompt_tokens, args))
+        whole, inside, alone = (statistics.median(figures[-1][name][1:]) for name in ("whole", "inside", "alone"))
+        print(
+            f"| {args.prompt_tokens} | {whole:.2f} s | {inside:.2f} s | {alone:.2f} s | {whole / alone:.2f} |",
+            flush=True,
+        )
+        print(figures[-1], f"{time.perf_counter() - began:.0f} s in all", flush=True)
+    write_json(args.json, {"shape": args.shape, "rows": figures})
+
+
+if __name__ == "__main__":
+    from benchmarks import generation  # under this name the process of the rewards finds its function
+
+    generation.main()

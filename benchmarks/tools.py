@@ -1,0 +1,186 @@
+"""Conversations with tools: stock TRL against this package, with tools that wait and tools that answer at once.
+
+    .venv/bin/python -m benchmarks.tools [--shape 7b|tiny] [--arms stock ours_0 ours_2] [--seconds 1.0] [--json FILE]
+
+The same for every arm:
+
+- random weights of a real shape with an adapter, or all weights of a tiny one on a CPU, where transformers generates;
+- 64 conversations a step in groups of 8. Each calls an async tool three times and then answers: four turns of
+  `--tokens` tokens. The calls are scripted, since random weights call nothing: TRL's `parse_response` returns them;
+- a reward that answers at once.
+
+`ours_N` is this package's trainer with `rollout_lookahead: N`. Every arm is a process of its own. It first takes steps
+with instant tools, then steps with slow ones. A step lasts from its predecessor's end to its own. With a lookahead of N
+the first N + 2 steps of each kind are not counted, nor the last N. Stock TRL takes one slow step, which instant ones
+have warmed up.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+import trl.trainer.grpo_trainer as upstream
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.common import device, device_name, dtype, now, parser, quiet, rows_of, save_model, write_json
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.reward.functions import per_completion
+from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.wiring import trl_access
+
+CALLS, GROUP, CONVERSATIONS = 3, 8, 64
+ARMS = ("stock", "ours_0", "ours_1", "ours_2", "ours_4")
+waiting_s = 0.0
+
+
+async def search(query: str) -> str:
+    """Searches.
+
+    Args:
+        query: What for.
+
+    Returns:
+        What was found.
+    """
+    await asyncio.sleep(waiting_s)
+    return f"Nothing was found about {query}."
+
+
+def parsed(tokenizer: Any, ids: Sequence[int], prefix: Sequence[int] = (), tools: object = None) -> dict[str, Any]:
+    """A turn's message, with a call in the first turns of a conversation."""
+    message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    if tokenizer.decode(prefix).count("<tool_response>") < CALLS:
+        message["tool_calls"] = [{"type": "function", "function": {"name": "search", "arguments": {"query": "it"}}}]
+    return message
+
+
+@per_completion
+async def answered(completion: Any) -> float:
+    return float(len(str(completion)) % 7)
+
+
+def answered_all(completions: Sequence[Any], **_: Any) -> list[float]:
+    return [float(len(str(each)) % 7) for each in completions]
+
+
+class Clock(TrainerCallback):
+    """The seconds of each step. After `instant` of them the tool waits."""
+
+    def __init__(self, instant: int, seconds: float) -> None:
+        self.ends: list[float] = []
+        self._instant, self._seconds = instant, seconds
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        global waiting_s
+        self.ends.append(now())
+        waiting_s = 0.0 if len(self.ends) < self._instant else self._seconds
+        print(f"step {len(self.ends)} at {self.ends[-1] - self.ends[0]:.2f} s", flush=True)
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measure an arm in this process."""
+    where, on_gpu = device(), torch.cuda.is_available()
+    ahead = 0 if args.worker == "stock" else int(args.worker.removeprefix("ours_"))
+    before, counted = ahead + 2, args.steps * (ahead + 1)
+    slow = 1 if args.worker == "stock" else before + counted + ahead  # nothing is generated in the last ones
+    clock = Clock(before + counted, args.seconds)
+    tokenizer = packaged_tokenizer()
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    tokenizer.chat_template = template.read_text(encoding="utf-8")
+    trl_access.parse_response = upstream.parse_response = parsed  # type: ignore[assignment]
+    engine: dict[str, Any] = {"generation_kwargs": {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens}}
+    if on_gpu:
+        engine = {
+            "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.35,
+            "vllm_max_model_length": 2048, "gradient_checkpointing": True, "num_iterations": 1,
+            "generation_kwargs": {"max_tokens": args.tokens, "ignore_eos": True},
+        }  # fmt: skip
+    settings = quiet(
+        where, tempfile.mkdtemp(), per_device_train_batch_size=8, gradient_accumulation_steps=8, num_generations=GROUP,
+        max_completion_length=CALLS * (args.tokens + 100) + args.tokens, lr_scheduler_type="constant",
+        shuffle_dataset=False, dataloader_pin_memory=False, max_steps=before + counted + slow, beta=0.0, **engine,
+    )  # fmt: skip
+    texts = [f"Is lesson {number} of the course for me? " * args.repeated for number in range(64)]
+    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype(where))
+    shared: dict[str, Any] = {
+        "train_dataset": Dataset.from_list(rows_of(texts)), "callbacks": [clock], "processing_class": tokenizer,
+        "tools": [search], "peft_config": LoraConfig(r=16, target_modules="all-linear") if on_gpu else None,
+    }  # fmt: skip
+    if args.worker == "stock":
+        trainer: GRPOTrainer = GRPOTrainer(model, answered_all, args=GRPOConfig(**settings), **shared)
+    else:
+        own = SalesGRPOConfig(
+            rollout_lookahead=ahead, held_out_eval=False, max_sampling_logp_difference=math.inf, **settings
+        )
+        trainer = SalesGRPOTrainer(model, [answered], args=own, **shared)
+    trainer.train()
+    steps = [end - begin for begin, end in itertools.pairwise(clock.ends)]
+    instant = steps[before - 1 : before + counted - 1]
+    waited = steps[-1:] if args.worker == "stock" else steps[len(steps) - ahead - counted : len(steps) - ahead]
+    lines = [line for line in trainer.state.log_history if "loss" in line][-counted:]
+    assert lines[-1]["tools/call_frequency"] == CALLS, lines[-1]
+    times = {name: statistics.mean(line[name] for line in lines) for name in lines[0] if name.startswith("time/")}
+    write_json(args.json, {
+        "arm": args.worker, "instant_s": statistics.mean(instant), "slow_s": statistics.mean(waited),
+        "instant": instant, "slow": waited, "times_s": times,
+    })  # fmt: skip
+    if args.worker != "stock":
+        trainer.finish()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the arms one after the other, and print a table."""
+    made = parser(__doc__)
+    made.add_argument("--shape", default="7b" if torch.cuda.is_available() else "tiny")
+    made.add_argument("--arms", nargs="+", choices=ARMS, default=["ours_0", "ours_2", "stock"])
+    made.add_argument("--seconds", type=float, default=1.0, help="of a call")
+    made.add_argument("--tokens", type=int, default=64 if torch.cuda.is_available() else 8, help="of a turn")
+    made.add_argument(
+        "--repeated", type=int, default=20 if torch.cuda.is_available() else 1, help="a prompt's sentence"
+    )
+    made.add_argument("--model", type=Path, help="folder of weights made before, or where they are to be kept")
+    made.add_argument("--steps", type=int, default=3, help="counted steps, times N + 1 with a lookahead of N")
+    made.add_argument("--worker", help=argparse.SUPPRESS)
+    made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = made.parse_args(argv)
+    if args.worker:
+        work(args)
+        return
+    print(f"{args.shape} on {device_name(device())}, {args.seconds:g} s a call", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or Path(scratch) / "model"
+        if not folder.is_dir():
+            save_model(args.shape, folder, device())
+        torch.cuda.empty_cache()
+        print("| arm | instant tools | slow tools |\n|---|---|---|", flush=True)
+        for arm in args.arms:
+            out = Path(scratch) / f"{arm}.json" if args.json is None else args.json.with_suffix(f".{arm}.json")
+            command = [sys.executable, "-m", "benchmarks.tools", *(argv or sys.argv[1:])]
+            command += ["--worker", arm, "--folder", str(folder), "--json", str(out)]
+            with out.with_suffix(".log").open("w") as log:
+                code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+            if code:
+                print(f"{arm} ended with {code}", out.with_suffix(".log").read_text()[-3000:], flush=True)
+                continue
+            figures = json.loads(out.read_text())
+            print(f"| {arm} | {figures['instant_s']:.2f} s | {figures['slow_s']:.2f} s |", flush=True)
+            print(figures["times_s"], file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
