@@ -23,6 +23,9 @@ from filelock import FileLock
 from salesrl_trl.errors import ConfigError, DataError
 
 DEMO = "demo"  # name of the packaged conversations, as a dataset
+DEMO_PICTURES = "demo_pictures"
+DEMO_PICTURES_FOLDER = Path("runs") / DEMO_PICTURES  # where `scripts/demo_pictures.py` writes that dataset
+FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # of the demo's datasets, by split
 Record = dict[str, Any]  # a row of a dataset as it is loaded
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""

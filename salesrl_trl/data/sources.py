@@ -14,8 +14,17 @@ from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
-from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
-from salesrl_trl.data.files import DEMO, ENDINGS, Placed, Record, demo_records, read_file
+from salesrl_trl.data.files import (
+    DEMO,
+    DEMO_PICTURES,
+    DEMO_PICTURES_FOLDER,
+    ENDINGS,
+    FILES,
+    Placed,
+    Record,
+    demo_records,
+    read_file,
+)
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
@@ -185,8 +194,10 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     elif source == ARITHMETIC:
         placed = [Placed(record) for record in arithmetic_records(split)]
     elif source == DEMO_PICTURES:
-        folder = dataset_folder()
-        placed, name = read_file(folder / FILES[split]), f"the {split} split of the demo with pictures"
+        folder, name = DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
+        if not folder.is_dir():
+            raise DataError(f"there is no {folder} here. Expected it to be made before: scripts/demo_pictures.py.")
+        placed = read_file(folder / FILES[split])
     elif is_file(source):
         check_source(source)
         path = Path(source).expanduser()

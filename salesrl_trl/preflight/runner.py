@@ -22,8 +22,7 @@ from salesrl_trl.config.ranges import LORA, check_ranges, without_effect
 from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.data.files import copied
 from salesrl_trl.data.sources import check_source, is_file
-from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE
-from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
+from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
 from salesrl_trl.preflight.memory import check_memory
 from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
@@ -113,10 +112,10 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
             check_evaluation(training, training.world_size)
     refused.each(lambda: _check_small_policy(plan))
     with refused.of(model, "model_name_or_path"):
-        if Path(config.policy_path) == VISION_FOLDER and not VISION_FOLDER.is_dir():
+        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
             raise ModelNotFoundError(
-                f"there is no {VISION_FOLDER} here, the small policy that reads pictures. Expected it to be taught "
-                f"before, in two minutes. Run `python -m salesrl_trl.demo.vision {VISION_FOLDER}`."
+                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Expected it to be taught "
+                "before, in two minutes. Run `python scripts/make_vision_policy.py`."
             )
     with refused:
         if model.use_peft:
