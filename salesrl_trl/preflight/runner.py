@@ -3,7 +3,6 @@
 `train` and `evaluate` call `prepare`; `__main__` calls `examine`. Each subject has its checks in `build.checks`.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,7 @@ from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges, without_effect
 from salesrl_trl.config.trl_settings import check_evaluation
-from salesrl_trl.data.files import copied
-from salesrl_trl.data.sources import check_source, is_file
+from salesrl_trl.data.sources import check_source
 from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
 from salesrl_trl.preflight.memory import check_memory
@@ -74,15 +72,6 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
                 yield report
             if report.verdict is StageVerdict.FAILED:
                 return
-
-
-def _copy_data(plan: Plan, findings: Findings) -> None:
-    """Read rows from copies, if `data_copy_dir` is set."""
-    for data, name in itertools.product(plan.config.data.sources, ("dataset", "eval_dataset")):
-        path = getattr(data, name)
-        if data.data_copy_dir is not None and path is not None and is_file(path):  # not `demo`, and none on the hub
-            setattr(data, name, str(copied(Path(path), Path(data.data_copy_dir))))
-            findings.note(f"`{name}` is read from {getattr(data, name)}, a copy of {path}")
 
 
 def _check_settings(plan: Plan, findings: Findings) -> None:
@@ -209,7 +198,7 @@ def _check_tokenizer(plan: Plan, findings: Findings) -> None:
 
 BEFORE_A_RUN = (
     PreflightStage("environment", (), (check_environment,)),
-    PreflightStage("config", (), (_copy_data, _check_settings)),
+    PreflightStage("config", (), (_check_settings,)),
     PreflightStage("data", ("config",), (_check_data,)),
     PreflightStage("tokenizer", ("config",), (_check_tokenizer,)),
     PreflightStage("memory", ("config", "data"), (check_memory,)),
