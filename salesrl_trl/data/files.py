@@ -20,6 +20,7 @@ from salesrl_trl.errors import DataError
 
 DEMO = "demo"  # name of the packaged conversations, as a dataset
 DEMO_PICTURES = "demo_pictures"
+DEMO_BBQ, DEMO_HALUEVAL = "demo_bbq", "demo_halueval"  # the rows of `recipes/dual.py`, by `scripts/make_two_tasks.py`
 DEMO_PICTURES_FOLDER = Path("runs") / DEMO_PICTURES  # where `scripts/demo_pictures.py` writes that dataset
 FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # of the demo's datasets, by split
 Record = dict[str, Any]  # a row of a dataset as it is loaded
@@ -40,7 +41,7 @@ MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the pack
 
 
 def demo_path(name: str) -> Path:
-    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl` or `protected_terms.json`."""
+    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl`, `protected_terms.json`, or of a folder."""
     return Path(str(resources.files("salesrl_trl.data.demo") / name))
 
 

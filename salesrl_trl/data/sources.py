@@ -16,6 +16,8 @@ from datasets.exceptions import DatasetsError
 from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
 from salesrl_trl.data.files import (
     DEMO,
+    DEMO_BBQ,
+    DEMO_HALUEVAL,
     DEMO_PICTURES,
     DEMO_PICTURES_FOLDER,
     ENDINGS,
@@ -28,7 +30,6 @@ from salesrl_trl.data.files import (
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
-from salesrl_trl.data.two_tasks import DEMO_BBQ, DEMO_HALUEVAL, two_task_records
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
@@ -190,7 +191,7 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
     elif source in (DEMO_BBQ, DEMO_HALUEVAL):
-        placed = [Placed(record) for record in two_task_records(source, split)]
+        placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
     elif source == ARITHMETIC:
         placed = [Placed(record) for record in arithmetic_records(split)]
     elif source == DEMO_PICTURES:
