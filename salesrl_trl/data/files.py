@@ -41,7 +41,7 @@ MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the pack
 
 
 def demo_path(name: str) -> Path:
-    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl`, `protected_terms.json`, or of a folder."""
+    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl`, `protected_terms.json`, or a folder's."""
     return Path(str(resources.files("salesrl_trl.data.demo") / name))
 
 
