@@ -95,7 +95,7 @@ class Pipeline:
     lookahead: int  # optimizer steps that rollouts may be ahead
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
-    record_span: Callable[[Span], None]  # gets the time of a generation that went on beside training
+    record_span: Callable[[Span], None]  # gets times of a generation that went on beside training
     group: Callable[[], int] = lambda: 1  # completions of a prompt at the moment, in training or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]] = dict
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
@@ -302,8 +302,9 @@ class Pipeline:
     def _record(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
         """Keep the completions, and start the rewards that have not. `rows`: the batch's, with more in them."""
         rollout.sampled = sampled
-        if sampled.span is not None:
-            self.record_span(sampled.span)
+        for span in sampled.spans:
+            lane = rollout.rewards.lane
+            self.record_span(replace(span, track=f"{span.track} ahead {lane}") if lane else span)
         extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
             rows = [

@@ -279,7 +279,7 @@ def place_of(name: str) -> tuple[int, int, int]:
 
 def completion(index: Index, name: str) -> Answer:
     """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
-    numbers, and `messages`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
+    numbers, and `messages`, `turns`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
     run, rank, number = place_of(name)
     with closing(open_record(index.source(run, rank).path)) as file:
         row = file.execute("SELECT * FROM completions WHERE id = ?", (number,)).fetchone()
@@ -296,10 +296,11 @@ def completion(index: Index, name: str) -> Answer:
                     text = f"{text[:MOST_CHARS]}\n… {len(text) - MOST_CHARS:,} more characters"
                 shown[column] = text
             calls.append(shown)
-    prompt = values.pop("prompt")
+    prompt, turns = values.pop("prompt"), values.get("turns")  # which earlier releases did not record
     del values["digest"]
     return {
         **values,
+        "turns": messages(turns) if turns else [],
         "calls": calls,
         "weights": {} if weights is None else json.loads(weights[0]),
         "verdicts": [{"rubric": rubric, **asdict(judged)} for rubric, judged in values["verdicts"].items()],

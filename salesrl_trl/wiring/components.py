@@ -8,7 +8,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from salesrl_trl.config.rollouts import (
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
+from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.evaluation import bbq
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
@@ -57,6 +58,7 @@ from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
+from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
@@ -112,6 +114,8 @@ class Hooks:
     generate: Generate
     ask: Ask  # the same for a server, without waiting
     converse: Converse  # the same for completions that may call tools
+    try_tools: Callable[[], Mapping[str, float | ServiceError]]
+    """Calls functions of `tools` once: by name the seconds, or the error. NaN for one without an example."""
     go_on: Callable[[], None]  # generates the next turns of those that are out
     reads_pictures: bool
     logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -235,6 +239,29 @@ class Components:
         self.quick_eval = self._quick_evaluator(trl, quick_eval)
         self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
         return self._callbacks(trl)
+
+    def begin_calls(self, names: Iterable[str]) -> ToolCalls:
+        """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
+        methods change its state."""
+        reward, has_state = self.reward, self._trl.tools == "an environment"
+        recorded = reward.recorded_call if isinstance(reward, ReplayReward) and not has_state else None
+        calls = self.tool_calls = ToolCalls(names, recorded)
+        return calls
+
+    def _try_tools(self) -> None:
+        """Call tools once before training, on the main process. Raises `ConfigError` for one that fails."""
+        if not self._trl.accelerator.is_main_process or isinstance(self.reward, ReplayReward):
+            return
+        for name, ended in self._trl.try_tools().items():
+            if isinstance(ended, ServiceError):
+                raise ConfigError(
+                    f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "
+                    "left out. Expected an answer. Mend the service or the example, and launch again."
+                )
+            if math.isnan(ended):
+                logger.info(f"off: a call of the tool `{name}` before training, because its `@tool` has no `example`")
+            else:
+                logger.info(f"[WarmUp] tool_{name}: {ended:.2f} s")
 
     def _who_generates(self) -> str:
         """What a generation that lasts is busy with, for the heartbeat."""
@@ -472,6 +499,8 @@ class Components:
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
         agreed(lambda: log_banner(self._args, self.reward))  # an account of the spending may be damaged
+        if self._trl.tools == "tools" and resumed is None:
+            agreed(self._try_tools)
         if self._args.record:
             if self.instruments.recorder is not None:
                 self.instruments.recorder.close()

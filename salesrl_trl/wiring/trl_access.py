@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import functools
+import time
+from asyncio import run_coroutine_threadsafe
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +26,11 @@ from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Tokens, To
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import TOOL_FIGURES, tool_figure
+from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
-from salesrl_trl.rollout.tools import ToolCalls
+from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tried
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.wiring.components import Components, Hooks
@@ -45,8 +48,7 @@ class Talked:
     calls: int
     failures: int
     images: list[Any]
-    failed: str | None
-    """The reason code of the failed call that leaves it out."""
+    notes: ConversationNotes
 
 
 class TRLAccess(GRPOTrainer):
@@ -89,6 +91,7 @@ class TRLAccess(GRPOTrainer):
             generate=self._sample,
             ask=self._ask_server,
             converse=self._converse,
+            try_tools=lambda: run_coroutine_threadsafe(tried(self._standalone_tools), _loop_of(self)).result(),
             go_on=self._go_on,
             reads_pictures=self._is_vlm,
             logps_of=self._logps_of,
@@ -150,12 +153,12 @@ class TRLAccess(GRPOTrainer):
         prompts = list(prompts)
         copies: list[Any] = copy.deepcopy(prompts)
         ids, images, fields = self._tokenize_prompts(copies)
-        calls = self.components.tool_calls = ToolCalls(each.__name__ for each in self.tools)
+        calls = self.components.begin_calls(each.__name__ for each in self.tools)
         trainer = _OneConversation.of(self)
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
             talked = trainer.talk(place, copies[place], ids[place], first, ask, calls)
-            finished(place, talked.completion_ids, talked.completion, talked.failed)
+            finished(place, talked.completion_ids, talked.completion, talked.notes.failed)
             return talked
 
         served = self.use_vllm
@@ -216,7 +219,13 @@ class TRLAccess(GRPOTrainer):
             for name, row in zip(calls.counts, totals.tolist(), strict=True)
             for figure, total in zip(TOOL_FIGURES, row, strict=True)
         }
-        return replace(sampled, metrics={**sampled.metrics, **figures})
+        records = [each.notes.record for each in talked if each.notes.record is not None]
+        return replace(
+            sampled,
+            metrics={**sampled.metrics, **figures},
+            spans=[span for each in talked for span in each.notes.spans],
+            calls=[record.calls for record in records],
+        )
 
     def _score(self, rollout: Rollout) -> Output:
         """TRL's own method. Its figures and tables are kept only when all rewards are in."""
@@ -288,7 +297,7 @@ class _OneConversation:
     def __init__(self, trainer: TRLAccess) -> None:
         self._trainer = trainer
         self._tokenizer = _Locked(copy.deepcopy(trainer._tokenizer))
-        self._loop = getattr(trainer, "async_loop", None) or _loop()
+        self._loop = _loop_of(trainer)
 
     @classmethod
     def of(cls, trainer: TRLAccess) -> "_OneConversation":
@@ -298,11 +307,18 @@ class _OneConversation:
 
     def talk(self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
         one, trainer = copy.copy(self._trainer), self._trainer
-        failed: list[str] = []
+        notes = ConversationNotes(
+            track=f"conversation {place}", record=CompletionRecord() if trainer.args.record else None
+        )
+        notes.end_turn(calls.began)
 
         def turn(ids: list[list[int]], *_: object, **__: object) -> tuple[list[list[int]], list[list[float]] | None]:
             """An empty turn ends the conversation."""
-            own, logps = ([], []) if failed else ask(place, ids[0])
+            if notes.failed is not None:
+                return [[]], None if first[1] is None else [[]]
+            began = time.perf_counter()
+            own, logps = ask(place, ids[0])
+            notes.end_turn(began)
             return [own], None if logps is None else [logps]
 
         one._generate_single_turn = turn
@@ -313,7 +329,7 @@ class _OneConversation:
             name = trainer._batch_environments[place]
             one._batch_environments, tools = [name], trainer._env_tools[name]
             functions = [*trainer._sync_tool_dicts[place].values(), *trainer._async_tool_dicts[place].values()]
-        one._sync_tool_dicts, one._async_tool_dicts = [{}], [calls.of(functions, failed.append)]
+        one._sync_tool_dicts, one._async_tool_dicts = [{}], [calls.of(functions, notes)]
         ids, logps = first
         message = parse_response(self._tokenizer, ids, prefix=prompt_ids, tools=tools)
         mask, completions, completion_ids, logprobs, called, errors, images = GRPOTrainer._tool_call_loop(
@@ -328,13 +344,17 @@ class _OneConversation:
             calls=called,
             failures=errors,
             images=images[0],
-            failed=failed[0] if failed else None,
+            notes=notes,
         )
+
+
+def _loop_of(trainer: TRLAccess) -> Any:
+    """The event loop on which tools run: TRL has one if any of its functions is async."""
+    return getattr(trainer, "async_loop", None) or _loop()
 
 
 @functools.cache
 def _loop() -> Any:
-    """The event loop on which tools run, where TRL has none: it has one if any of its functions is async."""
     _, loop, ready = start_event_loop_in_daemon(name="tools")
     ready.wait()
     return loop
