@@ -170,8 +170,8 @@ class ToolCalls:
     ) -> Any:
         """`_within`, or what a record has in its place, noted in the conversation's record."""
         service, asked = f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
-        call = CallNote(service, f"turn {notes.turns}", asked.encode(errors="replace"), stays=True)
-        with noted_in(notes.record), call as note:
+        turn, content = f"turn {notes.turns}", asked.encode(errors="replace")
+        with noted_in(notes.record), CallNote(service, turn, content, stays=True) as note:
             try:
                 known = None if self._recorded is None else await self._recorded(service, asked)
                 if known is None:

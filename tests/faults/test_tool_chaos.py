@@ -25,7 +25,7 @@ from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.rollout.tools import tool
 from salesrl_trl.trainer import SalesGRPOTrainer
 
-AT_ONCE, IN_SUITE = 100, 500
+AT_ONCE, IN_SUITE = 100, 300
 
 
 class HTTPError(Exception):
@@ -34,7 +34,7 @@ class HTTPError(Exception):
         self.status = status
 
 
-class ConnectTimeout(Exception):
+class TimeoutException(Exception):
     """As httpx has it."""
 
 
@@ -42,7 +42,7 @@ LEFT_OUT = {
     "http_503": (lambda: HTTPError(503), "tool_{}_http_503"),
     "http_429": (lambda: HTTPError(429), "tool_{}_http_429"),
     "http_401": (lambda: HTTPError(401), "tool_{}_http_401"),
-    "late": (ConnectTimeout, "tool_{}_timeout"),
+    "late": (TimeoutException, "tool_{}_timeout"),
     "broken": (lambda: ConnectionError("key=secret"), "tool_{}_unavailable"),
     "down": (lambda: ServiceUnavailable("down", "index_down"), "index_down"),
     "nonsense": (lambda: BadServiceResponse("no JSON", "index_nonsense"), "index_nonsense"),
