@@ -30,7 +30,12 @@ class Finished(Protocol):
     """Told of each completion when it is finished. From any thread."""
 
     def __call__(
-        self, place: int, token_ids: Sequence[int], messages: Sequence[Any] | None = None, failed: str | None = None
+        self,
+        place: int,
+        token_ids: Sequence[int],
+        messages: Sequence[Any] | None = None,
+        failed: str | None = None,
+        columns: Mapping[str, Any] | None = None,
     ) -> None:
         """A completion is finished.
 
@@ -43,6 +48,8 @@ class Finished(Protocol):
                 The messages of a conversation. When not given, the completion is the text of the token ids.
             failed (`str`, *optional*):
                 The reason code of a conversation whose tool failed: it gets no reward.
+            columns (`Mapping`, *optional*):
+                What its row has for its reward beside the dataset's columns.
         """
 
 

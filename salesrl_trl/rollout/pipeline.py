@@ -101,6 +101,8 @@ class Pipeline:
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
     inside_trl: bool = False
     """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
+    play: Callable[[Sequence[Example], Finished, bool], Handle] | None = None
+    """Plays an episode with each row, in place of a completion of the sampler's."""
     go_on: Callable[[], None] = lambda: None
     """Generates the next turns of conversations that are out."""
     dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
@@ -275,7 +277,11 @@ class Pipeline:
             return
         inputs = rollout.inputs
         with self.timeline.phase(Phase.GENERATION):
-            handle = rollout.handle = self.sampler.start(prompts_of(inputs), self._starts(rollout), ahead=ahead)
+            starts = self._starts(rollout)
+            if self.play is None:
+                handle = rollout.handle = self.sampler.start(prompts_of(inputs), starts, ahead=ahead)
+            else:
+                handle = rollout.handle = self.play(inputs, starts, ahead)
             sampled = handle.result() if handle.is_ready or not ahead else None
         if sampled is not None:
             self._record(rollout, sampled)
@@ -286,7 +292,11 @@ class Pipeline:
         made = self._rows(rows) if rows else None
 
         def finished(
-            place: int, token_ids: Sequence[int], messages: Sequence[Any] | None = None, failed: str | None = None
+            place: int,
+            token_ids: Sequence[int],
+            messages: Sequence[Any] | None = None,
+            failed: str | None = None,
+            columns: Mapping[str, Any] | None = None,
         ) -> None:
             completion: Completion
             if messages is not None:
@@ -295,6 +305,8 @@ class Pipeline:
                 text = self.decode(token_ids)
                 completion = [{"role": "assistant", "content": text}] if in_messages else text
             row = None if made is None else made[place]
+            if columns is not None:
+                row = {**rollout.rewards.rows[place], **columns}
             self.reward_loop.start(rollout.rewards, place, completion, token_ids, row, failed)
 
         return finished

@@ -25,6 +25,7 @@ from salesrl_trl.checkpoint.keeper import Keeper, agreed
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
+    check_episodes,
     check_rewards,
     normaliser_of,
     passes_of,
@@ -45,10 +46,13 @@ from salesrl_trl.generation.sampler import (
     Ask,
     Converse,
     Conversing,
+    Finished,
     Generate,
+    Handle,
     Sampled,
     Sampler,
     Upstream,
+    WholeBatch,
     trl_sampler,
     why_not_conversing,
     why_not_streamed,
@@ -57,11 +61,13 @@ from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.reward.episodes import Episode
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
+from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.rollout.tools import ToolCalls
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
@@ -116,6 +122,7 @@ class Hooks:
     converse: Converse  # the same for completions that may call tools
     try_tools: Callable[[], Mapping[str, float | ServiceError]]
     """Calls functions of `tools` once: by name the seconds, or the error. NaN for one without an example."""
+    play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row
     go_on: Callable[[], None]  # generates the next turns of those that are out
     reads_pictures: bool
     logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -162,6 +169,8 @@ class Components:
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
         self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
+        self.episode = reward if isinstance(reward, Episode) else None
+        self.endpoint: PolicyEndpoint | None = None  # while there are episodes
         self.converses = False  # whether completions that may call tools go through their turns one by one
         self.tool_calls: ToolCalls | None = None  # of the last conversations that began
         self.calls_tools = False
@@ -276,10 +285,13 @@ class Components:
     def _why_inside_trl(self, trl: Hooks, has_own_engine: bool) -> str | None:
         """Why generation begins inside TRL's scoring. `None` where it does not, as without tools."""
         args = self._args
-        if trl.tools is None:
+        if trl.tools is None and self.episode is None:
             return None
         splits = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
         reason = why_not_conversing(pictures=trl.reads_pictures, splits=splits, has_own_engine=has_own_engine)
+        if self.episode is not None:
+            check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
+            return None
         self.converses = reason is None
         if reason is not None:
             logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
@@ -310,6 +322,7 @@ class Components:
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,
+            play=None if self.episode is None else trl.play,
             go_on=trl.go_on,
         )
         self.scoring = RolloutScoring(
@@ -334,6 +347,8 @@ class Components:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
         args = self._args
+        if self.episode is not None:
+            return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
         if self.converses:
             return Conversing(trl.generate, trl.engine, trl.converse)
         if build is None:
@@ -523,5 +538,7 @@ class Components:
     def close(self) -> None:
         self.pipeline.forget()
         self.reward_loop.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
         self.instruments.close()
         self.trackers.close()
