@@ -159,7 +159,7 @@ class AgentCalls:
             raise Refused("`messages`: expected those of OpenAI's chat completions.") from None
         keys = [_key(message) for message in plain]
         started = None
-        for earlier in sorted(reversed(self.answered), key=lambda each: -len(each.messages)):
+        for earlier in sorted(self.answered, key=lambda each: len(each.messages))[::-1]:
             size = len(earlier.messages)
             new = plain[size:]
             is_next = new and all(each["role"] != "assistant" for each in new) and earlier.tools == tools
