@@ -10,6 +10,7 @@ whose query names the course that the true picture marks. By chance it is 1 in 1
 """
 
 import argparse
+import importlib
 import subprocess
 import sys
 import tempfile
@@ -22,14 +23,15 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from trl.data_utils import prepare_multimodal_messages
 
-from salesrl_trl.data import demo_pictures
-from salesrl_trl.data.files import Record, read_file
+from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, read_file
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.templates import build_prompt
-from salesrl_trl.demo import vision
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.types import Action
+
+sys.path.append("scripts")  # a benchmark starts in the folder of the checkout
+vision = importlib.import_module("make_vision_policy")
 
 BATCH_ROWS = 40
 NEW_TOKENS = 64
@@ -77,9 +79,8 @@ def _arguments(settings: Mapping[str, object]) -> list[str]:
 
 
 def _shares(policy: str) -> str:
-    folder = demo_pictures.dataset_folder()
-    records = [each.record for each in read_file(folder / demo_pictures.FILES["heldout"])]
-    pictures = [Image.open(folder / record["images"][0]).convert("RGB") for record in records]
+    records = [each.record for each in read_file(DEMO_PICTURES_FOLDER / FILES["heldout"])]
+    pictures = [Image.open(DEMO_PICTURES_FOLDER / record["images"][0]).convert("RGB") for record in records]
     empty = [Image.new("RGB", each.size, "white") for each in pictures]
     swapped = [*pictures[1:], pictures[0]]
     model = AutoModelForImageTextToText.from_pretrained(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler as Sampler
     from salesrl_trl.kl.law import KLLaw as KLLaw
     from salesrl_trl.reward.chain import SalesReward as SalesReward
+    from salesrl_trl.reward.episodes import per_episode as per_episode
     from salesrl_trl.reward.functions import RewardFunction as RewardFunction
     from salesrl_trl.reward.functions import per_batch as per_batch
     from salesrl_trl.reward.functions import per_completion as per_completion
@@ -68,6 +69,7 @@ _MODULES = {
     "per_completion": "reward.functions",
     "per_group": "reward.functions",
     "per_batch": "reward.functions",
+    "per_episode": "reward.episodes",
     "RewardFunction": "reward.functions",
     "Reward": "types",
     "Transport": "reward.service.transport",

@@ -1,9 +1,7 @@
-"""`python -m salesrl_trl.env [--config RECIPE.yaml] [--SETTING VALUE ...] [--json]`, or one of `--diff RUN_A RUN_B`,
-`--has COMMIT` and `--process PID`.
+"""`python -m salesrl_trl.env [--config RECIPE.yaml] [--SETTING VALUE ...] [--json]`, or `--diff RUN_A RUN_B`.
 
-Says which code and versions a run would have here, what two runs differ in, whether the code has a change or is newer
-than a process. Owns the command line and its text. torch is imported only for the settings of a recipe. Exit code: 0;
-1 if the runs differ, the change is not there or the process is older; 2 for bad input.
+Says which code and versions a run would have here, or what two runs differ in. Owns the command line and its text.
+torch is imported only for the settings of a recipe. Exit code: 0; 1 if the runs differ; 2 for bad input.
 """
 
 import dataclasses
@@ -14,7 +12,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -28,7 +25,6 @@ from salesrl_trl.run.tools import ToolParser, print_failure
 
 PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
-_ALONE = ("diff", "has", "process")  # options beside which no settings stand
 _VARIABLES = re.compile(
     r"ACCELERATE|CUDA|DS_|FLASH|HF_|HIP_|HUGGING|JAX_|LD_LIBRARY_PATH|MASTER_|MKL_|NCCL_|NVIDIA_|OMP_|PYTHON"
     r"|PYTORCH_|RANK|ROCR_|SALESRL_|TOKENIZERS_|TORCH|TRANSFORMERS_|TRITON_|VLLM_|WANDB_|WORLD_SIZE|XDG_CACHE_HOME"
@@ -107,15 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         options, settings = _parser().parse_known_args(argv)
-        if settings and (alone := [option for option in _ALONE if getattr(options, option) is not None]):
+        if settings and options.diff:
             # a value may be a key
             names = ", ".join(argument.split("=")[0] for argument in settings if argument.startswith("-"))
-            raise ConfigError(f"unknown arguments beside --{alone[0]}: {names or 'values'}. Leave them out.")
-        if options.has is not None or options.process is not None:
-            answers = _answers(options.has, options.process)
-            print(json.dumps({name: answer for name, (answer, _) in answers.items()}) if options.json else
-                  "\n".join(text for _, text in answers.values()))  # fmt: skip
-            return 0 if all(answer for answer, _ in answers.values()) else DIFFERENT
+            raise ConfigError(f"unknown arguments beside --diff: {names or 'values'}. Leave them out.")
         if options.diff:
             changes = differences(*options.diff)
             print(json.dumps(changes) if options.json else difference_page(changes))
@@ -132,26 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _answers(commit: str | None, pid: int | None) -> dict[str, tuple[bool, str]]:
-    """Whether the code has the commit, and whether the process is no older than it; each with a line about it."""
-    answers = {}
-    if commit is not None:
-        here, has = software.code(), software.holds(commit)
-        changed = f", and {here.changed_files} files are changed" if here.changed_files else ""
-        verdict = "is in" if has else "is NOT in"
-        answers["has"] = has, f"{commit} {verdict} the code of {software.PACKAGE} (commit {here.commit}{changed})"
-    if pid is not None:
-        start_s = software.started_s(pid)
-        since = f"process {pid} started ({datetime.fromtimestamp(start_s):%Y-%m-%d %H:%M:%S})"
-        newer = software.written_since(start_s)
-        text = f"no file of {software.PACKAGE} was written since {since}"
-        if newer:
-            text = f"NEWER than the process are {len(newer)} files of {software.PACKAGE}, written since {since}: "
-            text += f"{', '.join(newer)}. What it imported before that is older: start it again."
-        answers["is_current"] = not newer, text
-    return answers
-
-
 def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
     from salesrl_trl.build.settings import parse  # imports torch
 
@@ -163,17 +134,12 @@ def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
 def _parser() -> ToolParser:
     parser = ToolParser(
         prog=PROGRAM,
-        usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...] [--json] | --diff RUN_A RUN_B | --has COMMIT "
-        "| --process PID",
+        usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...] [--json] | --diff RUN_A RUN_B",
         description="Code, versions, GPUs and environment here, and the settings of a recipe if one is given.",
         allow_abbrev=False,
     )
     differ = "what two runs differ in, by their folders; exit code 1 if anything"
-    has = "whether the checkout's code has this commit; exit code 1 if not"
-    newer = "whether the code is newer than this process, which then runs older files; exit code 1 if so"
     parser.add_argument("--diff", nargs=2, type=Path, metavar="RUN", help=differ)
-    parser.add_argument("--has", metavar="COMMIT", help=has)
-    parser.add_argument("--process", type=int, metavar="PID", help=newer)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -108,6 +108,9 @@ saved_by: Tag = "cache/{}_saved".format
 TOOL_FIGURES = ("calls", "failures", "errors", "seconds")  # of a tool, in a generation batch
 tool_figure: TagOfTwo = "tools/{}/{}".format  # tool, one of `TOOL_FIGURES`
 
+EPISODE_FIGURES = ("calls", "rewritten", "untrained")  # of episodes, in a generation batch
+episode_figure: Tag = "episodes/{}".format  # one of `EPISODE_FIGURES`
+
 # KL
 
 
@@ -274,6 +277,8 @@ FIGURES = (
            "`reward/service/transport.py` says what each counts", line="rewards"),
     Metric(tool_figure("{tool}", "{figure}"), "`calls` of a tool per generation batch, over all ranks; of them "
            "`failures` of its service and `errors` of the policy; mean `seconds` of a call"),
+    Metric(episode_figure("{figure}"), "of `@per_episode`, per generation batch over all ranks: `calls` of the "
+           "policy; episodes that have `rewritten` their history; share of sampled tokens that is `untrained` for it"),
     Metric(saved_by("{cache}"), "calls that were not made", line="rewards"),
 )  # fmt: skip
 """Every figure beside TRL's own, under `train/`, and as far as they are of completions under `eval/`."""

@@ -11,12 +11,158 @@ what is in use now and by which processes. `80gb` is 80e9 bytes, the least that 
 Exit code: 0 it fits; 2 bad input; 3 it does not fit.
 """
 
+import argparse
+import contextlib
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 
-from salesrl_trl.ground.shutdown import end_tidily
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, end_tidily
 
 if __name__ == "__main__":
-    end_tidily()
-    from salesrl_trl.preflight.gpu_memory import main  # takes seconds
+    end_tidily()  # before the imports that take seconds
 
-    sys.exit(main(__doc__))
+from salesrl_trl.build.memory.estimate import Card, Estimate, advice, card_here, named_card, used_gib, users
+from salesrl_trl.build.memory.shape import Sharding
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.recipes import FULL
+from salesrl_trl.build.settings import RunConfig, parse
+from salesrl_trl.config.ranges import Range, check_range
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.preflight.memory import Scales, settle_precision
+from salesrl_trl.run.tools import ToolParser, print_failure, strict_json
+
+SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
+SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    as_json = "--json" in argv
+    try:
+        options, settings = _parser().parse_known_args(argv)
+        for name in ("processes", "prompt_tokens"):
+            check_range(name, getattr(options, name), Range(1))
+        with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
+            config = parse(settings, FULL)
+            card = card_here(config.training.device) if options.card is None else named_card(options.card)
+            if card is None:
+                raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
+            estimated, scales = _weigh(config, card, options)
+            setup = scales.setup(scales.plan.dtype)
+            options.prompt_tokens = setup.prompt_tokens
+            preset = None if estimated.fits else _preset(settings, card, options)
+    except Exception as error:
+        print_failure(error, as_json)
+        return EXIT_BAD_INPUT
+    formats = {4: "float32", 2: "16 bits", 1: "8 bits"}
+    title = f"{config.model.model_name_or_path}, {'LoRA' if setup.lora else 'all weights'}, weights in "
+    title += f"{formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + {setup.completion_tokens} "
+    title += "tokens" + (f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else "")
+    if not as_json:
+        print(_as_text(scales, preset, card, title))
+    else:
+        report = {
+            "run": title,
+            "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
+            "fits": estimated.fits,
+            "needed_gib": estimated.needed_gib,
+            "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
+            "vllm_sequences": estimated.sequences,
+            "setup": asdict(setup),
+            "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
+            "remedies": [] if estimated.fits else advice(scales.shape, setup, card.gib),
+        }
+        print(strict_json(report))
+    return 0 if estimated.fits else EXIT_FAILED
+
+
+def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Scales]:
+    """The estimate of a run on a card, and what weighed it."""
+    if config.model.model_name_or_path is None:
+        raise ConfigError(
+            "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
+        )
+    if options.card is not None:  # a machine without this card may not have settled for 16 bits
+        wish = config.recipe
+        config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
+    plan = Plan(config)
+    _ = plan.model_config  # raises where there is no model
+    sharding = SHARDINGS[options.sharding]
+    scales = Scales(plan, card.gib, options.prompt_tokens)
+    if sharding is not Sharding.NONE or options.processes > 1:
+        scales.sharding, scales.processes = sharding, options.processes
+    plan.dtype = config.model.dtype
+    if sharding is Sharding.NONE:
+        try:
+            settle_precision(plan, scales.weigh)
+        except ConfigError:  # no number format fits: the table says so
+            plan.dtype = "float32"
+    return scales.weigh(plan.dtype), scales
+
+
+def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) -> tuple[str, float] | None:
+    """The preset of this card, or of the smallest larger one, with which the run fits that card, and its GiB."""
+    smaller = [name for name in SOLD if _is_no_larger(name, card)]
+    for name in [*smaller[-1:], *(name for name in SOLD if name not in smaller)]:
+        where = card if name in smaller else named_card(name)
+        with contextlib.suppress(ConfigError):  # of a model whose layers PEFT does not know
+            estimated, _ = _weigh(parse([*settings, "--preset", name], FULL), where, options)
+            if estimated.fits:
+                return name, estimated.needed_gib
+    return None
+
+
+def _is_no_larger(name: str, card: Card) -> bool:
+    return named_card(name).gib <= card.gib + 1  # a card of 80 GB may have a little less
+
+
+def _as_text(scales: Scales, preset: tuple[str, float] | None, card: Card, title: str) -> str:
+    setup, estimated = scales.setup(scales.plan.dtype), scales.weigh(scales.plan.dtype)
+    peak = estimated.peak
+    lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
+    lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]
+    lines += [f"  {'sum':<28}{estimated.needed_gib:8.2f} GiB", ""]
+    others = sorted(estimated.moments, key=lambda moment: -moment.total_gib)[1:]
+    lines.append("other moments: " + ", ".join(f"{moment.name} {moment.total_gib:.1f}" for moment in others))
+    if estimated.sequences is not None:
+        lines.append(
+            f"vLLM's cache has room for {estimated.sequences:.0f} completions of full length at once; "
+            f"{setup.rollouts} are generated"
+        )
+    if (used := used_gib(card)) is not None:
+        named = users(card)
+        text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
+        too_little = estimated.fits and used + estimated.needed_gib > card.gib
+        lines.append(text + ". THIS LEAVES TOO LITTLE: end those processes first" * too_little)
+    if estimated.fits:
+        return "\n".join([*lines, f"It fits: {card.gib - estimated.needed_gib:.1f} GiB are left."])
+    if not estimated.starts_engine:
+        lines.append("vLLM would not start: its share has no room for one completion of full length.")
+    lines.append("It does not fit as it is set.")
+    if preset is not None:
+        name, gib = preset
+        where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
+        lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
+    lines.append("What takes less:")
+    return "\n".join([*lines, *(f"  {setting}" for setting in advice(scales.shape, setup, card.gib))])
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        usage="%(prog)s [--config RECIPE.yaml] [--card 80gb] [--json] [--SETTING VALUE ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--card", help="size of the card, such as 24gb; default: the card in this machine")
+    parser.add_argument("--sharding", choices=SHARDINGS, default="none", help="states that processes share")
+    parser.add_argument("--processes", type=int, default=1, help="processes that train together, a card each")
+    parser.add_argument("--prompt_tokens", type=int, help="tokens of a prompt; default: the longest of the data")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; of a failure too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

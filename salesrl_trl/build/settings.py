@@ -22,8 +22,7 @@ from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.recipes import RECIPES
 from salesrl_trl.build.settings_help import answer_help, settings
 from salesrl_trl.config.checks import check_path, check_text, find_modules_in
-from salesrl_trl.data.demo_pictures import DEMO_PICTURES
-from salesrl_trl.data.files import DEMO, nearest_file, read_yaml, unreadable
+from salesrl_trl.data.files import DEMO, DEMO_PICTURES, nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
 from salesrl_trl.errors import ConfigError, Refusals, SalesRLError, without
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES

@@ -6,19 +6,16 @@ Owns reading them. Needs neither torch nor a GPU, and imports none of the packag
 import configparser
 import hashlib
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from salesrl_trl import __version__
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.process import installed, stat_of
+from salesrl_trl.ground.process import installed
 
 PACKAGE = Path(__file__).parents[1]  # folder of the package that this process runs
 _TOOLS = ("test", "plots")  # extras that no run needs
@@ -82,36 +79,6 @@ def code() -> Code:
             digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
     commit, changed = _commit()
     return Code(__version__, digest.hexdigest()[:12], commit, changed)
-
-
-def holds(commit: str) -> bool:
-    """Whether the checkout's commit is this one, or comes after it. Files that were changed since do not count."""
-    if _commit()[0] is None:
-        raise ConfigError(
-            f"whether {PACKAGE} holds {commit} is not known: it lies in no checkout of git. Expected a checkout. Or "
-            f"compare its hash, {code().digest}, with the one that this command prints in a checkout of that commit."
-        )
-    known = _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
-    if known is None:
-        raise ConfigError(
-            f"{PACKAGE.parent} knows no commit {commit!r}. Expected one of its history. Correct it, or `git fetch`."
-        )
-    return _git("merge-base", known, "HEAD") == known
-
-
-def started_s(pid: int) -> float:
-    """When a process started, in seconds since the epoch. Raises `ConfigError` if there is none that can be seen."""
-    stat = stat_of(pid)
-    if stat is None:
-        raise ConfigError(f"`process` is {pid}, and there is no such process here. Expected the id of a running one.")
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[2]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
-
-
-def written_since(moment_s: float) -> list[str]:
-    """The modules written after a moment, by their entries in the file system: an installer may set older times."""
-    paths = (path for path in sorted(PACKAGE.rglob("*.py")) if path.stat().st_ctime > moment_s)
-    return [str(path.relative_to(PACKAGE)) for path in paths]
 
 
 def _commit() -> tuple[str | None, int]:

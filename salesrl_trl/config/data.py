@@ -88,8 +88,6 @@ class DataConfig:
     held_out_share: HeldOutShare | None = None
     """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
     `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
-    data_copy_dir: Annotated[str, check_path] | None = None
-    """Folder on a faster disk. `dataset` and `eval_dataset`, if local, are copied there once and read from there."""
     max_train_rows: Count | None = None
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
@@ -122,15 +120,12 @@ class DataConfig:
                 _check_source("eval_dataset", given)
                 given = {"path": given}
             self._eval = entry_of("eval_dataset", EvalSource, given)
-            self.eval_dataset = self._eval.path  # `data_copy_dir` replaces the path alone, later on
-        with refused:
-            dataset = str(self.dataset)
-            self._folder, self._eval_folder = _folder_of(dataset), _folder_of(str(self.eval_dataset or dataset))
-            check(
-                not self.held_out_share or (self._eval == EvalSource() and self.dataset != DataConfig.dataset),
-                "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the "
-                "demo. Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
-            )
+            self.eval_dataset = self._eval.path
+        refused.check(
+            lambda: not self.held_out_share or (self._eval == EvalSource() and self.dataset != DataConfig.dataset),
+            "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the "
+            "demo. Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
+        )
         refused.tell(self)
 
     def _several(self) -> list["DataConfig"]:
@@ -145,7 +140,7 @@ class DataConfig:
             share = self.held_out_share if (entry.held_out_share, entry.eval) == (None, None) else entry.held_out_share
             try:
                 columns = {**(entry.columns or {}), **branch}
-                source = DataConfig(entry.path, entry.eval, entry.format, columns, share, self.data_copy_dir)
+                source = DataConfig(entry.path, entry.eval, entry.format, columns, share)
             except ConfigError as error:
                 raise ConfigError(f"`dataset[{number}]`: {error}") from error
             name = Path(source.train_source[0]).stem.replace(":", "-")
@@ -178,7 +173,6 @@ class DataConfig:
             format=_format("dataset_format", self.dataset_format, answers_directly),
             columns=_columns("columns", self.columns) or {},
             held_out_share=self.held_out_share or 0.0,
-            image_folder=self._folder,
             name=self.name,
         )
 
@@ -190,7 +184,6 @@ class DataConfig:
         return Form(
             format=form.format if other is None else _format("eval_dataset.format", other, answers_directly),
             columns=form.columns if columns is None else {**columns, **branch},
-            image_folder=self._eval_folder,
             name=self.name,
         )
 
@@ -205,11 +198,6 @@ def _source_and_split(source: str, split: str) -> tuple[str, str]:
     """A source without `:SPLIT`, and that split or this one. A local file is one split."""
     name, colon, named = source.rpartition(":")
     return (name, named) if colon and named and Path(source).suffix not in ENDINGS else (source, split)
-
-
-def _folder_of(source: str) -> Path | None:
-    path = Path(source).expanduser()
-    return path.parent if path.suffix in ENDINGS else None
 
 
 def _format(setting: str, name: str, answers_directly: bool) -> DatasetFormat | None:

@@ -53,6 +53,17 @@ def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Seque
     )
 
 
+def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | None) -> None:
+    """Raise `ConfigError` where episodes can't be played. `reason`: why conversations can't go by themselves."""
+    given = tools or ("a `rollout_func`" if has_rollout_func else None)
+    check(
+        given is None,
+        f"a function with `@per_episode` is given with {given}. Expected it alone: the episode asks the policy, and "
+        "calls its tools itself. Leave the other out.",
+    )
+    check(reason is None, f"a function with `@per_episode` can't ask the policy for its turns, because {reason}.")
+
+
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
     """What makes up for failed completions. Says once what it can't do."""
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss

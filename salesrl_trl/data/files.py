@@ -1,16 +1,13 @@
-"""Local files: records with their lines, texts that a person wrote, a knowledge base, and copies on a faster disk.
+"""Local files: records with their lines, texts that a person wrote, and a knowledge base.
 
 Owns reading, the limits of size, and the words about a file that can't be read. Refuses to know columns. `sources`
-reads records by it, templates, rubrics and recipes are read by it, and the checks before a run ask for copies.
+reads records by it, and templates, rubrics and recipes are read by it.
 """
 
 import difflib
 import errno
-import hashlib
 import itertools
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -18,11 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from filelock import FileLock
 
-from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.errors import DataError
 
 DEMO = "demo"  # name of the packaged conversations, as a dataset
+DEMO_PICTURES = "demo_pictures"
+DEMO_BBQ, DEMO_HALUEVAL = "demo_bbq", "demo_halueval"  # the rows of `recipes/dual.py`, by `scripts/make_two_tasks.py`
+DEMO_PICTURES_FOLDER = Path("runs") / DEMO_PICTURES  # where `scripts/demo_pictures.py` writes that dataset
+FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # of the demo's datasets, by split
 Record = dict[str, Any]  # a row of a dataset as it is loaded
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""
@@ -41,7 +41,7 @@ MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the pack
 
 
 def demo_path(name: str) -> Path:
-    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl` or `protected_terms.json`."""
+    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl`, `protected_terms.json`, or a folder's."""
     return Path(str(resources.files("salesrl_trl.data.demo") / name))
 
 
@@ -159,34 +159,6 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
     line, byte = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
     value = error.object[error.start]
     return f"line {line}, byte {byte} (0x{value:02x}) is not UTF-8: is it Latin-1 or GBK? Save the file as UTF-8"
-
-
-def copied(path: Path, folder: Path) -> Path:
-    """The copy of a file in a folder, made unless it is there and up to date, by one of a machine's processes. A path
-    without a file is returned as it is. Raises `ConfigError` if the file or the folder can't be read or written."""
-    origin = path.expanduser().resolve()
-    if not origin.exists():
-        return path
-    copy = folder.expanduser() / f"{hashlib.sha256(str(origin).encode()).hexdigest()[:12]}-{origin.name}"
-    try:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{copy}.lock"):
-            if not copy.exists() or _version(copy) != _version(origin):
-                half = copy.with_name(f"{copy.name}.half")  # an interrupted copy never counts
-                shutil.copy2(origin, half)
-                os.replace(half, copy)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} could not be copied to {folder} ({error.strerror or type(error).__name__}). Expected data that "
-            "can be read, and a folder with room for it and the right to write. Correct the paths, or leave out "
-            "`data_copy_dir`."
-        ) from None
-    return copy
-
-
-def _version(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,8 +39,6 @@ class Form:
     """Fields that are taken from other columns. They win over those of the format."""
     held_out_share: float = 0.0
     """Share of the groups whose rows are held out, in [0, 1)."""
-    image_folder: Path | None = None
-    """Where relative paths of pictures start. `None`: the folder of the file."""
     name: str = ""
     """Of the source among several. It stands before the ids of its rows: `"bbq:bbq-Age-7"`."""
 
@@ -94,10 +92,7 @@ def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | No
             id_ = {"id": f"{form.name}:{made.get('id') or f'row-{position}'}"} if form.name else {}
             records.append({**made, **id_})
             places.append((position, line))
-    return Records(
-        name=name, records=records, places=places, total=len(placed), left_out=left_out,
-        folder=form.image_folder or folder,
-    )  # fmt: skip
+    return Records(name=name, records=records, places=places, total=len(placed), left_out=left_out, folder=folder)
 
 
 def _row(form: Form, record: Record, where: str) -> Record | LeftOut:

@@ -14,12 +14,22 @@ from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
-from salesrl_trl.data.demo_pictures import DEMO_PICTURES, FILES, dataset_folder
-from salesrl_trl.data.files import DEMO, ENDINGS, Placed, Record, demo_records, read_file
+from salesrl_trl.data.files import (
+    DEMO,
+    DEMO_BBQ,
+    DEMO_HALUEVAL,
+    DEMO_PICTURES,
+    DEMO_PICTURES_FOLDER,
+    ENDINGS,
+    FILES,
+    Placed,
+    Record,
+    demo_records,
+    read_file,
+)
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
-from salesrl_trl.data.two_tasks import DEMO_BBQ, DEMO_HALUEVAL, two_task_records
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
@@ -181,12 +191,14 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
     elif source in (DEMO_BBQ, DEMO_HALUEVAL):
-        placed = [Placed(record) for record in two_task_records(source, split)]
+        placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
     elif source == ARITHMETIC:
         placed = [Placed(record) for record in arithmetic_records(split)]
     elif source == DEMO_PICTURES:
-        folder = dataset_folder()
-        placed, name = read_file(folder / FILES[split]), f"the {split} split of the demo with pictures"
+        folder, name = DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
+        if not folder.is_dir():
+            raise DataError(f"there is no {folder} here. Expected it to be made before: scripts/demo_pictures.py.")
+        placed = read_file(folder / FILES[split])
     elif is_file(source):
         check_source(source)
         path = Path(source).expanduser()

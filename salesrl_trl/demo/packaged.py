@@ -22,6 +22,7 @@ ARITHMETIC_POLICY = Path(__file__).with_name("arithmetic_policy")
 DUAL_POLICY = Path(__file__).with_name("dual_policy")
 """The policy of `recipes/dual.py`: it answers questions of two tasks, and often takes the bait. It is taught by
 `scripts/make_dual_policy.py`."""
+VISION_POLICY = Path("runs/vision_policy")  # of the preset `vision`, where `scripts/make_vision_policy.py` writes it
 POLICY_OF = {"arithmetic": ARITHMETIC_POLICY, "demo_bbq": DUAL_POLICY, "demo_halueval": DUAL_POLICY}
 """By packaged dataset, the policy that knows it. `PACKAGED` knows the others."""
 PROMPT_STYLE = "compact"

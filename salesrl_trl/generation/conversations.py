@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from threading import Condition, Thread
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 Turn = tuple[list[int], list[float] | None]
 """Token ids of what the policy wrote in one turn, and the sampler's log-probs of them, or `None` if it gives none."""
+NO_TURN: Turn = ([], None)
 Ask = Callable[[int, list[int]], Turn]
 """Asks for the next turn of the conversation at a place, from all its token ids so far. Waits for the turn."""
 
@@ -28,6 +29,7 @@ class AskedTurn:
 
     place: int
     ids: list[int]
+    params: Any = None  # the engine's own sampling parameters of the conversation's batch
     answer: "Future[Turn]" = field(default_factory=Future)
 
 
@@ -39,8 +41,8 @@ class AskedTurns:
         self.changed = Condition()
         """Notified when a turn is asked for, and when a conversation has ended."""
 
-    def ask(self, place: int, ids: list[int]) -> Turn:
-        turn = AskedTurn(place, ids)
+    def ask(self, place: int, ids: list[int], params: object = None) -> Turn:
+        turn = AskedTurn(place, ids, params)
         with self.changed:
             self._asked.append(turn)
             self.changed.notify_all()
@@ -60,34 +62,37 @@ class AskedTurns:
 
 
 class Conversations(Generic[T]):
-    """The conversations of one batch. Each has a thread, from the moment at which its first turn is there.
+    """The conversations of one batch. Each has a thread, from the moment at which it begins.
 
     Args:
         size (`int`):
             Number of conversations, B.
         talk (`Callable[[int, Turn, Ask], T]`):
             Goes through one conversation, from its place, its first turn and the function that asks for more. Called
-            in the conversation's thread.
+            in the conversation's thread. The first turn of an episode is `NO_TURN`.
         turns (`AskedTurns`):
             Where turns are asked for, unless `begin` is given another function.
+        are_episodes (`bool`, *optional*, defaults to `False`):
+            Whether a conversation asks for its first turn too. Then the engine generates nothing before it begins.
     """
 
-    def __init__(self, size: int, talk: Callable[[int, Turn, Ask], T], turns: AskedTurns) -> None:
-        self._talk, self.turns = talk, turns
-        self.first: list[Turn | None] = [None] * size
-        """The first turn of each conversation, as far as they are there."""
+    def __init__(
+        self, size: int, talk: Callable[[int, Turn, Ask], T], turns: AskedTurns, are_episodes: bool = False
+    ) -> None:
+        self._talk, self.turns, self.are_episodes = talk, turns, are_episodes
+        self._has_begun = [False] * size
         self._results: list[T | None] = [None] * size
         self._error: BaseException | None = None
         self._is_given_up = False
         self._under_way = 0
 
     def __len__(self) -> int:
-        return len(self.first)
+        return len(self._has_begun)
 
     def begin(self, place: int, first: Turn, ask: Ask | None = None) -> None:
         """Begin the conversation at `place`, whose first turn is there. Does not wait. From any thread."""
         with self.turns.changed:
-            self.first[place] = first
+            self._has_begun[place] = True
             self._under_way += 1
         Thread(target=self._run, args=(place, first, ask or self.turns.ask), name="conversation", daemon=True).start()
 
@@ -112,7 +117,7 @@ class Conversations(Generic[T]):
     @property
     def is_over(self) -> bool:
         """Whether every conversation has ended, or one of them has failed. From any thread."""
-        return self._error is not None or (not self._under_way and None not in self.first)
+        return self._error is not None or (not self._under_way and all(self._has_begun))
 
     @property
     def is_waiting(self) -> bool:

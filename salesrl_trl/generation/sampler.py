@@ -20,6 +20,7 @@ from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import Phase
+from salesrl_trl.recording.completion_record import Call
 from salesrl_trl.timing import Span
 
 logger = get_logger(__name__)
@@ -29,7 +30,12 @@ class Finished(Protocol):
     """Told of each completion when it is finished. From any thread."""
 
     def __call__(
-        self, place: int, token_ids: Sequence[int], messages: Sequence[Any] | None = None, failed: str | None = None
+        self,
+        place: int,
+        token_ids: Sequence[int],
+        messages: Sequence[Any] | None = None,
+        failed: str | None = None,
+        columns: Mapping[str, Any] | None = None,
     ) -> None:
         """A completion is finished.
 
@@ -42,6 +48,8 @@ class Finished(Protocol):
                 The messages of a conversation. When not given, the completion is the text of the token ids.
             failed (`str`, *optional*):
                 The reason code of a conversation whose tool failed: it gets no reward.
+            columns (`Mapping`, *optional*):
+                What its row has for its reward beside the dataset's columns.
         """
 
 
@@ -69,7 +77,8 @@ class Sampled:
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     """TRL's figures of this generation. Logged with the step that trains on the batch."""
     tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
-    span: Span | None = None  # the time of a generation in the background
+    spans: Sequence[Span] = ()  # times beside the trainer's: a generation in the background, turns, calls of tools
+    calls: Sequence[Sequence[Call]] = ()  # of B conversations, where they are recorded
     vision: Mapping[str, Any] = field(default_factory=dict)
     """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and
     fields with a value for each token of a prompt, a list of B lists."""
@@ -294,7 +303,7 @@ class _Asked:
         sampled, requests = self.collect(self.requests, self.prompts), self.requests
         track = f"vLLM server {requests.lane + 1}"
         span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
-        return replace(sampled, span=span)
+        return replace(sampled, spans=[span])
 
     def give_up(self) -> None:
         self.requests.give_up()

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.conversations import AskedTurn, AskedTurns, Conversations, GivenUp, Turn
+from salesrl_trl.generation.conversations import NO_TURN, AskedTurn, AskedTurns, Conversations, GivenUp, Turn
 from salesrl_trl.generation.merging import merged_beside, why_in_place
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
 from salesrl_trl.ground.patched import patched
@@ -61,7 +61,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         self._slots = Semaphore(MOST_REQUESTS)
         self.turns = AskedTurns()
         self._gate = _Gate()
-        self._turn_params: Any = None  # vLLM's parameters of the last first turns, for the turns behind them
+        self._params: Any = None  # vLLM's sampling parameters of the last batch
         super().__init__(*args, **kwargs)
         if is_peft_model(self.model):
             reason = why_in_place(self.model, self._dist.fsdp_version)
@@ -170,20 +170,20 @@ class SalesVLLMGeneration(VLLMGeneration):
     @contextlib.contextmanager
     def conversing(self, batch: Conversations[Any], *, ahead: bool) -> Iterator[None]:
         """While active, `generate` begins each conversation of the batch when its first turn is there, and returns the
-        first turns, or with a server nothing. In this process it returns when all conversations are over; with `ahead`
-        as soon as none of them, nor of those before, has a turn to generate. `go_on` goes on."""
+        first turns, or with a server and for episodes nothing. In this process it returns when all conversations are
+        over; with `ahead` as soon as none of them, nor of those before, has a turn to generate. `go_on` goes on."""
         if self.mode != "server":
             ahead = ahead and not self.enable_sleep_mode  # its memory is freed between two generations
 
             def first(place: int, output: Any) -> None:
-                batch.begin(place, _turn_of(output))
+                ask = functools.partial(self.turns.ask, params=self._params)
+                batch.begin(place, NO_TURN if output is None else _turn_of(output), ask)
 
-            def keeps_going() -> bool:
-                if ahead:
-                    return self.turns.changed.wait_for(lambda: bool(len(self.turns)) or batch.is_over, LINGER_S)
-                return self.turns.changed.wait_for(lambda: bool(len(self.turns)) or batch.is_over)
+            def has_turns() -> bool:
+                self.turns.changed.wait_for(lambda: len(self.turns) or batch.is_over, LINGER_S if ahead else None)
+                return bool(len(self.turns))
 
-            with self._stepped(first, len(batch), lambda: keeps_going() and bool(len(self.turns))):
+            with self._stepped(first, len(batch), has_turns, batch.are_episodes):
                 yield
             return
 
@@ -197,7 +197,11 @@ class SalesVLLMGeneration(VLLMGeneration):
                 batch.begin(place, _answer_of(output), turn)
                 return output
 
-            self._request(asked, count, lambda *_: None)
+            if batch.are_episodes:
+                for place in range(count):
+                    batch.begin(place, NO_TURN, turn)
+            else:
+                self._request(asked, count, lambda *_: None)
             return {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
         with patched(self, "_collect", begin), patched(self, "_waits", False):
@@ -279,11 +283,16 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     @contextlib.contextmanager
     def _stepped(
-        self, finished: Callable[[int, Any], None], size: int, has_turns: Callable[[], bool] | None = None
+        self,
+        finished: Callable[[int, Any], None],
+        size: int,
+        has_turns: Callable[[], bool] | None = None,
+        are_episodes: bool = False,
     ) -> Iterator[None]:
         """Watches `add_request` and `step` of the engine: `LLM.generate` adds all requests in order, then steps until
         nothing is unfinished. `finished` gets place and output of each of them. With `has_turns`, which may wait, the
-        turns that conversations ask for are added meanwhile. Their outputs go to the conversations alone."""
+        turns that conversations ask for are added meanwhile. Their outputs go to the conversations alone. With
+        `are_episodes` no request is added: `finished` gets its place at once, and `None`."""
         first = 0
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * size
@@ -298,7 +307,10 @@ class SalesVLLMGeneration(VLLMGeneration):
                 turns[request_id] = adding.pop()
             else:
                 places[request_id] = len(places) - first
-                self._turn_params = params
+                self._params = params
+                if are_episodes:  # nothing is generated before one asks
+                    finished(places[request_id], None)
+                    return request_id
             return add_request(request_id, prompt, params, *args, **kwargs)
 
         def step_watched() -> object:
@@ -317,7 +329,7 @@ class SalesVLLMGeneration(VLLMGeneration):
                 for turn in self.turns.take():
                     adding.append(turn)
                     prompt = {"prompt_token_ids": turn.ids}
-                    self.llm.enqueue([prompt], self._turn_params.clone(), use_tqdm=False)
+                    self.llm.enqueue([prompt], turn.params.clone(), use_tqdm=False)
                 if has_unfinished():
                     return True
                 with self.turns.changed:

@@ -3,7 +3,7 @@
 AdamW's updates at a learning rate of 1e-6 are mostly smaller than half the distance between two bf16 numbers. So
 weights in training have 16 bits only where something keeps what is lost: DeepSpeed's float32 copies, or LoRA's float32
 adapters. In full fine-tuning they are float32 with 16-bit autocast if memory is enough, or else bf16 with stochastic
-rounding, by torchao's 8-bit AdamW. `gpu_memory` makes the same estimate for `scripts/check_gpu_memory.py`.
+rounding, by torchao's 8-bit AdamW. `scripts/check_gpu_memory.py` shows the same estimate as a table.
 """
 
 import math

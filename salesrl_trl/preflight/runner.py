@@ -3,7 +3,6 @@
 `train` and `evaluate` call `prepare`; `__main__` calls `examine`. Each subject has its checks in `build.checks`.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,8 @@ from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.ranges import LORA, check_ranges, without_effect
 from salesrl_trl.config.trl_settings import check_evaluation
-from salesrl_trl.data.files import copied
-from salesrl_trl.data.sources import check_source, is_file
-from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE
-from salesrl_trl.demo.vision import FOLDER as VISION_FOLDER
+from salesrl_trl.data.sources import check_source
+from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
 from salesrl_trl.preflight.memory import check_memory
 from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
@@ -77,15 +74,6 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
                 return
 
 
-def _copy_data(plan: Plan, findings: Findings) -> None:
-    """Read rows from copies, if `data_copy_dir` is set."""
-    for data, name in itertools.product(plan.config.data.sources, ("dataset", "eval_dataset")):
-        path = getattr(data, name)
-        if data.data_copy_dir is not None and path is not None and is_file(path):  # not `demo`, and none on the hub
-            setattr(data, name, str(copied(Path(path), Path(data.data_copy_dir))))
-            findings.note(f"`{name}` is read from {getattr(data, name)}, a copy of {path}")
-
-
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
     config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
@@ -113,10 +101,10 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
             check_evaluation(training, training.world_size)
     refused.each(lambda: _check_small_policy(plan))
     with refused.of(model, "model_name_or_path"):
-        if Path(config.policy_path) == VISION_FOLDER and not VISION_FOLDER.is_dir():
+        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
             raise ModelNotFoundError(
-                f"there is no {VISION_FOLDER} here, the small policy that reads pictures. Expected it to be taught "
-                f"before, in two minutes. Run `python -m salesrl_trl.demo.vision {VISION_FOLDER}`."
+                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Expected it to be taught "
+                "before, in two minutes. Run `python scripts/make_vision_policy.py`."
             )
     with refused:
         if model.use_peft:
@@ -210,7 +198,7 @@ def _check_tokenizer(plan: Plan, findings: Findings) -> None:
 
 BEFORE_A_RUN = (
     PreflightStage("environment", (), (check_environment,)),
-    PreflightStage("config", (), (_copy_data, _check_settings)),
+    PreflightStage("config", (), (_check_settings,)),
     PreflightStage("data", ("config",), (_check_data,)),
     PreflightStage("tokenizer", ("config",), (_check_tokenizer,)),
     PreflightStage("memory", ("config", "data"), (check_memory,)),

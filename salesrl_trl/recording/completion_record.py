@@ -18,7 +18,8 @@ BEATEN = "another request was faster"  # the message with which a request is can
 class Call:
     """One request: Unix time at which it was sent, seconds, code of its failure, empty for an answer.
     A cancelled one has the code `cancelled` if it was `BEATEN`, else `given_up`. `path` is that of HTTP; without it,
-    `group` or `batch` where the request was for several completions."""
+    `group` or `batch` where the request was for several completions, and `turn 2` where that of a conversation called
+    a tool."""
 
     service: str
     path: str
@@ -91,13 +92,14 @@ def note_wait(seconds: float) -> None:
 
 class CallNote:
     """Notes one request, when it is over: `with CallNote(service, path, request) as note: note.answer = ...`. One
-    inside of another takes its place: a client knows more of a request than the transport that sends it."""
+    inside of another takes its place, unless that `stays`: a client knows more of a request than the transport that
+    sends it."""
 
-    def __init__(self, service: str, path: str = "", request: bytes | None = None) -> None:
+    def __init__(self, service: str, path: str = "", request: bytes | None = None, *, stays: bool = False) -> None:
         self._record = _CURRENT.get()
         self._service, self._path, self._request = service, path, request or b""
         self.answer: bytes | None = None
-        self._has_inner = False
+        self._has_inner, self._stays = False, stays
 
     def __enter__(self) -> "CallNote":
         if self._record is not None:
@@ -111,7 +113,7 @@ class CallNote:
         if self._record is None:
             return
         _OUTER.reset(self._token)
-        if self._has_inner:
+        if self._has_inner and not self._stays:
             return
         failure = "" if error is None else str(getattr(error, "code", "")) or type(error).__name__
         if failure == "CancelledError":

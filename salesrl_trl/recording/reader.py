@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 DAMAGED = (sqlite3.Error, zlib.error, ValueError)  # what reading a file raises that is damaged, or another's
 LOCK_WAIT_S = 10.0  # longest wait for a file that another process locks for a moment
 JSON_COLUMNS = ("action", "parts", "functions", "seconds")
-TEXT_COLUMNS = ("prompt", "answer", "reference")  # columns that hold the number of a text, which is JSON
+TEXT_COLUMNS = ("prompt", "turns", "answer", "reference")  # columns that hold the number of a text, which is JSON
 _named_files: set[Path] = set()  # files of other runs that a line has named
 
 
@@ -45,6 +45,7 @@ class Recorded:
     row: str
     branch: str
     text: str
+    turns: list[dict[str, Any]] | None
     digest: bytes
     action: Mapping[str, str] | None
     answer: Any
@@ -60,9 +61,9 @@ class Recorded:
     verdicts: Mapping[str, Judged]
 
 
-def digest_of(prompt: object, text: str) -> bytes:
-    """The key of a completion: 16 bytes from its prompt, a JSON value, and its text."""
-    return digest(as_json([prompt, text], sort_keys=True))
+def digest_of(prompt: object, written: object) -> bytes:
+    """The key of a completion: 16 bytes from JSON values, its prompt and its text or turns."""
+    return digest(as_json([prompt, written], sort_keys=True))
 
 
 def row_of(columns: object) -> str:
@@ -149,14 +150,20 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
     columns = ", ".join(field.name for field in fields(Recorded) if field.name not in ("file", "verdicts"))
-    query = f"SELECT {columns} FROM completions WHERE ? IN (mode, '') ORDER BY id"
+    query = "SELECT {} FROM completions WHERE ? IN (mode, '') ORDER BY id"
     for number, path in enumerate(files):
         with closing(open_record(path)) as file:
             try:
-                for row in file.execute(query, (mode or "",)):
+                of_file = columns if has_turns(file) else columns.replace("turns", "NULL AS turns")
+                for row in file.execute(query.format(of_file), (mode or "",)):
                     yield Recorded(file=number, **values_of(file, row))
             except DAMAGED as error:
                 raise ConfigError(f"{path} can't be read as a record ({error}).") from None
+
+
+def has_turns(file: sqlite3.Connection) -> bool:
+    """Whether a record has the column `turns`. Earlier releases wrote none."""
+    return any(column[1] == "turns" for column in file.execute("PRAGMA table_info(completions)"))
 
 
 def values_of(

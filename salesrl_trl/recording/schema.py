@@ -7,7 +7,8 @@ a version.
 - `verdicts`: what was said of it, one row for each rubric of a judge, and for each reward function, or column that it
   logged, that said more than a number.
 - `calls`: the requests that were sent on its way, hedges and retries too. A request for a reference that was asked for
-  ahead of its completions has no completion. A request for a whole group or batch has a row for each completion.
+  ahead of its completions has no completion. A request for a whole group or batch has a row for each completion. Of a
+  tool that a conversation called: `tool_` and its name, its arguments, its result, and the turn as the path.
 - `texts`: what is long or repeats: prompts, answers, the content of calls. Each once, as zlib-compressed UTF-8.
 - `meta`: facts of the run. `run` is its id, the same in the files of all ranks, and after a resume too. `weights` is a
   JSON object: the weight of each of several reward functions.
@@ -34,9 +35,10 @@ CREATE TABLE completions (
     row TEXT NOT NULL,           -- id of the dataset's row, such as 'row-17'; of a stream a hash of its columns
     branch TEXT NOT NULL,
     prompt INTEGER NOT NULL REFERENCES texts, -- JSON: a text, or messages {role, content}
-    text TEXT NOT NULL,          -- what the policy wrote
+    text TEXT NOT NULL,          -- what the policy wrote; of a conversation its last message
+    turns INTEGER REFERENCES texts, -- of a conversation with tools: JSON of all messages behind the prompt
     tokens INTEGER,              -- its tokens
-    digest BLOB NOT NULL,        -- of prompt and text: `reader.digest_of`
+    digest BLOB NOT NULL,        -- of prompt and text, or turns: `reader.digest_of`
     action TEXT,                 -- JSON object of the fields; NULL without a valid action
     answer INTEGER REFERENCES texts,    -- 8B endpoint: JSON {text, passages: [{id, text, score}], took_ms}
     reference INTEGER REFERENCES texts, -- 32B endpoint: the same

@@ -22,7 +22,7 @@ from salesrl_trl.ground.process import is_locked, make_private, put_aside
 from salesrl_trl.ground.surroundings import enter, here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
-from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
+from salesrl_trl.recording.reader import as_json, digest, digest_of, has_turns, run_of
 from salesrl_trl.recording.schema import TABLES, VERSION
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Entry:
     branch: str
     prompt: object  # a JSON value: a text, or messages
     text: str
+    turns: Sequence[Mapping[str, object]] | None = None  # messages of a conversation
     tokens: int | None
     place: int
     prompt_group: int
@@ -235,7 +236,8 @@ class Recorder:
             "batch": batch.number,
             "prompt": text_of(entry.prompt),
             "text": self._clean(entry.text),
-            "digest": digest_of(entry.prompt, entry.text),
+            "turns": text_of(entry.turns),
+            "digest": digest_of(entry.prompt, entry.turns or entry.text),
             "action": None if record.action is None else as_json(self._cleaned(record.action)),
             "answer": text_of(record.answer),
             "reference": text_of(record.reference),
@@ -293,6 +295,7 @@ UNUSED_TEXTS = """
 DELETE FROM texts WHERE id NOT IN (
     SELECT prompt FROM completions UNION SELECT answer FROM completions WHERE answer IS NOT NULL
     UNION SELECT reference FROM completions WHERE reference IS NOT NULL
+    UNION SELECT turns FROM completions WHERE turns IS NOT NULL
     UNION SELECT request FROM calls WHERE request IS NOT NULL
     UNION SELECT answer FROM calls WHERE answer IS NOT NULL)
 """
@@ -356,6 +359,8 @@ def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> 
         file.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
         if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
             file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+        if not has_turns(file):
+            file.execute("ALTER TABLE completions ADD COLUMN turns INTEGER REFERENCES texts")
         with file:
             file.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
             if after is not None:

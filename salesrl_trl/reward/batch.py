@@ -341,6 +341,11 @@ def completion_text(completion: Completion) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"] if completion else "")
 
 
+def conversation_of(completion: Completion) -> Sequence[Mapping[str, Any]] | None:
+    """The messages of a completion with more than one."""
+    return None if isinstance(completion, str) or len(completion) < 2 else completion
+
+
 def _same(known: Completion, other: Completion) -> bool:
     """Whether two completions are the same. A text is the same as a single message that holds nothing else."""
 

@@ -228,11 +228,15 @@ class RewardFunction(Scorer):
             with deadline(self.deadline_s):
                 return await self._transport.call(lambda: self._called(samples))
         except ServiceError as error:
-            if isinstance(error, FunctionError) and error.worth_retrying and error.__cause__ is not None:  # it raised
-                self.faults.log(f"the reward function {self.__name__}", error.__cause__)
-            code = f"{self.code}_missing" if error.code == NOT_APPLICABLE else error.code  # it has failed
-            words = str(error) if isinstance(error, FunctionError) else code  # others' words may quote a customer
-            return [self._unscored(code, words)] * len(samples)
+            return [self._failed(error)] * len(samples)
+
+    def _failed(self, error: ServiceError) -> Reward:
+        """No number, because of this error. What the function itself raised is logged once."""
+        if isinstance(error, FunctionError) and error.worth_retrying and error.__cause__ is not None:  # it raised
+            self.faults.log(f"the reward function {self.__name__}", error.__cause__)
+        code = f"{self.code}_missing" if error.code == NOT_APPLICABLE else error.code  # it has failed
+        words = str(error) if isinstance(error, FunctionError) else code  # others' words may quote a customer
+        return self._unscored(code, words)
 
     async def _called(self, samples: Sequence[Sample]) -> list[Reward]:
         """Call the function once. Raises `ServiceError` where it raised, or returned what is no reward."""

@@ -12,6 +12,7 @@ from itertools import chain, count
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.episodes import check_alone
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Per, RewardNames, Scorer
 from salesrl_trl.reward.service.budget import Budget
@@ -135,6 +136,7 @@ def combined(
     rewards: Sequence[Scorer], weights: Sequence[float], in_a_process: bool | None, *, are_all: bool = True
 ) -> Scorer:
     """One reward of several, or the only one; with `in_a_process` in a process of its own, if none of them is."""
+    check_alone(rewards, in_a_process, are_all)
     reward = rewards[0] if len(rewards) == 1 and are_all else MixedReward(rewards, weights, are_all)
     if in_a_process and not any(isinstance(part, RemoteReward) for part in rewards):
         return RemoteReward(reward)

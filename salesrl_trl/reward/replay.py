@@ -10,7 +10,7 @@ import difflib
 import json
 import logging
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import QUEUE
-from salesrl_trl.recording.reader import digest_of, open_record, record_files, row_of
+from salesrl_trl.recording.reader import digest_of, open_record, record_files, row_of, text_of, unpacked
 from salesrl_trl.recording.schema import rank_of
-from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
 from salesrl_trl.reward.sample_lines import row_id_of
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
@@ -36,13 +36,20 @@ _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND p
 """Of `Sample` and `Origin`, in the columns of a record."""
 
 
+_CALLS = """
+SELECT service, body, calls.answer, failure, seconds FROM calls JOIN texts ON texts.id = request
+WHERE service LIKE 'tool\\_%' ESCAPE '\\' AND (calls.answer IS NOT NULL OR failure != '') ORDER BY calls.id
+"""
+_Call = tuple[sqlite3.Connection, int | None, str, float]  # its file, answer, failure and seconds
+
+
 class ReplayReward(Scorer):
     """What another run recorded.
 
     It stands in the place of `reward`, which gives the names, and whatever is not recorded. `run` is the output folder
     of the recorded run, or one file of a record. `on_miss` says what becomes of a completion that is not recorded:
     `fail`, `nearest` or `live`. With `delays` a reward takes as long as it did. What this `rank` recorded itself comes
-    first.
+    first. A trainer with tools asks `recorded_call` in place of them.
 
     Raises `ConfigError` if the record is of another version, or of other reward functions.
     """
@@ -58,6 +65,7 @@ class ReplayReward(Scorer):
         self._files = [*files.values()]
         self._own = [file for path, file in files.items() if rank_of(path) == rank]
         self._taken: Counter[tuple[object, ...]] = Counter()
+        self._calls: dict[str, dict[str, list[_Call]]] | None = None  # by service and arguments, once one is looked up
         self._sources: Counter[str] = Counter()
         self._has_told = False
         # Numbers of other functions, or of none, would count as those of this run's.
@@ -130,7 +138,9 @@ class ReplayReward(Scorer):
         """What this very completion earned, or else the same text to the same row: of several the one after that of
         the last look-up, and then the last one."""
         origin = sample.origin
-        key: tuple[object, ...] = (digest_of(row.get("prompt"), sample.text), recorded_name(row))
+        key: tuple[object, ...] = (
+            digest_of(row.get("prompt"), conversation_of(sample.completion) or sample.text), recorded_name(row)
+        )  # fmt: skip
         query = f"SELECT {_FIELDS} FROM completions WHERE"
         mode, step = ("", -1) if origin is None else (origin.mode, origin.step)
         very = (*key, mode, step, sample.place)
@@ -142,6 +152,28 @@ class ReplayReward(Scorer):
         number = self._taken[key]
         self._taken[key] += 1
         return records[min(number, len(records) - 1)] if records else None
+
+    async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
+        """How a call of a tool ended, by its service and its arguments: of several the one after that of the last
+        look-up, and then the last one. `None` where the tool is to be called. Raises `ServiceError` without one."""
+        if self._calls is None:
+            self._calls = defaultdict(lambda: defaultdict(list))
+            for file in (*self._own, *(each for each in self._files if each not in self._own)):
+                for name, request, *ended in file.execute(_CALLS):
+                    self._calls[name][unpacked(request)].append((file, *ended))
+        calls, key = self._calls[service], asked
+        if asked not in calls and calls and self._on_miss == "nearest":
+            [key] = difflib.get_close_matches(asked, calls, n=1, cutoff=0.0)
+        if key not in calls:
+            if self._on_miss == "live":
+                return None
+            raise ServiceError(f"{service} was not called with these arguments", f"{service}_{NOT_RECORDED}")
+        number = self._taken[service, key]
+        self._taken[service, key] += 1
+        file, answer, failure, seconds = calls[key][min(number, len(calls[key]) - 1)]
+        if self._delays:
+            await asyncio.sleep(seconds)
+        return None if answer is None else text_of(file, answer) or "", failure
 
     def _nearest(self, text: str, row: Example) -> tuple[Any, ...] | None:
         """What the most similar text for the same row earned."""

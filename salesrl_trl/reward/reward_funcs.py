@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.reward.episodes import Episode
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
@@ -109,6 +110,11 @@ def check_stock(reward_funcs: object, *further: object) -> None:
         raise ConfigError(
             "`instruments`, `quick_eval`, `kl_law`, `sampler` and a `RewardLoop` go with a `SalesGRPOConfig`, and "
             "`args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
+        )
+    every = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    if any(isinstance(each, Episode) for each in every):
+        raise ConfigError(
+            "a function with `@per_episode` goes with a `SalesGRPOConfig`: TRL's own trainer plays none."
         )
     show_lines()
     logger.info("a plain GRPOConfig: this trainer is TRL's own. A SalesGRPOConfig turns on what the package adds")

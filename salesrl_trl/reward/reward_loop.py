@@ -138,6 +138,10 @@ class RewardLoop:
 
         self._loops.post(cut_off)
 
+    def call(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
+        """Call a coroutine function where the reward's code runs. Does not wait."""
+        return self._loops.submit(self._loops.in_reward, function, *arguments)
+
     # TRL's questions, and what is shown meanwhile
 
     @contextlib.contextmanager

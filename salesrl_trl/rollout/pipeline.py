@@ -95,12 +95,14 @@ class Pipeline:
     lookahead: int  # optimizer steps that rollouts may be ahead
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
-    record_span: Callable[[Span], None]  # gets the time of a generation that went on beside training
+    record_span: Callable[[Span], None]  # gets times of a generation that went on beside training
     group: Callable[[], int] = lambda: 1  # completions of a prompt at the moment, in training or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]] = dict
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
     inside_trl: bool = False
     """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
+    play: Callable[[Sequence[Example], Finished, bool], Handle] | None = None
+    """Plays an episode with each row, in place of a completion of the sampler's."""
     go_on: Callable[[], None] = lambda: None
     """Generates the next turns of conversations that are out."""
     dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
@@ -275,7 +277,11 @@ class Pipeline:
             return
         inputs = rollout.inputs
         with self.timeline.phase(Phase.GENERATION):
-            handle = rollout.handle = self.sampler.start(prompts_of(inputs), self._starts(rollout), ahead=ahead)
+            starts = self._starts(rollout)
+            if self.play is None:
+                handle = rollout.handle = self.sampler.start(prompts_of(inputs), starts, ahead=ahead)
+            else:
+                handle = rollout.handle = self.play(inputs, starts, ahead)
             sampled = handle.result() if handle.is_ready or not ahead else None
         if sampled is not None:
             self._record(rollout, sampled)
@@ -286,7 +292,11 @@ class Pipeline:
         made = self._rows(rows) if rows else None
 
         def finished(
-            place: int, token_ids: Sequence[int], messages: Sequence[Any] | None = None, failed: str | None = None
+            place: int,
+            token_ids: Sequence[int],
+            messages: Sequence[Any] | None = None,
+            failed: str | None = None,
+            columns: Mapping[str, Any] | None = None,
         ) -> None:
             completion: Completion
             if messages is not None:
@@ -295,6 +305,8 @@ class Pipeline:
                 text = self.decode(token_ids)
                 completion = [{"role": "assistant", "content": text}] if in_messages else text
             row = None if made is None else made[place]
+            if columns is not None:
+                row = {**rollout.rewards.rows[place], **columns}
             self.reward_loop.start(rollout.rewards, place, completion, token_ids, row, failed)
 
         return finished
@@ -302,8 +314,9 @@ class Pipeline:
     def _record(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
         """Keep the completions, and start the rewards that have not. `rows`: the batch's, with more in them."""
         rollout.sampled = sampled
-        if sampled.span is not None:
-            self.record_span(sampled.span)
+        for span in sampled.spans:
+            lane = rollout.rewards.lane
+            self.record_span(replace(span, track=f"{span.track} ahead {lane}") if lane else span)
         extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
             rows = [

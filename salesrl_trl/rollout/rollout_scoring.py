@@ -22,7 +22,7 @@ from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import BASELINE_FALLBACK, SINGLE_SCORED, SKIPPED_UPDATE, STALENESS, STALENESS_MAX, Phase
 from salesrl_trl.recording.writer import Batch, Entry
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text, conversation_of
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.replay import recorded_name
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -341,7 +341,11 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
     assert rollout.result is not None
     first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
-    ids = None if rollout.sampled is None else rollout.sampled.completion_ids
+    sampled, records = rollout.sampled, [stages.own_record for stages in scores.stages]
+    ids = None if sampled is None else sampled.completion_ids
+    if sampled is not None and sampled.calls:  # before those of the reward
+        own = zip(records, sampled.calls, strict=True)
+        records = [replace(record, calls=[*calls, *record.calls]) for record, calls in own]
 
     def numbers() -> list[float | None]:
         if advantages is None:
@@ -355,6 +359,7 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
             branch=branches.of(example),
             prompt=example.get("prompt"),
             text=completion_text(completion),
+            turns=conversation_of(completion),
             tokens=None if ids is None else len(ids[place]),
             place=place,
             prompt_group=(first + place) // rollout.group,
@@ -364,11 +369,11 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
             reference_reward=scored.reference_value,
             parts=dict(scored.components),
             functions=dict(scored.by_function),
-            seconds={**scored.seconds, **stages.own_record.waits},
-            record=stages.own_record,
+            seconds={**scored.seconds, **record.waits},
+            record=record,
         )
-        for place, (example, completion, scored, stages) in enumerate(
-            zip(rollout.inputs, rollout.completions, rewards, scores.stages, strict=True)
+        for place, (example, completion, scored, record) in enumerate(
+            zip(rollout.inputs, rollout.completions, rewards, records, strict=True)
         )
     ]
     return Batch(

@@ -1,27 +1,35 @@
 """Calls of tools in the midst of a conversation: how they are made, and what a failed one means.
 
-Owns `@tool`, the difference between an error of the policy and a failure of a service, and the counts of calls. TRL's
-loop asks for calls; it gets a text, or an error that it tells the policy. Calls of one turn run at once.
+Owns `@tool`, the difference between an error of the policy and a failure of a service, the counts of calls, and the
+notes of a conversation. TRL's loop asks for calls; it gets a text, or an error that it tells the policy. Calls of one
+turn run at once.
 """
 
 import asyncio
 import functools
 import inspect
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
 from salesrl_trl.names import TOOL_FIGURES
-from salesrl_trl.reward.service.event_loop import deadline
+from salesrl_trl.recording.completion_record import CallNote, CompletionRecord, noted_in
+from salesrl_trl.recording.reader import as_json
+from salesrl_trl.reward.service.event_loop import deadline, seconds_or_error
 from salesrl_trl.reward.service.http import service_error_of
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.watched_loop import THREADS
+from salesrl_trl.timing import Span
 
 F = TypeVar("F", bound=Callable[..., Any])
 OnFailure = Literal["leave_out", "tell"]
+Recorded = Callable[[str, str], Awaitable[tuple[str | None, str] | None]]
+"""From a call's service, such as `tool_search`, and its arguments as JSON to its answer and its failure in a record. A
+service's failure has no answer; an error of the policy has its words. `None`: the tool is called."""
 _SETTINGS = "salesrl_tool"  # attribute of a function that has settings
 
 
@@ -32,13 +40,18 @@ class ToolSettings:
     transport: Transport | None = None
     deadline_s: float | None = None
     on_failure: OnFailure = "leave_out"
+    example: Mapping[str, Any] | None = None
 
 
 @overload
 def tool(function: F, /) -> F: ...
 @overload
 def tool(
-    *, transport: Transport | None = None, deadline_s: float | None = 60.0, on_failure: OnFailure = "leave_out"
+    *,
+    transport: Transport | None = None,
+    deadline_s: float | None = 60.0,
+    on_failure: OnFailure = "leave_out",
+    example: Mapping[str, Any] | None = None,
 ) -> Callable[[F], F]: ...
 def tool(
     function: F | None = None,
@@ -47,6 +60,7 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
+    example: Mapping[str, Any] | None = None,
 ) -> F | Callable[[F], F]:
     """Say how a tool of TRL's `tools`, or a method of an environment, is called, and what its failure means.
 
@@ -62,6 +76,8 @@ def tool(
             Seconds for a call, with its retries. `None` for no end.
         on_failure (`str`, *optional*, defaults to `"leave_out"`):
             `"leave_out"` leaves the conversation out. `"tell"` tells the policy the failure's code as an error.
+        example (`dict`, *optional*):
+            Arguments with which a function of `tools` is called once before training. A failure ends the start.
 
     Raises `ConfigError` for another `on_failure`, or for seconds that are not positive.
     """
@@ -71,37 +87,74 @@ def tool(
         raise ConfigError(f"`deadline_s` of a tool is {deadline_s}. Expected seconds above 0, or `None`.")
 
     def with_settings(function: F) -> F:
-        setattr(function, _SETTINGS, ToolSettings(transport=transport, deadline_s=deadline_s, on_failure=on_failure))
+        settings = ToolSettings(transport=transport, deadline_s=deadline_s, on_failure=on_failure, example=example)
+        setattr(function, _SETTINGS, settings)
         return function
 
     return with_settings if function is None else with_settings(function)
 
 
-class ToolCalls:
-    """The calls of one batch, and their counts. `names` of all tools: counts have the same keys in every batch."""
+@dataclass(kw_only=True, slots=True)
+class ConversationNotes:
+    """What is noted of one conversation, by the thread that goes through it and the loop on which its tools run."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    track: str  # of the trace
+    record: CompletionRecord | None = None  # gets its calls, with arguments and results. `None`: they are not recorded
+    failed: str | None = None
+    """The reason code of the failed call that leaves it out."""
+    spans: list[Span] = field(default_factory=list)  # turns, and calls of tools
+    turns: int = 0
+    _calls: int = 0  # of the last turn so far
+
+    def end_turn(self, began: float) -> None:
+        """A turn is there that was asked for at `began`."""
+        self.turns, self._calls = self.turns + 1, 0
+        self._add(f"turn {self.turns}", began, self.track, failed=False)
+
+    def call_track(self) -> str:
+        """The track of the trace for the next call: calls of one turn run at once, and spans of a track do not."""
+        self._calls += 1
+        return f"{self.track} call {self._calls}"
+
+    def _add(self, name: str, began: float, track: str, *, failed: bool) -> None:
+        self.spans.append(Span(name=name, started=began, ended=time.perf_counter(), track=track, failed=failed))
+
+
+class ToolCalls:
+    """The calls of one batch, and their counts.
+
+    Args:
+        names (`Iterable[str]`):
+            Names of all tools: counts have the same keys in every batch.
+        recorded (`Recorded`, *optional*):
+            In a replay, what takes the place of calls.
+    """
+
+    def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
+        self.began = time.perf_counter()  # when the first turns are asked for
         self.under_way = 0
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
+        self._recorded = recorded
 
-    def of(self, tools: Iterable[Callable[..., Any]], failed: Callable[[str], None]) -> "OwnTools":
-        """The tools of one conversation as TRL's loop calls them. `failed` gets the reason code of a failed call that
-        leaves the conversation out; the call answers with an empty text then."""
-        return OwnTools({each.__name__: functools.partial(self._call, each, failed) for each in tools})
+    def of(self, tools: Iterable[Callable[..., Any]], notes: ConversationNotes) -> "OwnTools":
+        """The tools of one conversation as TRL's loop calls them. A failed call that leaves the conversation out
+        answers with an empty text; `notes` have its reason."""
+        return OwnTools({each.__name__: functools.partial(self._call, each, notes) for each in tools})
 
-    async def _call(self, tool: Callable[..., Any], failed: Callable[[str], None], /, **arguments: Any) -> Any:
+    async def _call(self, tool: Callable[..., Any], notes: ConversationNotes, /, **arguments: Any) -> Any:
         settings: ToolSettings = getattr(tool, _SETTINGS, ToolSettings())
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
-        began = time.perf_counter()
+        began, track, has_failed = time.perf_counter(), notes.call_track(), True
         counts["calls"] += 1
         self.under_way += 1
         try:
-            result = await _within(settings, f"tool_{tool.__name__}", tool, arguments)
+            result = await self._noted(settings, tool, notes, arguments)
+            has_failed = False
         except ServiceError as error:
             counts["failures"] += 1
             if settings.on_failure == "tell":
                 raise RuntimeError(error.code) from error
-            failed(error.code)
+            notes.failed = notes.failed or error.code
             return ""
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # told to the policy, as by TRL
             counts["errors"] += 1
@@ -109,6 +162,33 @@ class ToolCalls:
         finally:
             self.under_way -= 1
             counts["seconds"] += time.perf_counter() - began
+            notes._add(f"tool_{tool.__name__}", began, track, failed=has_failed)
+        return result
+
+    async def _noted(
+        self, settings: ToolSettings, tool: Callable[..., Any], notes: ConversationNotes, arguments: Mapping[str, Any]
+    ) -> Any:
+        """`_within`, or what a record has in its place, noted in the conversation's record."""
+        service, asked = f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
+        turn, content = f"turn {notes.turns}", asked.encode(errors="replace")
+        with noted_in(notes.record), CallNote(service, turn, content, stays=True) as note:
+            try:
+                known = None if self._recorded is None else await self._recorded(service, asked)
+                if known is None:
+                    result = await _within(settings, service, tool, arguments)
+                else:
+                    result, failure = known
+                    if failure and result is None:
+                        raise ServiceError(f"{service} failed in the recorded run ({failure})", failure)
+                    if failure:
+                        raise RuntimeError(result)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                if not isinstance(error, ServiceError):
+                    told = str(error) if isinstance(error, Exception) else type(error).__name__
+                    note.answer = told.encode(errors="replace")
+                raise
+            if not isinstance(result, list):  # of parts of a message, such as pictures
+                note.answer = str(result).encode(errors="replace")
         return result
 
 
@@ -155,3 +235,19 @@ async def _within(settings: ToolSettings, service: str, tool: Callable[..., Any]
     if error is not None:
         raise error
     return result
+
+
+async def tried(tools: Sequence[Callable[..., Any]]) -> dict[str, float | ServiceError]:
+    """Call each tool that has an example once, all at once. Returns by name the seconds, or the error; NaN for a tool
+    without one."""
+
+    async def once(tool: Callable[..., Any]) -> float | ServiceError:
+        settings: ToolSettings = getattr(tool, _SETTINGS, ToolSettings())
+        if settings.example is None:
+            return math.nan
+        return await seconds_or_error(
+            functools.partial(_within, settings, f"tool_{tool.__name__}", tool, settings.example)
+        )
+
+    ended = await asyncio.gather(*map(once, tools))
+    return {tool.__name__: result for tool, result in zip(tools, ended, strict=True)}

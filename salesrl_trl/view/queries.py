@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any
 
-from salesrl_trl.recording.reader import open_record, text_of, values_of
+from salesrl_trl.recording.reader import has_turns, open_record, text_of, values_of
 from salesrl_trl.view.charts import FRAME
 from salesrl_trl.view.notes import HAS_NOTE
 from salesrl_trl.view.record_index import Index, messages
@@ -279,7 +279,7 @@ def place_of(name: str) -> tuple[int, int, int]:
 
 def completion(index: Index, name: str) -> Answer:
     """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
-    numbers, and `messages`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
+    numbers, and `messages`, `turns`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
     run, rank, number = place_of(name)
     with closing(open_record(index.source(run, rank).path)) as file:
         row = file.execute("SELECT * FROM completions WHERE id = ?", (number,)).fetchone()
@@ -296,10 +296,11 @@ def completion(index: Index, name: str) -> Answer:
                     text = f"{text[:MOST_CHARS]}\n… {len(text) - MOST_CHARS:,} more characters"
                 shown[column] = text
             calls.append(shown)
-    prompt = values.pop("prompt")
+    prompt, turns = values.pop("prompt"), values.get("turns")  # which earlier releases did not record
     del values["digest"]
     return {
         **values,
+        "turns": messages(turns) if turns else [],
         "calls": calls,
         "weights": {} if weights is None else json.loads(weights[0]),
         "verdicts": [{"rubric": rubric, **asdict(judged)} for rubric, judged in values["verdicts"].items()],
@@ -364,13 +365,15 @@ def _whole_of(index: Index, rows: list[sqlite3.Row]) -> Iterator[Answer]:
     for (run, rank), group in itertools.groupby(rows, key=lambda row: (row["run"], row["rank"])):
         with closing(open_record(index.source(run, rank).path)) as file:
             for row in group:
-                told = file.execute("SELECT prompt, text FROM completions WHERE id = ?", (row["id"],)).fetchone()
+                told = file.execute("SELECT * FROM completions WHERE id = ?", (row["id"],)).fetchone()
                 prompt = told and text_of(file, told["prompt"])
                 if not prompt:
                     continue  # its writer has just dropped it
+                turns = text_of(file, told["turns"]) if has_turns(file) and told["turns"] else None
                 of_row = {name: row[name] for name in EXPORTED}
                 yield {
-                    "prompt": json.loads(prompt), "completion": told["text"], "run": index.runs[run].resolve().name,
+                    "prompt": json.loads(prompt), "completion": json.loads(turns) if turns else told["text"],
+                    "run": index.runs[run].resolve().name,
                     **of_row, **index.notes.of(run, rank, row),
                 }  # fmt: skip
 
@@ -379,6 +382,7 @@ def _line(value: Answer) -> str:
     """A line of JSON. The completion of a conversation is a message too, as TRL's datasets have it."""
     if isinstance(value["prompt"], list):
         texts = {name: value[name] for name in ("completion", "chosen", "rejected") if name in value}
+        texts = {name: text for name, text in texts.items() if isinstance(text, str)}
         value = {**value, **{name: [{"role": "assistant", "content": text}] for name, text in texts.items()}}
     return json.dumps(value, ensure_ascii=False) + "\n"
 

@@ -312,6 +312,13 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
         Paragraph(STAGES_REMARK, "remark"),
     ]
     yield "Stages of a reward", stages if times else [], "How long the stages took was not logged."
+    if tools := [*figures.tools(run)]:
+        rows = [
+            (shown(each.name), count(each.calls), count(each.failures), count(each.errors), seconds(each.seconds))
+            for each in tools
+        ]
+        head = ("Tool", "Calls in a batch", "Failed", "Errors of the policy", "Mean call")
+        yield "Tools", [Table(rows, head)], ""
     yield from _last_sections(run)
 
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from salesrl_trl import names
@@ -18,7 +18,8 @@ from salesrl_trl.view.run_folder import QuickEval, Run
 
 POLICY, SERVICES, OTHERS = "the policy", "services", "the reward itself"
 """The sources of failures. `OTHERS`: an error in code, a reason code of the user's own reward, or the run itself."""
-_SERVICE_REASON = re.compile("(rag_8b|rag_32b|judge)_.+|no_passages|no_reference|deadline")
+_SERVICE_REASON = re.compile("(rag_8b|rag_32b|judge|tool)_.+|no_passages|no_reference|deadline")
+_CALLS = re.compile(names.tool_figure("(.+)", "calls"))
 EDGE_SHARE = 0.1
 """Share of the steps at each end whose mean stands for the start or the end. A single step is mostly noise."""
 
@@ -40,6 +41,17 @@ class StageTime(NamedTuple):
     p95: float | None
     most: float | None
     slowest: float | None
+
+
+class ToolTotals(NamedTuple):
+    """Calls of a tool in a generation batch, of them failures and errors of the policy, means over the steps; and the
+    mean seconds of a call."""
+
+    name: str
+    calls: float
+    failures: float
+    errors: float
+    seconds: float | None
 
 
 class Change(NamedTuple):
@@ -95,6 +107,16 @@ def stages(run: Run) -> tuple[StageTime, ...]:
         for name in dict.fromkeys((*names.Stage, *sorted(logged)))
     )
     return tuple(stage for stage in times if any(stage[1:]))  # one that took no time at all was not there
+
+
+def tools(run: Run) -> Iterator[ToolTotals]:
+    """The tools of conversations, in alphabetical order."""
+    names_of = (match[1] for tag in run.series if (match := _CALLS.fullmatch(tag)))
+    for name in sorted(names_of):
+        calls, failures, errors, times = (run.of(names.tool_figure(name, kind)) for kind in names.TOOL_FIGURES)
+        total, spent = sum(calls.values()), sum(many * times.get(step, 0.0) for step, many in calls.items())
+        of_batch, failed, wrong = (mean(series.values()) or 0.0 for series in (calls, failures, errors))
+        yield ToolTotals(name, of_batch, failed, wrong, spent / total if total else None)
 
 
 def share_in_band(run: Run, branch: str) -> float | None:

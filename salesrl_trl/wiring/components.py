@@ -8,7 +8,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from salesrl_trl.checkpoint.keeper import Keeper, agreed
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
+    check_episodes,
     check_rewards,
     normaliser_of,
     passes_of,
@@ -35,6 +36,7 @@ from salesrl_trl.config.rollouts import (
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
+from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.evaluation import bbq
 from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
@@ -44,10 +46,13 @@ from salesrl_trl.generation.sampler import (
     Ask,
     Converse,
     Conversing,
+    Finished,
     Generate,
+    Handle,
     Sampled,
     Sampler,
     Upstream,
+    WholeBatch,
     trl_sampler,
     why_not_conversing,
     why_not_streamed,
@@ -56,10 +61,13 @@ from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.reward.episodes import Episode
 from salesrl_trl.reward.figures import RewardFigures
+from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
+from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.rollout.tools import ToolCalls
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
@@ -112,6 +120,9 @@ class Hooks:
     generate: Generate
     ask: Ask  # the same for a server, without waiting
     converse: Converse  # the same for completions that may call tools
+    try_tools: Callable[[], Mapping[str, float | ServiceError]]
+    """Calls functions of `tools` once: by name the seconds, or the error. NaN for one without an example."""
+    play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row
     go_on: Callable[[], None]  # generates the next turns of those that are out
     reads_pictures: bool
     logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -158,6 +169,8 @@ class Components:
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
         self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
+        self.episode = reward if isinstance(reward, Episode) else None
+        self.endpoint: PolicyEndpoint | None = None  # while there are episodes
         self.converses = False  # whether completions that may call tools go through their turns one by one
         self.tool_calls: ToolCalls | None = None  # of the last conversations that began
         self.calls_tools = False
@@ -236,6 +249,29 @@ class Components:
         self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
         return self._callbacks(trl)
 
+    def begin_calls(self, names: Iterable[str]) -> ToolCalls:
+        """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
+        methods change its state."""
+        reward, has_state = self.reward, self._trl.tools == "an environment"
+        recorded = reward.recorded_call if isinstance(reward, ReplayReward) and not has_state else None
+        calls = self.tool_calls = ToolCalls(names, recorded)
+        return calls
+
+    def _try_tools(self) -> None:
+        """Call tools once before training, on the main process. Raises `ConfigError` for one that fails."""
+        if not self._trl.accelerator.is_main_process or isinstance(self.reward, ReplayReward):
+            return
+        for name, ended in self._trl.try_tools().items():
+            if isinstance(ended, ServiceError):
+                raise ConfigError(
+                    f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "
+                    "left out. Expected an answer. Mend the service or the example, and launch again."
+                )
+            if math.isnan(ended):
+                logger.info(f"off: a call of the tool `{name}` before training, because its `@tool` has no `example`")
+            else:
+                logger.info(f"[WarmUp] tool_{name}: {ended:.2f} s")
+
     def _who_generates(self) -> str:
         """What a generation that lasts is busy with, for the heartbeat."""
         if self.calls_tools or (self.tool_calls is not None and self.tool_calls.under_way):
@@ -249,10 +285,13 @@ class Components:
     def _why_inside_trl(self, trl: Hooks, has_own_engine: bool) -> str | None:
         """Why generation begins inside TRL's scoring. `None` where it does not, as without tools."""
         args = self._args
-        if trl.tools is None:
+        if trl.tools is None and self.episode is None:
             return None
         splits = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
         reason = why_not_conversing(pictures=trl.reads_pictures, splits=splits, has_own_engine=has_own_engine)
+        if self.episode is not None:
+            check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
+            return None
         self.converses = reason is None
         if reason is not None:
             logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
@@ -283,6 +322,7 @@ class Components:
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,
+            play=None if self.episode is None else trl.play,
             go_on=trl.go_on,
         )
         self.scoring = RolloutScoring(
@@ -307,6 +347,8 @@ class Components:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
         args = self._args
+        if self.episode is not None:
+            return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
         if self.converses:
             return Conversing(trl.generate, trl.engine, trl.converse)
         if build is None:
@@ -472,6 +514,8 @@ class Components:
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
         agreed(lambda: log_banner(self._args, self.reward))  # an account of the spending may be damaged
+        if self._trl.tools == "tools" and resumed is None:
+            agreed(self._try_tools)
         if self._args.record:
             if self.instruments.recorder is not None:
                 self.instruments.recorder.close()
@@ -494,5 +538,7 @@ class Components:
     def close(self) -> None:
         self.pipeline.forget()
         self.reward_loop.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
         self.instruments.close()
         self.trackers.close()

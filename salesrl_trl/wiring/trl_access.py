@@ -3,14 +3,18 @@
 import contextlib
 import copy
 import functools
+import time
+from asyncio import run_coroutine_threadsafe
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from threading import RLock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate.logging import get_logger
 from transformers import Trainer
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
@@ -18,19 +22,28 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.generation.conversations import Ask, AskedTurns, Conversations, Turn
+from salesrl_trl.generation.conversations import Ask, AskedTurns, Conversations, GivenUp, Turn
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Tokens, TokenSource, logps_arguments
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.names import TOOL_FIGURES, tool_figure
+from salesrl_trl.names import EPISODE_FIGURES, TOOL_FIGURES, episode_figure, tool_figure
+from salesrl_trl.recording.completion_record import CompletionRecord
+from salesrl_trl.reward.episodes import PLAYED, Episode, kept
 from salesrl_trl.reward.reward_loop import RewardColumn
+from salesrl_trl.rollout.chat_turns import AgentCalls, ChatForm, Sequenced
 from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output
-from salesrl_trl.rollout.tools import ToolCalls
+from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tried
 from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.types import Example, Reward
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.wiring.components import Components, Hooks
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +58,19 @@ class Talked:
     calls: int
     failures: int
     images: list[Any]
-    failed: str | None
-    """The reason code of the failed call that leaves it out."""
+    notes: ConversationNotes
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that has ended."""
+
+    trained: Sequenced
+    completion: list[Any]  # its messages behind the first prompt
+    reward: dict[str, Any]  # as a row keeps it
+    calls: int
+    sampled: int  # tokens of the policy in all its sequences
+    is_rewritten: bool  # whether it has more than one
 
 
 class TRLAccess(GRPOTrainer):
@@ -59,6 +83,8 @@ class TRLAccess(GRPOTrainer):
     _talked: "Sequence[Talked] | None" = None  # what conversations became, while TRL asks for their tool calls
     _last_loaded_step: int
     _one_conversation: "_OneConversation | None" = None
+    _chat_form: ChatForm | None = None  # of episodes
+    _has_told_rewritten = False
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
     _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
     _logs: dict[str, Any]
@@ -89,6 +115,8 @@ class TRLAccess(GRPOTrainer):
             generate=self._sample,
             ask=self._ask_server,
             converse=self._converse,
+            try_tools=lambda: run_coroutine_threadsafe(tried(self._standalone_tools), _loop_of(self)).result(),
+            play=self._play,
             go_on=self._go_on,
             reads_pictures=self._is_vlm,
             logps_of=self._logps_of,
@@ -150,29 +178,39 @@ class TRLAccess(GRPOTrainer):
         prompts = list(prompts)
         copies: list[Any] = copy.deepcopy(prompts)
         ids, images, fields = self._tokenize_prompts(copies)
-        calls = self.components.tool_calls = ToolCalls(each.__name__ for each in self.tools)
+        calls = self.components.begin_calls(each.__name__ for each in self.tools)
         trainer = _OneConversation.of(self)
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
             talked = trainer.talk(place, copies[place], ids[place], first, ask, calls)
-            finished(place, talked.completion_ids, talked.completion, talked.failed)
+            finished(place, talked.completion_ids, talked.completion, talked.notes.failed)
             return talked
 
-        served = self.use_vllm
-        batch = Conversations(len(ids), talk, self.vllm_generation.turns if served else AskedTurns())
+        batch = Conversations(len(ids), talk, self._turns())
+        self._begin(batch, ids, images, fields, ahead)
+        return _Talking(batch, self._end, functools.partial(self._sample_talks, prompts, calls))
+
+    def _turns(self) -> AskedTurns:
+        return self.vllm_generation.turns if self.use_vllm else AskedTurns()
+
+    def _begin(
+        self, batch: Conversations[Any], ids: list[list[int]], images: Any, fields: Any, ahead: bool = False
+    ) -> None:
         group = self.num_generations if self.model.training else self.num_generations_eval
-        if served:
+        if self.use_vllm:
             with self.vllm_generation.conversing(batch, ahead=ahead):
                 self._generate_single_turn(ids, images, fields, group)
         else:
             self._generate_in_rounds(batch, ids, images, fields, group)
-        return _Talking(self, prompts, batch, calls)
 
     def _generate_in_rounds(
-        self, batch: Conversations["Talked"], ids: list[list[int]], images: Any, fields: Any, group: int
+        self, batch: Conversations[Any], ids: list[list[int]], images: Any, fields: Any, group: int
     ) -> None:
         """With transformers: the turns of all conversations that go on are generated together, as by TRL."""
-        completion_ids, logprobs = self._generate_single_turn(ids, images, fields, group)
+        completion_ids: Sequence[list[int]] = [[]] * len(ids)
+        logprobs: list[list[float]] | None = None
+        if not batch.are_episodes:
+            completion_ids, logprobs = self._generate_single_turn(ids, images, fields, group)
         for place, own in enumerate(completion_ids):
             batch.begin(place, (own, None if logprobs is None else logprobs[place]))
         while not batch.is_over:
@@ -188,7 +226,7 @@ class TRLAccess(GRPOTrainer):
         if self.use_vllm and self.state.global_step == self._last_loaded_step:
             self.vllm_generation.go_on()
 
-    def _end(self, batch: Conversations["Talked"]) -> Sequence["Talked"]:
+    def _end(self, batch: Conversations[T]) -> Sequence[T]:
         """Wait for the ends of all conversations of a batch; a collective. Turns are generated by the weights of now,
         so that none is older than the rest of its batch."""
         if self.use_vllm:
@@ -198,7 +236,7 @@ class TRLAccess(GRPOTrainer):
             self.vllm_generation.go_on(batch)
         return batch.results()
 
-    def _sample_talks(self, prompts: Sequence[object], talked: Sequence["Talked"], calls: ToolCalls) -> Sampled:
+    def _sample_talks(self, prompts: Sequence[object], calls: ToolCalls, talked: Sequence["Talked"]) -> Sampled:
         """TRL's `_generate` around conversations that have ended, and the figures of their tools over all ranks."""
 
         def first_turns(ids: list[list[int]], group: int) -> Tokens:
@@ -216,7 +254,90 @@ class TRLAccess(GRPOTrainer):
             for name, row in zip(calls.counts, totals.tolist(), strict=True)
             for figure, total in zip(TOOL_FIGURES, row, strict=True)
         }
-        return replace(sampled, metrics={**sampled.metrics, **figures})
+        records = [each.notes.record for each in talked if each.notes.record is not None]
+        return replace(
+            sampled,
+            metrics={**sampled.metrics, **figures},
+            spans=[span for each in talked for span in each.notes.spans],
+            calls=[record.calls for record in records],
+        )
+
+    def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
+        """Begin an episode with each row: the user's function asks for all its turns, by the endpoint."""
+        components, prompts = self.components, [row["prompt"] for row in rows]
+        episode, endpoint = components.episode, components.endpoint
+        assert episode is not None
+        if endpoint is None:
+            endpoint = components.endpoint = PolicyEndpoint()
+        ids, images, fields = self._tokenize_prompts(copy.deepcopy(prompts))
+        form = self._chat_form = self._chat_form or self._make_chat_form()
+
+        def talk(place: int, first: Turn, ask: Ask) -> Played:
+            calls = AgentCalls(form, functools.partial(ask, place))
+            with endpoint.open(calls) as key:
+                playing = components.reward_loop.call(episode.play, endpoint.address, key, copy.deepcopy(rows[place]))
+                reward = _waited(playing, calls, episode)
+            if calls.error is not None:
+                raise calls.error
+            ends = calls.ends() or [
+                Sequenced.empty(ids[place], self._tokenizer.eos_token_id, has_logprobs=self.use_vllm)
+            ]
+            if not calls.answered and reward.value is not None:
+                reward = episode.without_number("no_turn", "has not asked the policy for a turn")
+            trained, sampled = ends[0], sum(end.sampled for end in ends)
+            completion = trained.messages[trained.prompt_messages :]
+            played = Played(trained, completion, kept(reward), len(calls.answered), sampled, len(ends) > 1)
+            finished(place, trained.ids, completion, columns={PLAYED: played.reward})
+            return played
+
+        batch = Conversations(len(rows), talk, self._turns(), are_episodes=True)
+        self._begin(batch, ids, images, fields, ahead)
+        return _Talking(batch, self._end, functools.partial(self._sample_episodes, prompts))
+
+    def _make_chat_form(self) -> ChatForm:
+        """The template of TRL's own loop over tools, and its limits."""
+        most = self.model.config.max_position_embeddings
+        if self.use_vllm and self.vllm_mode == "colocate":
+            most = self.vllm_generation.llm.llm_engine.model_config.max_model_len
+        form = ChatForm.of(
+            copy.deepcopy(self._tokenizer),
+            self.chat_template,
+            kwargs=self.chat_template_kwargs,
+            ends=frozenset(self.eos_token_ids),
+            most_tokens=most,
+            most_completion=self.max_completion_length,
+        )
+        return replace(form, tokenizer=_Locked(form.tokenizer))
+
+    def _sample_episodes(self, prompts: Sequence[object], played: Sequence["Played"]) -> Sampled:
+        """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
+        trained = [each.trained for each in played]
+        logprobs = [each.logprobs for each in trained if each.logprobs is not None]
+        output = {
+            "prompt_ids": [each.prompt_ids for each in trained],
+            "completion_ids": [each.ids for each in trained],
+            "logprobs": logprobs or None,
+            "env_mask": [each.mask for each in trained],
+            PLAYED: [each.reward for each in played],
+        }
+        with patched(self, "rollout_func", lambda *_: output):
+            sampled = self._sample(prompts)
+        generated = (*sampled.generated[:3], [each.completion for each in played], *sampled.generated[4:])
+        counts = [
+            [each.calls, each.is_rewritten, each.sampled - each.trained.sampled, each.sampled] for each in played
+        ]
+        table = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device).sum(0)
+        calls, rewritten, untrained, every = self.accelerator.reduce(table, reduction="sum").tolist()
+        if rewritten and not self._has_told_rewritten:
+            self._has_told_rewritten = True
+            logger.warning(
+                f"{rewritten:.0f} episodes of a batch are several sequences: they have rewritten their history, or "
+                f"asked beside it. Of each the sequence with most tokens trains: {untrained:.0f} of {every:.0f} "
+                "tokens do not. `episodes/rewritten` and `episodes/untrained` go on counting"
+            )
+        figures = dict(zip(EPISODE_FIGURES, (calls, rewritten, untrained / max(every, 1.0)), strict=True))
+        metrics = {episode_figure(name): [value] for name, value in figures.items()}
+        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics})
 
     def _score(self, rollout: Rollout) -> Output:
         """TRL's own method. Its figures and tables are kept only when all rewards are in."""
@@ -288,7 +409,7 @@ class _OneConversation:
     def __init__(self, trainer: TRLAccess) -> None:
         self._trainer = trainer
         self._tokenizer = _Locked(copy.deepcopy(trainer._tokenizer))
-        self._loop = getattr(trainer, "async_loop", None) or _loop()
+        self._loop = _loop_of(trainer)
 
     @classmethod
     def of(cls, trainer: TRLAccess) -> "_OneConversation":
@@ -298,11 +419,18 @@ class _OneConversation:
 
     def talk(self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
         one, trainer = copy.copy(self._trainer), self._trainer
-        failed: list[str] = []
+        notes = ConversationNotes(
+            track=f"conversation {place}", record=CompletionRecord() if trainer.args.record else None
+        )
+        notes.end_turn(calls.began)
 
         def turn(ids: list[list[int]], *_: object, **__: object) -> tuple[list[list[int]], list[list[float]] | None]:
             """An empty turn ends the conversation."""
-            own, logps = ([], []) if failed else ask(place, ids[0])
+            if notes.failed is not None:
+                return [[]], None if first[1] is None else [[]]
+            began = time.perf_counter()
+            own, logps = ask(place, ids[0])
+            notes.end_turn(began)
             return [own], None if logps is None else [logps]
 
         one._generate_single_turn = turn
@@ -313,7 +441,7 @@ class _OneConversation:
             name = trainer._batch_environments[place]
             one._batch_environments, tools = [name], trainer._env_tools[name]
             functions = [*trainer._sync_tool_dicts[place].values(), *trainer._async_tool_dicts[place].values()]
-        one._sync_tool_dicts, one._async_tool_dicts = [{}], [calls.of(functions, failed.append)]
+        one._sync_tool_dicts, one._async_tool_dicts = [{}], [calls.of(functions, notes)]
         ids, logps = first
         message = parse_response(self._tokenizer, ids, prefix=prompt_ids, tools=tools)
         mask, completions, completion_ids, logprobs, called, errors, images = GRPOTrainer._tool_call_loop(
@@ -328,13 +456,30 @@ class _OneConversation:
             calls=called,
             failures=errors,
             images=images[0],
-            failed=failed[0] if failed else None,
+            notes=notes,
         )
+
+
+def _loop_of(trainer: TRLAccess) -> Any:
+    """The event loop on which tools run: TRL has one if any of its functions is async."""
+    return getattr(trainer, "async_loop", None) or _loop()
+
+
+def _waited(playing: "Future[Reward]", calls: AgentCalls, episode: Episode) -> Reward:
+    """Wait for an episode. One that goes on for too long without waiting for the policy is cancelled."""
+    while True:
+        try:
+            return playing.result(max(episode.deadline_s - calls.idle_s, 0.01))
+        except TimeoutError:
+            if calls.idle_s >= episode.deadline_s:
+                playing.cancel()
+                return episode.without_number("timeout", f"went on for {episode.deadline_s:g} s without a turn")
+        except CancelledError:  # rewards are closed
+            raise GivenUp from None
 
 
 @functools.cache
 def _loop() -> Any:
-    """The event loop on which tools run, where TRL has none: it has one if any of its functions is async."""
     _, loop, ready = start_event_loop_in_daemon(name="tools")
     ready.wait()
     return loop
@@ -344,17 +489,16 @@ def _loop() -> Any:
 class _Talking:
     """Conversations that are under way."""
 
-    trainer: TRLAccess
-    prompts: Sequence[object]
-    batch: Conversations[Talked]
-    calls: ToolCalls
+    batch: Conversations[Any]
+    end: Callable[[Conversations[Any]], Sequence[Any]]
+    sample: Callable[[Sequence[Any]], Sampled]
 
     @property
     def is_ready(self) -> bool:
         return False  # on all ranks alike: they measure together
 
     def result(self) -> Sampled:
-        return self.trainer._sample_talks(self.prompts, self.trainer._end(self.batch), self.calls)
+        return self.sample(self.end(self.batch))
 
     def give_up(self) -> None:
         self.batch.give_up()

@@ -1,6 +1,7 @@
 """Tools and environments, with which TRL generates inside its own scoring: against stock TRL."""
 
 import functools
+import json
 import shutil
 from pathlib import Path
 from unittest.mock import patch
@@ -9,12 +10,16 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from support.keyed import make_tiny_policy
 from support.scripted import settings, steps_of
+from support.viewing import asked, served
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.reward.functions import per_completion
+from salesrl_trl.recording.reader import recorded
+from salesrl_trl.reward.functions import per_completion, reward_of
+from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.wiring.components import Components
 
@@ -25,12 +30,10 @@ SAME = ("loss", "reward", "reward_std", "completions/mean_length", "tools/call_f
 
 
 @pytest.fixture(scope="module")
-def caller(tiny, tmp_path_factory):
-    """A policy whose chat template is one that TRL reads tool calls of."""
-    folder = tmp_path_factory.mktemp("caller") / "policy"
-    shutil.copytree(tiny, folder)
-    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
-    (folder / "chat_template.jinja").write_text(template.read_text("utf-8"), "utf-8")
+def caller(tmp_path_factory):
+    """A policy whose chat template is one that TRL reads tool calls of, with room for the prompt and more turns."""
+    folder = make_tiny_policy(tmp_path_factory.mktemp("caller") / "policy", max_position_embeddings=2048)
+    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", folder / "chat_template.jinja")
     return folder
 
 
@@ -80,9 +83,9 @@ def counted(environments, **kwargs):
     return [float(each.count) for each in environments]
 
 
-def lines_of(kind, config, policy, folder, functions, rows=ROWS, **given):
+def lines_of(kind, config, policy, folder, functions, rows=ROWS, own=None, **given):
     """The log lines of two steps, in which two of four completions call a tool, one of them in vain."""
-    bits = {"shared_prompts": "off"} if config is SalesGRPOConfig else {}
+    bits = {"shared_prompts": "off", **(own or {})} if config is SalesGRPOConfig else {}
     args = config(**settings(folder, beta=0.0, max_steps=2, per_device_train_batch_size=4, num_generations=4, **bits,
                              max_completion_length=256))  # fmt: skip
     trainer = kind(str(policy), functions, args, None if rows is None else Dataset.from_list(rows), **given)
@@ -140,3 +143,44 @@ def test_two_names_changed_the_run_is_stock_trls_to_the_bit(caller, tmp_path, mo
     assert [line["tools/call_frequency"] for line in ours] == [0.5, 0.5]
     assert [line["tools/failure_frequency"] for line in ours] == [0.5, 0.5]
     assert all(line["outcome/ok"] == 1.0 and line["loss"] != 0.0 for line in ours)
+
+
+def test_calls_of_tools_are_recorded_replayed_and_seen(caller, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    @functools.wraps(add)
+    def gone(number):
+        pytest.fail("a replay calls no tool")
+
+    run = functools.partial(lines_of, SalesGRPOTrainer, SalesGRPOConfig, caller)
+    first = run(tmp_path / "first", [last_words], tools=[add], own={"record": True})
+    replay = ReplayReward(reward_of(last_words), tmp_path / "first", "fail")
+    again = run(tmp_path / "again", replay, tools=[gone], own={"record": True})
+    for lines in zip(first, again, strict=True):
+        for name in ("loss", "reward", "tools/add/errors", "grad_norm"):
+            assert lines[0][name] == lines[1][name] != 0.0, name
+    assert all(line["outcome/ok"] == 1.0 for line in again)
+    # 1. the record: all turns, and the two calls with arguments and results, in both runs alike
+    for folder in ("first", "again"):
+        found = [*recorded(tmp_path / folder)]
+        assert [each.turns and [message["role"] for message in each.turns] for each in found] == 2 * [
+            ["assistant", "tool", "assistant"], ["assistant", "tool", "assistant"], None, None
+        ]  # fmt: skip
+        with served(tmp_path / folder) as viewer:
+            viewer.index.refresh()
+            called, wrong, plain, _ = (asked(viewer, "api/completion", id=f"0-0-{each.id}")[2] for each in found[:4])
+        assert [message["content"] for message in called["turns"]] == ["", "6", "Done!"]
+        names = ("service", "path", "request", "answer", "failure")
+        assert [[call[name] for name in names] for call in called["calls"]] == [
+            ["tool_add", "turn 1", '{"number":3}', "6", ""]
+        ]
+        [call] = wrong["calls"]
+        assert call["request"] == '{"other":3}' and "unexpected keyword" in call["answer"] and call["failure"]
+        assert (plain["turns"], plain["calls"]) == ([], [])
+    # 2. the trace: a track for each conversation, and one for its call
+    events = json.loads((tmp_path / "first" / "trace.json").read_text())
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [(tracks[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
+    of_one = sorted(each for each in spans if each[0].startswith("conversation 1"))
+    wanted = [("conversation 1", "turn 1"), ("conversation 1", "turn 2"), ("conversation 1 call 1", "tool_add")]
+    assert of_one == sorted(2 * wanted)

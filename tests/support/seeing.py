@@ -2,10 +2,10 @@
 
 import functools
 
+import make_vision_policy as vision
 import torch
 from PIL import Image
 
-from salesrl_trl.demo import vision
 from salesrl_trl.types import Message, Picture, SalesRow
 
 

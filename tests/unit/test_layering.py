@@ -12,7 +12,7 @@ from support.forked import COLD_PYTHON
 
 ORDER = (
     *("errors", "timing", "types", "ground", "names"),
-    *("data", "generation", "recording", "shared_prompts", "demo", "telemetry", "evaluation", "kl", "reward"),
+    *("data", "recording", "generation", "shared_prompts", "demo", "telemetry", "evaluation", "kl", "reward"),
     *("view", "update", "rollout", "config", "checkpoint", "wiring", "trainer"),
     *("build", "run", "preflight", "train", "env", "evaluate", "rejudge", "report", "translate", "__main__"),
 )

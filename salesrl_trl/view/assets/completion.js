@@ -90,10 +90,19 @@ function Turn({ message }) {
     { class: message.role },
     h("strong", null, named(message.role), message.name && ` ${message.name}`),
     message.role === "tool"
-      ? h(Folded, { title: t("tool_answer"), text: message.content })
+      ? h(Folded, { title: [t("tool_answer"), message.call && ` · ${seconds(message.call.seconds)}`, message.call?.failure && ` · ${message.call.failure}`], text: message.content })
       : h(Written, { text: message.content, shown: (text) => h(Said, { text }) }),
     calls.map((each) => h(Folded, { title: t("tool_call", each.name ?? ""), text: JSON.stringify(each.arguments ?? each) })),
   );
+}
+
+// The messages of a conversation, those of tools with their calls: of each tool in their order.
+function withCalls({ turns, calls }) {
+  const left = calls.filter((call) => call.path.startsWith("turn "));
+  return turns.map((message) => {
+    const at = message.role === "tool" ? left.findIndex((call) => call.service === `tool_${message.name}`) : -1;
+    return at < 0 ? message : { ...message, call: left.splice(at, 1)[0] };
+  });
 }
 
 export const Conversation = ({ messages }) =>
@@ -105,7 +114,8 @@ function attemptsOf(calls) {
   return calls.map((call) => {
     const key = [call.service, call.path, call.request].join("\n"),
       known = before.get(key) ?? [],
-      earlier = call.request || known.at(-1)?.failure ? known : []; // without a request, an answer ends the attempts
+      again = call.request ? !call.path.startsWith("turn ") : known.at(-1)?.failure,
+      earlier = again ? known : []; // a tool is called once; without a request, an answer ends the attempts
     before.set(key, [...earlier, call]);
     const beside = earlier.some((each) => each.time + each.seconds > call.time);
     return { call, number: earlier.length + 1, kind: beside ? "hedge" : earlier.length ? "retry" : "attempt" };
@@ -151,7 +161,8 @@ function Timeline({ calls, queue }) {
       attemptsOf(calls).map(({ call, number: at, kind }) => {
         const dropped = ["cancelled", "given_up"].includes(call.failure);
         const failed = dropped ? "cancelled" : call.failure ? "failed" : "answered";
-        const path = ["group", "batch"].includes(call.path) ? t(`for_${call.path}`) : call.path;
+        const [kindOfPath, turn] = call.path.split(" ");
+        const path = ["group", "batch"].includes(call.path) ? t(`for_${call.path}`) : kindOfPath === "turn" ? t("in_turn", turn) : call.path;
         const body = (name) =>
           call[name] && h(Fragment, null, h("h4", null, t(name)), h("pre", { tabIndex: 0 }, pretty(call[name])));
         return h(
@@ -163,7 +174,7 @@ function Timeline({ calls, queue }) {
             h(
               "summary",
               { class: "bar_line" },
-              h("span", null, call.service, " ", h("small", null, kind === "attempt" && many.get(call.service) < 2 ? path : t(kind, at))),
+              h("span", null, call.service, " ", h("small", null, turn || (kind === "attempt" && many.get(call.service) < 2) ? path : t(kind, at))),
               h(Bar, { from: call.time, to: call.time + call.seconds, kind: `${failed} ${kind}` }),
               h(
                 "span",
@@ -342,10 +353,12 @@ function Completion(data) {
         h(
           Section,
           { title: t("wrote") },
-          h(Written, {
-            text: data.text,
-            shown: (text) => h("pre", { class: "text", lang: tongue(text), dir: "auto", tabIndex: 0 }, text),
-          }),
+          data.turns.length
+            ? h(Conversation, { messages: withCalls(data) })
+            : h(Written, {
+                text: data.text,
+                shown: (text) => h("pre", { class: "text", lang: tongue(text), dir: "auto", tabIndex: 0 }, text),
+              }),
           data.action
             ? h(Table, {
                 caption: t("action"),

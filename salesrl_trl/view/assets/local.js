@@ -76,12 +76,12 @@ function said(completion) {
 
 // Lines as the server's export has them, of the completions in this page.
 export function exported(data, params, kind) {
-  const conversation = (text) => [{ role: "assistant", content: text }];
+  const conversation = ({ turns, text }) => (turns.length ? turns : [{ role: "assistant", content: text }]);
   const all = chosen(data, params).map((item) => ({ ...data.completions[item.id] }));
   if (kind === "dataset")
     return all.map((each) => ({
       prompt: each.messages,
-      completion: conversation(each.text),
+      completion: conversation(each),
       ...Object.fromEntries(
         ["run", "row", "branch", "step", "mode", "outcome", "reason", "reward", "advantage", "flag", "note"].map(
           (name) => [name, name === "run" ? data.state.runs[each.run].name : each[name]],
@@ -97,8 +97,8 @@ export function exported(data, params, kind) {
     .filter((some) => some[0].reward > some.at(-1).reward)
     .map(([best, ...others]) => ({
       prompt: best.messages,
-      chosen: conversation(best.text),
-      rejected: conversation(others.at(-1).text),
+      chosen: conversation(best),
+      rejected: conversation(others.at(-1)),
       row: best.row,
       branch: best.branch,
       chosen_reward: best.reward,

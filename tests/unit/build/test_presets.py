@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from check_gpu_memory import main
 
 from salesrl_trl.build.memory.estimate import named_card
 from salesrl_trl.build.presets import FOLDER, PRESETS
 from salesrl_trl.build.settings import parse
 from salesrl_trl.config.reward import Attempts
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.preflight.gpu_memory import main
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.telemetry.device import GIB
 
@@ -46,7 +46,7 @@ def weighed(model, capsys, monkeypatch):
     def weigh(size, card, *arguments):
         monkeypatch.setattr("salesrl_trl.preflight.memory.is_torchao_available", lambda: True)
         asked = ["--model_name_or_path", model(size), "--card", card, "--prompt_tokens", "1024", "--json"]
-        code = main("", [*asked, *arguments])
+        code = main([*asked, *arguments])
         return code, json.loads(capsys.readouterr().out)
 
     return weigh
@@ -54,7 +54,7 @@ def weighed(model, capsys, monkeypatch):
 
 def test_the_preset_for_pictures_says_how_its_policy_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"Run `python -m salesrl_trl\.demo\.vision runs/vision_policy`"):
+    with pytest.raises(ModelNotFoundError, match=r"Run `python scripts/make_vision_policy\.py`"):
         prepare(parse(["--preset", "vision"], ROOT / "recipes/debug.yaml"))
 
 
@@ -131,7 +131,7 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
     assert found["remedies"][-1].startswith("then about " if is_enough else "more cards or a larger one")
     if "true" in given:  # it saves nothing beside adapters
         assert not any("adamw_torch_8bit" in setting for setting in found["remedies"])
-    main("", ["--model_name_or_path", model("7B"), "--card", card, "--prompt_tokens", "1024", *given])
+    main(["--model_name_or_path", model("7B"), "--card", card, "--prompt_tokens", "1024", *given])
     shown = capsys.readouterr().out
     assert "It does not fit as it is set." in shown
     assert text in shown
@@ -150,7 +150,7 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
     ],
 )
 def test_bad_input_of_the_script_ends_with_one_message(given, message, capsys):
-    assert main("", given) == 2
+    assert main(given) == 2
     assert message in capsys.readouterr().err
 
 

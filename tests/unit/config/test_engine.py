@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import Qwen2Config
+from warmup_model import settings_of
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.engine import GRAPHS_ALONE, Start, compiled_engine, engine_options, engine_start
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
-from salesrl_trl.preflight.warming import settings_of
 
 
 class Policy(nn.Module):

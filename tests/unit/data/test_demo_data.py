@@ -59,6 +59,12 @@ def test_generator_reproduces_the_packaged_files(tmp_path):
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
 
 
+def test_the_rows_of_two_tasks_are_those_of_their_generator(tmp_path):
+    subprocess.run([sys.executable, GENERATOR.with_name("make_two_tasks.py"), "--out", tmp_path], check=True)
+    for name in ("demo_bbq/train", "demo_bbq/heldout", "demo_halueval/train", "demo_halueval/heldout"):
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == (DEMO / f"{name}.jsonl").read_bytes()
+
+
 def test_only_audience_documents_name_protected_attributes():
     for doc in DOCUMENTS:
         assert detect(f"{doc['title']}\n{doc['text']}") == (doc["kind"] == "audience"), doc["id"]

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 from support.seeing import draw, processor, seeing_rows
 
-from salesrl_trl.config import DataConfig
 from salesrl_trl.data.form import Form
 from salesrl_trl.data.lengths import LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
@@ -32,7 +31,7 @@ def load(tmp_path):
     return write
 
 
-def test_paths_start_at_the_data_file_or_at_the_folder_that_is_named(load, tmp_path):
+def test_paths_start_at_the_data_file(load, tmp_path):
     (tmp_path / "shots").mkdir()
     draw(tmp_path / "one.png", "red")
     draw(tmp_path / "shots" / "two.png", "red")
@@ -41,15 +40,6 @@ def test_paths_start_at_the_data_file_or_at_the_folder_that_is_named(load, tmp_p
     assert single.images == many.images[:1] == absolute.images
     assert none.images == ()
     assert load("one.png", column="image")[0].images == single.images
-    [other] = load(["two.png"], form=Form(image_folder=tmp_path / "shots"))
-    assert other.images == many.images[1:]
-
-
-def test_paths_start_at_the_original_file_though_its_copy_is_read(tmp_path):
-    settings = DataConfig(dataset=str(tmp_path / "rows.jsonl"), eval_dataset=str(tmp_path / "held" / "out.jsonl"))
-    settings.dataset, settings.eval_dataset = "/fast/rows.jsonl", "/fast/out.jsonl"  # as `data_copy_dir` does
-    assert settings.form().image_folder == tmp_path
-    assert settings.eval_form().image_folder == tmp_path / "held"
 
 
 @pytest.mark.parametrize(

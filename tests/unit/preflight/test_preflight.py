@@ -19,6 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from check_gpu_memory import main as check_memory
 from packaging.requirements import Requirement
 from support.published import qrecc, write
 from torch.utils.file_baton import FileBaton
@@ -34,7 +35,6 @@ from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data import sources
 from salesrl_trl.errors import SalesRLError
-from salesrl_trl.preflight import gpu_memory as command
 from salesrl_trl.preflight import runner
 from salesrl_trl.preflight.__main__ import main
 from salesrl_trl.preflight.runner import chosen, examine, prepare
@@ -42,7 +42,6 @@ from salesrl_trl.preflight.simulation import main as simulate
 from salesrl_trl.preflight.stage import PreflightStage
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
-check_memory = functools.partial(command.main, None)
 CHEAP = runner.STAGES[:4]  # those that ask no service and load no model
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.rollout.tools import ToolCalls, tool
+from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tool
 
 
 class HTTPError(Exception):
@@ -20,12 +20,13 @@ class HTTPError(Exception):
 
 def call(function, failed, **arguments):
     """The result of a call, and its counts."""
-    calls = ToolCalls([function.__name__])
-    tools = calls.of([function], failed.append)
+    calls, notes = ToolCalls([function.__name__]), ConversationNotes(track="conversation 0")
+    tools = calls.of([function], notes)
     try:
         result = asyncio.run(tools[function.__name__](**arguments))
     except Exception as error:
         result = error
+    failed += [notes.failed] if notes.failed else []
     counts = dict(calls.counts[function.__name__])
     assert counts.pop("seconds") > 0
     return result, counts
@@ -96,8 +97,8 @@ def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
         time.sleep(0.2)
         return number
 
-    calls = ToolCalls(["wait"])
-    tools = calls.of([wait], pytest.fail)
+    notes = ConversationNotes(track="conversation 0")
+    tools = ToolCalls(["wait"]).of([wait], notes)
 
     async def turn():
         asked = [tools["wait"](number=1), tools["other"](number=2), tools["wait"](number=3)]
@@ -107,6 +108,7 @@ def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
     first, unknown, last = asyncio.run(turn())
     assert time.perf_counter() - began < 0.39
     assert (first, str(unknown), last) == (1, "Tool other not found.", 3)  # TRL's words
+    assert sorted(span.track for span in notes.spans) == ["conversation 0 call 1", "conversation 0 call 2"]
 
 
 @pytest.mark.parametrize("given", [{"on_failure": "ignore"}, {"deadline_s": 0}])

@@ -3,19 +3,15 @@
 import contextlib
 import dataclasses
 import json
-import os
 import signal
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import yaml
-from support.forked import COLD_PYTHON
 
 from salesrl_trl import env, train
-from salesrl_trl.build import software
 from salesrl_trl.build.settings import parse
 from salesrl_trl.build.software import PACKAGE, packages
 from salesrl_trl.config.keys import is_secret
@@ -157,39 +153,6 @@ def test_another_copy_of_the_package_that_a_recipe_would_import_is_named():
     other = dataclasses.replace(facts, recipes_import="/somewhere/salesrl_trl")
     assert "NOT THIS ONE" not in env.page(dataclasses.replace(facts, recipes_import=facts.folder))
     assert "NOT THIS ONE a recipe would import /somewhere/salesrl_trl. " in env.page(other)
-
-
-def test_the_code_is_asked_for_a_commit_and_whether_it_is_newer_than_a_process(tmp_path, monkeypatch, capsys):
-    package = tmp_path / "salesrl_trl"
-    package.mkdir()
-    monkeypatch.setattr(software, "PACKAGE", package)
-
-    def commit(name):
-        (package / name).write_text(name)
-        for words in (("add", "."), ("-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", name)):
-            subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
-        return software._git("rev-parse", "HEAD")
-
-    assert env.main(["--has", "HEAD"]) == env.BAD_INPUT  # no checkout: the hash is what can be compared
-    assert f"its hash, {software.code().digest}," in capsys.readouterr().err
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    first, second = commit("__init__.py"), commit("a.py")
-    assert env.main(["--has", first[:10]]) == env.main(["--has", second]) == 0
-    subprocess.run(["git", "-C", str(tmp_path), "checkout", "-q", first], check=True)
-    assert env.main(["--has", second]) == env.DIFFERENT
-    assert f"{second} is NOT in the code of {package}" in capsys.readouterr().out
-    assert env.main(["--has", "no-such"]) == env.BAD_INPUT
-
-    with subprocess.Popen([COLD_PYTHON, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        asked = ["--process", str(process.pid), "--json"]
-        assert env.main(asked) == 0
-        (package / "__init__.py").write_text("changed")
-        os.utime(package / "__init__.py", (0, 0))  # as an installer may do
-        assert env.main(asked) == env.DIFFERENT
-        assert env.main(asked[:2]) == env.DIFFERENT
-        process.communicate(b"\n")
-    assert capsys.readouterr().out.splitlines()[0:2] == ['{"is_current": true}', '{"is_current": false}']
-    assert env.main(asked) == env.BAD_INPUT  # it has ended
 
 
 def test_a_version_outside_of_its_range_is_not_met():

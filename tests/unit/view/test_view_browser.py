@@ -367,6 +367,40 @@ def test_what_a_tool_was_asked_and_said_is_folded(tab, tmp_path):
     rank.file.close()
 
 
+def test_a_conversation_has_its_turns_and_each_answer_of_a_tool_the_time_of_its_call(tab, tmp_path):
+    rank, start = Rank(tmp_path, 0), 1_750_000_000.0
+    asked = [{"function": {"name": "search", "arguments": {"query": query}}} for query in ("price", "hours")]
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": asked},
+        {"role": "tool", "name": "search", "content": "5980"},
+        {"role": "tool", "name": "search", "content": "{'error': 'tool_search_http_503'}"},
+        {"role": "assistant", "content": "It is 5980."},
+    ]
+    calls = [
+        ("tool_search", "turn 1", start, 0.25, "", rank.text('{"query":"price"}'), rank.text("5980")),
+        ("tool_search", "turn 1", start + 0.01, 1.5, "tool_search_http_503", rank.text('{"query":"hours"}'), None),
+    ]
+    rank.add(turns=rank.text(json.dumps(turns)), text="It is 5980.", calls=calls, reward=1.0)
+    with served(tmp_path) as viewer:
+        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
+        tab.wait("document.querySelectorAll('details.folded').length === 4")
+        heads = tab.value("[...document.querySelectorAll('details.folded summary')].map(e => e.innerText)")
+        assert heads == [
+            "Call of a tool: search", "Call of a tool: search", "Answer of a tool · 0.25 s",
+            "Answer of a tool · 1.50 s · tool_search_http_503",
+        ]  # fmt: skip
+        assert tab.value("[...document.querySelectorAll('.calls summary small')].map(e => e.innerText)") == [
+            "turn 1", "answered", "turn 1", "tool_search_http_503",
+        ]  # fmt: skip
+        assert "It is 5980." in tab.text()
+        tab.open("about:blank")
+    rank.file.close()
+    with closing(Index([tmp_path])) as index:
+        index.refresh()
+        [line] = queries.export(index, {})
+    assert json.loads(line)["completion"] == turns
+
+
 @pytest.mark.parametrize("lang", ["en", "zh"])
 def test_a_task_without_judge_and_reference_has_no_words_for_them(tab, tmp_path, lang):
     rank = Rank(tmp_path / "run", 0)

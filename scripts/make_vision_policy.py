@@ -1,9 +1,11 @@
+#!/usr/bin/env python3
 """A small policy that reads pictures: a Qwen2.5-VL model and its processor. It needs no hub.
 
-    python -m salesrl_trl.demo.vision runs/vision_policy
+    .venv/bin/python scripts/make_vision_policy.py [FOLDER]
 
 Its text part begins with the weights of the packaged small policy. First it is taught to name the marked course of a
-picture, then it imitates the draft actions of `data.demo_pictures`, some of which are of careless annotators.
+picture, then it imitates the draft actions of `demo_pictures`, some of which are of careless annotators. It writes the
+rows of `dataset: demo_pictures` too.
 """
 
 import argparse
@@ -12,20 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from salesrl_trl.data import demo_pictures
-from salesrl_trl.data.files import Record, read_lines
+from demo_pictures import write_dataset  # beside this file
+
+from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, read_lines
 from salesrl_trl.data.processor import NoVideos, videos_left_out
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.data.templates import action_text, build_prompt
-from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, imitate, packaged_tokenizer
+from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, VISION_POLICY, imitate, packaged_tokenizer
 from salesrl_trl.types import Action, Prompt, SalesRow
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-FOLDER = Path("runs/vision_policy")  # where the preset `vision` looks for it
 VISION_SIZE = 64
 VISION_LAYERS = 2
 VISION_HEADS = 2  # each head has size 32, the smallest that vLLM's CPU attention accepts
@@ -144,6 +146,7 @@ def make_policy(target: Path, steps: int, seed: int) -> None:
     from transformers import set_seed
 
     set_seed(seed)
+    write_dataset(DEMO_PICTURES_FOLDER)
     processor = build_processor()
     model = build_model(processor.tokenizer)
     take_text_weights(model)
@@ -183,14 +186,13 @@ def _with_answers(prompts: Sequence[Prompt], rows: Sequence[SalesRow], answers: 
 
 
 def _training_rows() -> Iterator[tuple[SalesRow, Record]]:
-    folder = demo_pictures.dataset_folder()
-    for position, (record, _) in enumerate(read_lines(folder / demo_pictures.FILES["train"])):
-        yield parse_row(record, position, [record["branch"]], "the demo", folder=folder), record
+    for position, (record, _) in enumerate(read_lines(DEMO_PICTURES_FOLDER / FILES["train"])):
+        yield parse_row(record, position, [record["branch"]], "the demo", folder=DEMO_PICTURES_FOLDER), record
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("target", type=Path, nargs="?", default=VISION_POLICY)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

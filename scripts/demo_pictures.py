@@ -1,34 +1,26 @@
+#!/usr/bin/env python3
 """The demo with pictures: the customer sends a screenshot of a price list, and asks about the course marked in it.
 
 Each row is an English conversation of the demo, in which a drawn picture takes the place of the course's name.
 Questions, documents and draft actions stay the demo's, so that its services can score the answers.
 
-`python -m salesrl_trl.data.demo_pictures FOLDER` writes the dataset as a user would give one of their own.
+    .venv/bin/python scripts/demo_pictures.py [FOLDER]
+
+It writes the dataset as a user would give one of their own. `dataset: demo_pictures` reads it in its default folder.
 """
 
 import argparse
 import colorsys
-import hashlib
 import json
 import random
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import filelock
+from PIL import Image, ImageDraw, ImageFont
 
-from salesrl_trl.data.files import Record, demo_path, demo_records
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.process import cache_dir
+from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, demo_records
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-DEMO_PICTURES = "demo_pictures"
-FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
 WIDTH, BAND = 224, 28  # pixels: the width of a picture, and the height of each of its lines
 COURSES = 3  # courses on a price list. One of them is marked, in a colour that the course has on every list.
 FONT_SIZES = (12, 13)
@@ -38,31 +30,6 @@ SEED = 0
 
 _PAPER = ((255, 255, 255), (250, 248, 240), (240, 244, 250))
 _TITLES = ("Evening school", "Course prices", "Price list")
-
-
-def dataset_folder() -> Path:
-    """The folder of the dataset, made if the cache lacks it. Raises `ConfigError` if that can't be written."""
-    decisive = [Path(__file__), *map(demo_path, ("train.jsonl", "heldout.jsonl", "drafts.jsonl", "knowledge.jsonl"))]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in decisive)).hexdigest()
-    target = cache_dir() / "pictures" / digest[:12]
-    if target.is_dir():  # it came there whole
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{target}.lock"):
-            if not target.is_dir():
-                work = Path(tempfile.mkdtemp(dir=target.parent))
-                try:
-                    write_dataset(work / "pictures")
-                    (work / "pictures").rename(target)
-                finally:
-                    shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the demo's pictures can't be kept in {target.parent} ({error.strerror}). Expected a folder with room, "
-            "and the right to write. Set the environment variable SALESRL_CACHE_DIR to one."
-        ) from error
-    return target
 
 
 def write_dataset(folder: Path) -> None:
@@ -100,11 +67,9 @@ def write_dataset(folder: Path) -> None:
 
 def draw_price_list(
     courses: Sequence[tuple[str, int]], marked: int, colour: tuple[int, ...], chance: random.Random
-) -> "Image":
+) -> Image.Image:
     """A screenshot of a price list: a line for its title, and one for each course with its price in yuan. The course
     number `marked` has the background `colour`. `chance` decides the paper, size and place of the letters."""
-    from PIL import Image, ImageDraw, ImageFont
-
     paper, title = chance.choice(_PAPER), chance.choice(_TITLES)
     image = Image.new("RGB", (WIDTH, BAND * (len(courses) + 1)), paper)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(chance.choice(FONT_SIZES))
@@ -153,7 +118,7 @@ def _lower(name: str) -> str:
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=DEMO_PICTURES_FOLDER)
     write_dataset(parser.parse_args().folder)
 
 

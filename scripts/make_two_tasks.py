@@ -1,16 +1,22 @@
-"""The packaged rows of `recipes/dual.py`: made-up records in the published forms of BBQ and HaluEval (qa).
+#!/usr/bin/env python3
+"""Writes the packaged rows of `recipes/dual.py`: made-up records in the published forms of BBQ and HaluEval (qa).
 
-Half of them are English, half Chinese. `sources` offers them as the datasets `demo_bbq` and `demo_halueval`, which the
-formats `bbq` and `halueval` read. A context, or a fact, is in one split alone.
+    .venv/bin/python scripts/make_two_tasks.py [--out FOLDER]
+
+Half of them are English, half Chinese. They are the datasets `demo_bbq` and `demo_halueval`, which the formats `bbq`
+and `halueval` read. A context, or a fact, is in one split alone.
 """
 
+import argparse
 import hashlib
 import itertools
+import json
 import random
+from pathlib import Path
 
-from salesrl_trl.data.files import Record
+from salesrl_trl.data.files import DEMO_BBQ, DEMO_HALUEVAL, FILES, Record, demo_path
+from salesrl_trl.ground.shutdown import end_tidily
 
-DEMO_BBQ, DEMO_HALUEVAL = "demo_bbq", "demo_halueval"
 HELD_OUT = 5  # one context, or fact, in so many
 
 _PEOPLE = {
@@ -139,3 +145,19 @@ def _halueval(rng: random.Random) -> list[tuple[str, Record]]:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def main() -> None:
+    """Write both datasets, a folder each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=demo_path("."), help="folder to write to")
+    out: Path = parser.parse_args().out
+    for name, (split, file) in itertools.product((DEMO_BBQ, DEMO_HALUEVAL), FILES.items()):
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in two_task_records(name, split)]
+        (out / name).mkdir(exist_ok=True)
+        (out / name / file).write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    end_tidily()
+    main()

@@ -1,0 +1,121 @@
+"""Episodes: an agent of a user's own that talks with the policy, and returns its reward.
+
+    @per_episode
+    async def episode(client, row):  # `client` is an `openai.AsyncOpenAI` of the policy in training
+        answer = await client.chat.completions.create(model="policy", messages=row["prompt"])
+        return score(answer.choices[0].message.content, row["answer"])
+
+    trainer = SalesGRPOTrainer(model, reward_funcs=[episode], ...)
+
+Owns what the end of an episode means. An episode runs where its tokens are generated (`wiring.trl_access`, with the
+endpoint of `rollout.policy_endpoint`); its reward comes with the row when the completion is scored.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, overload
+
+import openai
+
+from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
+from salesrl_trl.reward.functions import Function, RewardFunction
+from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames, Scorer
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.types import Outcome, Reward
+
+PLAYED = "episode_reward"
+"""Column of a row: the reward of the episode that was played with it, as `kept` has it."""
+_PARTS = ("outcome", "value", "reason", "components", "columns", "metrics")
+
+
+class Episode(RewardFunction):
+    """The function of `per_episode`, as the only reward function of a trainer."""
+
+    def __init__(self, function: Function, *, deadline_s: float = DEADLINE_S) -> None:
+        if not inspect.iscoroutinefunction(function):
+            raise ConfigError("an episode is a function that is not async. Expected `async def episode(client, row)`.")
+        super().__init__(function, Per.COMPLETION, deadline_s=deadline_s)
+        self._client: openai.AsyncOpenAI | None = None  # of the reward's event loop
+
+    @property
+    def names(self) -> RewardNames:
+        names = super().names
+        return RewardNames(functions=names.functions, places=names.places)
+
+    async def play(self, address: str, key: str, row: Mapping[str, Any]) -> Reward:
+        """Play one episode, over the endpoint at an address. What the function raises leaves it without a number."""
+        if self._client is None:  # by no proxy, and without an end: a turn may wait for a step of training
+            http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
+            options: Any = {"http_client": http, "timeout": None, "max_retries": 0}
+            self._client = openai.AsyncOpenAI(base_url=address, api_key=key, **options)
+        client = self._client.with_options(api_key=key)
+        try:
+            return self._reward(await self._returned({"client": client, "row": row}, 1))
+        except ServiceError as error:
+            return self._failed(error)
+
+    async def drain(self) -> BatchReport:
+        return NOTHING_SCORED  # it calls nothing by a transport of ours
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self._client is not None:
+            await self._client.close()
+
+    def without_number(self, what: str, words: str) -> Reward:
+        """The reward of an episode that counts for nothing, with its reason code."""
+        return self._unscored(f"{self.code}_{what}", f"{self.__name__} {words}")
+
+    async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
+        played = sample.row.get(PLAYED)
+        if played is None:
+            return self.without_number("not_played", "has not been played: a completion alone has no reward")
+        return Reward(**{**played, "outcome": Outcome(played["outcome"])})
+
+
+def kept(reward: Reward) -> dict[str, Any]:
+    """A reward in values of Python's own, which a checkpoint may hold."""
+    plain = {name: value for name, value in asdict(reward).items() if name in _PARTS}
+    numbers = {name: None if part is None else float(part) for name, part in reward.components.items()}
+    columns = {name: part if isinstance(part, str | None) else float(part) for name, part in plain["columns"].items()}
+    value = None if reward.value is None else float(reward.value)
+    metrics = tuple((name, float(number)) for name, number in reward.metrics)
+    return {**plain, "outcome": reward.outcome.value, "value": value, "components": numbers, "columns": columns,
+            "metrics": metrics}  # fmt: skip
+
+
+def check_alone(rewards: Sequence[Scorer], in_a_process: bool | None, are_all: bool) -> None:
+    """Raise `ConfigError` for an episode beside other rewards, or in a process of the rewards' own."""
+    if not any(isinstance(reward, Episode) for reward in rewards):
+        return
+    if len(rewards) > 1 or not are_all:
+        raise ConfigError(
+            "a function with `@per_episode` is given beside other rewards. Expected it alone: it plays the whole "
+            "episode, and what it returns is the reward. Call the other functions inside it."
+        )
+    if in_a_process:
+        raise ConfigError(
+            "`reward_process` is true with a function with `@per_episode`, which runs in the trainer's process. "
+            " Expected `reward_process: false`."
+        )
+
+
+@overload
+def per_episode(function: Function, /) -> Episode: ...
+@overload
+def per_episode(*, deadline_s: float = ...) -> Callable[[Function], Episode]: ...
+def per_episode(function: Function | None = None, /, *, deadline_s: float = DEADLINE_S) -> Any:
+    """Makes an agent that talks with the policy, and returns its reward, the reward function of a trainer.
+
+    Args:
+        function (`Callable`):
+            `async def episode(client, row)`. `client` is an `openai.AsyncOpenAI` of the policy in training; `row` is
+            the row of the dataset. Returns a number, `None` or a `Reward`.
+        deadline_s (`float`, *optional*, defaults to `300.0`):
+            Seconds for which an episode may go on without waiting for the policy.
+    """
+    if function is None:
+        return lambda given: Episode(given, deadline_s=deadline_s)
+    return Episode(function, deadline_s=deadline_s)

@@ -1,0 +1,258 @@
+"""What an agent asks the policy, as sequences of tokens: requests that continue each other are one sequence.
+
+Owns which request continues which, the tokens between two turns, and the sequence of an episode that trains. Tokens of
+a turn are those that the engine sampled: they are appended, never decoded and encoded again. `policy_endpoint` has the
+form of requests and answers; `wiring.trl_access` asks for what trains.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    parse_response,
+    supports_tool_calling,
+)
+
+from salesrl_trl.generation.conversations import Turn
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+
+
+class Refused(Exception):
+    """A request for which the policy is not asked, or gets no answer."""
+
+    def __init__(self, words: str, *, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(words)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatForm:
+    """A chat template with its tokenizer, which threads may share, and the lengths of the run."""
+
+    tokenizer: Any
+    template: str | None  # `None`: the tokenizer's own
+    kwargs: Mapping[str, Any]  # of the template
+    ends: frozenset[int]  # tokens that end a turn
+    most_tokens: int  # of a sequence
+    most_completion: int  # of a sequence behind its first prompt
+
+    @classmethod
+    def of(cls, tokenizer: Any, template: str | None, **named: Any) -> "ChatForm":
+        """The form of a tokenizer, with what TRL knows of its template: how tool calls are read, and one that writes a
+        turn in the same way whatever follows it, in place of the tokenizer's own that does not."""
+        probes: list[Message] = [{"role": "user", "content": "dummy"}]
+        if supports_tool_calling(tokenizer):
+            probes.append({"role": "tool", "name": "dummy", "content": "dummy"})
+            if not _reads_calls(tokenizer):
+                with contextlib.suppress(ValueError):  # of a template that TRL does not know
+                    add_response_schema(tokenizer)
+        form = cls(tokenizer=tokenizer, template=template, **named)
+        with contextlib.suppress(ValueError):
+            if template is None and not all(form.follows(probe) for probe in probes):
+                return replace(form, template=get_training_chat_template(tokenizer))
+        return form
+
+    def follows(self, message: Message) -> bool:
+        """Whether a turn is written in the same way when this message follows it."""
+        with contextlib.suppress(Refused):
+            return self.between([message]) is not None
+        return False
+
+    def encode(self, messages: Sequence[Message], tools: Tools = None, *, starts_turn: bool = True) -> list[int]:
+        try:
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                list(messages), tools=tools or None, chat_template=self.template, add_generation_prompt=starts_turn,
+                tokenize=True, return_dict=False, **self.kwargs,
+            )  # fmt: skip
+        except (TemplateError, TypeError) as error:
+            raise Refused(f"`messages`: the policy's chat template says: {error}") from None
+        return ids
+
+    def between(self, messages: Sequence[Message]) -> list[int] | None:
+        """The tokens of messages that follow a turn, with the start of the next turn: taken from a small conversation,
+        as TRL takes those of a tool's result. `None` if the template writes a turn otherwise when these follow it."""
+        before: list[Message] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}]
+        if messages[0]["role"] == "tool":
+            function = {"name": messages[0]["name"], "arguments": {}}
+            before[1] |= {"content": "", "tool_calls": [{"type": "function", "function": function}]}
+        prefix, full = self.encode(before, starts_turn=False), self.encode([*before, *messages])
+        if ends := [place for place, token in enumerate(prefix) if token == self.tokenizer.eos_token_id]:
+            prefix = prefix[: ends[-1] + 1]  # what a template writes behind it belongs between
+        return full[len(prefix) :] if full[: len(prefix)] == prefix else None
+
+    def read(self, ids: list[int], prefix: list[int], tools: Tools) -> Message:
+        """The message of a turn, with its tool calls."""
+        if _reads_calls(self.tokenizer):
+            message: Message = parse_response(self.tokenizer, ids, prefix=prefix, tools=tools)
+            return message
+        return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+
+
+def _reads_calls(tokenizer: object) -> bool:
+    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Sequenced:
+    """One sequence of an episode, up to the start or the end of a turn."""
+
+    messages: list[Message]  # as the template takes them
+    tools: Tools
+    before: "Sequenced | None"  # what it continues
+    prompt_messages: int  # how many messages the first prompt has
+    prompt_ids: list[int]  # of the first prompt
+    ids: list[int]  # of all that follows
+    mask: list[int]  # 1 for tokens of the policy, 0 for those between
+    logprobs: list[float] | None  # 0.0 between. `None` where the engine gives none
+    own: int = 0  # how many tokens the last turn has
+
+    @classmethod
+    def empty(cls, prompt_ids: list[int], end: int, *, has_logprobs: bool) -> "Sequenced":
+        """The sequence of an episode that has not asked: a row has a token at least."""
+        return cls(
+            messages=[{"role": "assistant", "content": ""}], tools=None, before=None, prompt_messages=0,
+            prompt_ids=prompt_ids, ids=[end], mask=[0], logprobs=[0.0] if has_logprobs else None,
+        )  # fmt: skip
+
+    @property
+    def sampled(self) -> int:
+        return sum(self.mask)
+
+
+class AgentCalls:
+    """The requests of one episode. `ask` asks the engine for a turn, and waits. Methods may be called from any thread.
+
+    A request continues an earlier one if it repeats its messages and its answer, with others behind them that are not
+    the assistant's, and has the same tools. Any other begins a sequence.
+    """
+
+    def __init__(self, form: ChatForm, ask: Callable[[list[int]], Turn]) -> None:
+        self.form, self._ask = form, ask
+        self.answered: list[Sequenced] = []
+        self.error: BaseException | None = None
+        """What went wrong here, or in the engine, so that a request has no answer. It is no failure of the episode."""
+        self._waiting, self._last = 0, time.monotonic()
+        self._lock = threading.Lock()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the policy answered last; 0 while it is asked."""
+        return 0.0 if self._waiting else time.monotonic() - self._last
+
+    def start(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Sequenced:
+        """The sequence up to the start of the turn that answers these messages. Raises `Refused`."""
+        if tools and not _reads_calls(self.form.tokenizer):
+            raise Refused("`tools`: no tool calls can be read of this policy's chat template.")
+        try:
+            plain = _plain(messages)
+        except (KeyError, TypeError, AttributeError):
+            raise Refused("`messages`: expected those of OpenAI's chat completions.") from None
+        keys = [_key(message) for message in plain]
+        started = None
+        for earlier in sorted(self.answered, key=lambda each: len(each.messages))[::-1]:
+            size = len(earlier.messages)
+            new = plain[size:]
+            is_next = new and all(each["role"] != "assistant" for each in new) and earlier.tools == tools
+            if is_next and [_key(message) for message in earlier.messages] == keys[:size]:
+                started = self._continued(earlier, new)
+                break
+        if started is None:
+            started = Sequenced(
+                messages=plain, tools=tools, before=None, prompt_messages=len(plain),
+                prompt_ids=self.form.encode(plain, tools), ids=[], mask=[], logprobs=[],
+            )  # fmt: skip
+        if self._room(started) <= 0:
+            most = f"{self.form.most_completion} behind the first prompt, {self.form.most_tokens} in all"
+            raise Refused(f"The sequence has no room for a turn: {most}.", code="context_length_exceeded")
+        return started
+
+    def _continued(self, earlier: Sequenced, new: list[Message]) -> Sequenced | None:
+        between = self.form.between(new)
+        if between is None:
+            return None
+        if earlier.ids[-1] not in self.form.ends:  # it was cut
+            between = [self.form.tokenizer.eos_token_id, *between]
+        logprobs = None if earlier.logprobs is None else [*earlier.logprobs, *[0.0] * len(between)]
+        return replace(
+            earlier, messages=[*earlier.messages, *new], before=earlier, ids=[*earlier.ids, *between],
+            mask=[*earlier.mask, *[0] * len(between)], logprobs=logprobs,
+        )  # fmt: skip
+
+    def _room(self, started: Sequenced) -> int:
+        size = len(started.ids)
+        return min(self.form.most_completion - size, self.form.most_tokens - len(started.prompt_ids) - size)
+
+    def turn(self, started: Sequenced, most: int | None) -> Sequenced:
+        """The sequence with its next turn, of at most so many tokens. Raises what the engine raises."""
+        prefix = [*started.prompt_ids, *started.ids]
+        with self._lock:
+            self._waiting += 1
+        try:
+            own, logprobs = self._ask(prefix)
+        finally:
+            with self._lock:
+                self._waiting, self._last = self._waiting - 1, time.monotonic()
+        room = self._room(started) if most is None else min(self._room(started), most)
+        own = own[:room]
+        both = None if logprobs is None or started.logprobs is None else [*started.logprobs, *logprobs[:room]]
+        message = self.form.read(own, prefix, started.tools)
+        return replace(
+            started, messages=[*started.messages, message], ids=[*started.ids, *own],
+            mask=[*started.mask, *[1] * len(own)], logprobs=both, own=len(own),
+        )  # fmt: skip
+
+    def ends(self) -> list[Sequenced]:
+        """The sequences that no later one continues. The one that trains is the first: that with most tokens of the
+        policy, of equals the last."""
+        continued = {id(each.before) for each in self.answered}
+        ends = [each for each in reversed(self.answered) if id(each) not in continued]
+        return sorted(ends, key=lambda each: -each.sampled)
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages of a request as templates take them. Raises `Refused` for what the policy can't read."""
+    plain, names = [], dict[str, str]()
+    for place, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if isinstance(content, list):
+            if any(part.get("type") not in ("text", "input_text") for part in content):
+                raise Refused(f"`messages[{place}]`: the policy reads parts of the type `text` alone.")
+            content = "".join(part["text"] for part in content)
+        made: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
+        if role == "assistant" and (calls := message.get("tool_calls")):
+            names |= {call.get("id"): call["function"]["name"] for call in calls}
+            functions = [{"name": call["function"]["name"], "arguments": _arguments(call)} for call in calls]
+            made["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        elif role == "tool":
+            made["name"] = names.get(str(message.get("tool_call_id")), message.get("name"))
+            if not made["name"]:
+                raise Refused(f"`messages[{place}]`: `tool_call_id` is of no call before it.")
+        elif made["role"] not in ("system", "user", "assistant"):
+            raise Refused(f"`messages[{place}]`: the role {role!r}. Expected system, user, assistant or tool.")
+        plain.append(made)
+    return plain
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    given = call["function"].get("arguments") or "{}"
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
+
+
+def _key(message: Message) -> tuple[object, ...]:
+    """What a message says, however a framework writes it: without ids, what a policy thought, and outer blanks."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    said = [(call["name"], json.dumps(call.get("arguments") or {}, sort_keys=True)) for call in calls]
+    return message["role"], str(message["content"]).strip(), message.get("name"), tuple(said)
