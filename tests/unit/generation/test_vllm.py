@@ -310,7 +310,7 @@ def seeing_generation(monkeypatch, seen_as):
         return [seen_as(ids) for ids in prompts], [], [], []
 
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "generate", generate)
-    return bare(mode="colocate", processing_class=Seeing(), _collect=None), asked
+    return bare(mode="colocate", processing_class=Seeing(), _collect=None, generation_kwargs={}), asked
 
 
 def test_vllm_gets_one_token_for_each_picture_and_puts_in_the_others(monkeypatch):
@@ -327,6 +327,16 @@ def test_a_vllm_that_reads_a_picture_as_other_tokens_is_refused(monkeypatch):
     generation, _ = seeing_generation(monkeypatch, lambda ids: [1, 9, 9, 2])
     with pytest.raises(ConfigError, match="prompt 0 as 4 tokens with the text, and the trainer as 5"):
         generation.generate([[1, 9, 9, 9, 2]], [["a"]], 1)
+
+
+@pytest.mark.parametrize(("given", "makes"), [({}, False), ({"detokenize": True}, True), ({"stop": ["."]}, None)])
+def test_vllm_makes_no_texts_unless_it_looks_for_strings_in_them(monkeypatch, given, makes):
+    seen = []
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "generate", lambda self, *_: seen.append(self.generation_kwargs))
+    generation = bare(mode="colocate", _collect=None, generation_kwargs=given)
+    generation.generate([[1]], None, 1)
+    assert seen[0].get("detokenize") is makes
+    assert generation.generation_kwargs is given
 
 
 def test_with_new_weights_vllm_forgets_what_the_vision_tower_made_of_pictures(monkeypatch):
