@@ -10,8 +10,8 @@ The same for every arm:
 - a reward that answers at once.
 
 `ours_N` is this package's trainer with `rollout_lookahead: N`. Every arm is a process of its own. It takes steps with
-instant tools first, then steps with slow ones. A step lasts from its predecessor's end to its own. The first N + 2 steps
-of each kind are not counted, nor the last N. Stock TRL takes one slow step, which instant ones have warmed up.
+instant tools first, then steps with slow ones. A step lasts from the end of the one before to its own. The first N + 2
+steps of each kind are not counted, nor the last N. Stock TRL takes one slow step, which instant ones have warmed up.
 """
 
 import argparse

@@ -235,9 +235,9 @@ class SalesVLLMGeneration(VLLMGeneration):
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object = None
     ) -> tuple[Any, ...]:
-        """TRL's `generate`. In this process vLLM makes no texts, which TRL does not read and which hold up the decoding
-        of small models; there is one token for each picture. Where completions are reported, each process asks a
-        server for its own, one request each: TRL's one request for all is answered when the last is finished."""
+        """TRL's `generate`. In this process vLLM makes no texts, which TRL does not read, and which hold up small models;
+        there is one token for each picture. Where completions are reported, each process asks a server for its own,
+        one request each: TRL's one request for all is answered when the last is finished."""
         if self._collect is None:
             if self.mode == "server":
                 return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
