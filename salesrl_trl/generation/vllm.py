@@ -235,7 +235,7 @@ class SalesVLLMGeneration(VLLMGeneration):
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object = None
     ) -> tuple[Any, ...]:
-        """TRL's `generate`. In this process vLLM makes no texts, which TRL does not read, and which hold up small models;
+        """TRL's `generate`. In this process vLLM makes no texts: TRL reads none, and they hold small models up; and
         there is one token for each picture. Where completions are reported, each process asks a server for its own,
         one request each: TRL's one request for all is answered when the last is finished."""
         if self._collect is None:
