@@ -269,7 +269,16 @@ class TRLAccess(GRPOTrainer):
         if endpoint is None:
             endpoint = components.endpoint = PolicyEndpoint()
         ids, images, fields = self._tokenize_prompts(copy.deepcopy(prompts))
-        form = self._chat_form = self._chat_form or self._make_chat_form()
+        if self._chat_form is None:  # the template and the limits of TRL's own loop over tools
+            in_process = self.use_vllm and self.vllm_mode == "colocate"
+            engine = self.vllm_generation.llm.llm_engine.model_config if in_process else None
+            form = ChatForm.of(
+                copy.deepcopy(self._tokenizer), self.chat_template, kwargs=self.chat_template_kwargs,
+                ends=frozenset(self.eos_token_ids), most_completion=self.max_completion_length,
+                most_tokens=engine.max_model_len if engine else self.model.config.max_position_embeddings,
+            )  # fmt: skip
+            self._chat_form = replace(form, tokenizer=_Locked(form.tokenizer))
+        form = self._chat_form
 
         def talk(place: int, first: Turn, ask: Ask) -> Played:
             notes = ConversationNotes(track=f"episode {place}")
@@ -304,21 +313,6 @@ class TRLAccess(GRPOTrainer):
         batch = Conversations(len(rows), talk, self._turns(), are_episodes=True)
         self._begin(batch, ids, images, fields, ahead)
         return _Talking(batch, self._end, functools.partial(self._sample_episodes, prompts))
-
-    def _make_chat_form(self) -> ChatForm:
-        """The template of TRL's own loop over tools, and its limits."""
-        most = self.model.config.max_position_embeddings
-        if self.use_vllm and self.vllm_mode == "colocate":
-            most = self.vllm_generation.llm.llm_engine.model_config.max_model_len
-        form = ChatForm.of(
-            copy.deepcopy(self._tokenizer),
-            self.chat_template,
-            kwargs=self.chat_template_kwargs,
-            ends=frozenset(self.eos_token_ids),
-            most_tokens=most,
-            most_completion=self.max_completion_length,
-        )
-        return replace(form, tokenizer=_Locked(form.tokenizer))
 
     def _sample_episodes(self, prompts: Sequence[object], played: Sequence["Played"]) -> Sampled:
         """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
