@@ -12,8 +12,8 @@ endpoint of `rollout.policy_endpoint`); its reward comes with the row when the c
 """
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, overload
 
 import openai
@@ -27,7 +27,6 @@ from salesrl_trl.types import Outcome, Reward
 
 PLAYED = "episode_reward"
 """Column of a row: the reward of the episode that was played with it, as `kept` has it."""
-_PARTS = ("outcome", "value", "reason", "components", "columns", "metrics")
 
 
 class Episode(RewardFunction):
@@ -72,18 +71,15 @@ class Episode(RewardFunction):
         played = sample.row.get(PLAYED)
         if played is None:
             return self.without_number("not_played", "has not been played: a completion alone has no reward")
-        return Reward(**{**played, "outcome": Outcome(played["outcome"])})
+        metrics = tuple((name, number) for name, number in played["metrics"])
+        return Reward(**{**played, "outcome": Outcome(played["outcome"]), "metrics": metrics})
 
 
 def kept(reward: Reward) -> dict[str, Any]:
     """A reward in values of Python's own, which a checkpoint may hold."""
-    plain = {name: value for name, value in asdict(reward).items() if name in _PARTS}
-    numbers = {name: None if part is None else float(part) for name, part in reward.components.items()}
-    columns = {name: part if isinstance(part, str | None) else float(part) for name, part in plain["columns"].items()}
-    value = None if reward.value is None else float(reward.value)
-    metrics = tuple((name, float(number)) for name, number in reward.metrics)
-    return {**plain, "outcome": reward.outcome.value, "value": value, "components": numbers, "columns": columns,
-            "metrics": metrics}  # fmt: skip
+    parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics")}
+    plain: dict[str, Any] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
+    return plain
 
 
 def check_alone(rewards: Sequence[Scorer], in_a_process: bool | None, are_all: bool) -> None:
@@ -98,7 +94,7 @@ def check_alone(rewards: Sequence[Scorer], in_a_process: bool | None, are_all: b
     if in_a_process:
         raise ConfigError(
             "`reward_process` is true with a function with `@per_episode`, which runs in the trainer's process. "
-            " Expected `reward_process: false`."
+            "Expected `reward_process: false`."
         )
 
 

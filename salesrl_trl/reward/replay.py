@@ -21,6 +21,7 @@ from salesrl_trl.recording.completion_record import QUEUE
 from salesrl_trl.recording.reader import digest_of, open_record, record_files, row_of, text_of, unpacked
 from salesrl_trl.recording.schema import rank_of
 from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
+from salesrl_trl.reward.episodes import Episode
 from salesrl_trl.reward.sample_lines import row_id_of
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
@@ -56,6 +57,10 @@ class ReplayReward(Scorer):
 
     def __init__(self, reward: Scorer, run: Path, on_miss: str, *, delays: bool = False, rank: int = 0) -> None:
         super().__init__(reward.deadline_s)
+        if isinstance(reward, Episode):
+            raise ConfigError(
+                "`replay` is set with a function with `@per_episode`. Expected none: it plays each episode."
+            )
         self.__name__ = reward.own_name
         self.lines, self.budget = reward.lines, reward.budget
         self._reward = reward

@@ -116,14 +116,6 @@ class Sequenced:
     logprobs: list[float] | None  # 0.0 between. `None` where the engine gives none
     own: int = 0  # how many tokens the last turn has
 
-    @classmethod
-    def empty(cls, prompt_ids: list[int], end: int, *, has_logprobs: bool) -> "Sequenced":
-        """The sequence of an episode that has not asked: a row has a token at least."""
-        return cls(
-            messages=[{"role": "assistant", "content": ""}], tools=None, before=None, prompt_messages=0,
-            prompt_ids=prompt_ids, ids=[end], mask=[0], logprobs=[0.0] if has_logprobs else None,
-        )  # fmt: skip
-
     @property
     def sampled(self) -> int:
         return sum(self.mask)
@@ -215,8 +207,8 @@ class AgentCalls:
         """The sequences that no later one continues. The one that trains is the first: that with most tokens of the
         policy, of equals the last."""
         continued = {id(each.before) for each in self.answered}
-        ends = [each for each in reversed(self.answered) if id(each) not in continued]
-        return sorted(ends, key=lambda each: -each.sampled)
+        ends = [each for each in self.answered if id(each) not in continued]
+        return sorted(ends, key=lambda each: each.sampled)[::-1]
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -22,6 +22,7 @@ from salesrl_trl.rollout.chat_turns import AgentCalls, Refused, Sequenced
 
 logger = logging.getLogger(__name__)
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MODEL = "policy"
 MOST_CHOICES = 64
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -30,6 +31,7 @@ _READ = {
     "user", "store", "metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key",
 }  # fmt: skip
 """Fields of a request that are followed, or that say nothing about how the policy answers."""
+_USUAL = {"tool_choice": "auto", "response_format": {"type": "text"}}  # these ask for nothing
 
 
 class PolicyEndpoint:
@@ -38,31 +40,33 @@ class PolicyEndpoint:
     def __init__(self) -> None:
         self._episodes: dict[str, AgentCalls] = {}
         self._told: set[str] = set()
-        self._loop, started = asyncio.new_event_loop(), threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(started,), name="policy endpoint", daemon=True)
-        self._thread.start()
-        started.wait()
-
-    def _serve(self, started: threading.Event) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.add_routes([web.post("/v1/chat/completions", self._complete), web.get("/v1/models", self._models)])
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._guarded(self._complete)),
+                web.get("/v1/models", self._guarded(_models)),
+            ]
+        )
+        self._runner, self._loop = (
+            web.AppRunner(app, access_log=None, handler_cancellation=True),
+            asyncio.new_event_loop(),
+        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="policy endpoint", daemon=True)
+        self._thread.start()
+        port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        self.address = f"http://127.0.0.1:{port}/v1"
 
-        async def start() -> None:
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            self.address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-            started.set()
-
-        self._loop.run_until_complete(start())
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-        self._loop.close()
+    async def _listen(self) -> int:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        port: int = self._runner.addresses[0][1]
+        return port
 
     def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     @contextlib.contextmanager
     def open(self, calls: AgentCalls) -> Iterator[str]:
@@ -74,40 +78,45 @@ class PolicyEndpoint:
         finally:
             del self._episodes[key]
 
-    def _calls_of(self, request: web.Request) -> AgentCalls:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        calls = self._episodes.get(key) if scheme.lower() == "bearer" else None
-        if calls is None:
-            raise Refused("The key is of no episode that is under way.", code="invalid_api_key", status=401)
-        return calls
+    def _guarded(self, answer: Callable[[web.Request, AgentCalls], Awaitable[web.StreamResponse]]) -> Handler:
+        """Answers with the key of an open episode alone. What fails here or in the engine is kept for the trainer."""
 
-    async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._calls_of(request)
-        except Refused as refused:
-            return self._refusal(refused)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "salesrl_trl"}
-        return web.json_response({"object": "list", "data": [model]})
+        async def answered(request: web.Request) -> web.StreamResponse:
+            calls = self._episodes.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+            try:
+                if calls is None:
+                    raise Refused("The key is of no episode that is under way.", code="invalid_api_key", status=401)
+                return await answer(request, calls)
+            except Refused as refused:
+                words, code, status = str(refused), refused.code, refused.status
+                if status == 400:
+                    self._tell(f"a request of an episode is refused: {words}")
+            except (web.HTTPException, ConnectionError):
+                raise
+            except (Exception, GivenUp) as failure:
+                assert calls is not None
+                calls.error = failure
+                words, code, status = "The policy answers this episode no more.", "given_up", 410
+            error = {"message": words, "type": "invalid_request_error", "param": None, "code": code}
+            return web.json_response({"error": error}, status=status)
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        calls = None
-        try:
-            calls = self._calls_of(request)
-            asked = await _body(request)
-            self._tell_ignored(asked)
-            most, count = asked.get("max_completion_tokens") or asked.get("max_tokens"), asked.get("n") or 1
-            started = await _in_thread(calls.start, asked["messages"], asked.get("tools") or None)
-            turns = await asyncio.gather(*(_in_thread(calls.turn, started, most) for _ in range(count)))
-            if asked.get("logprobs") and turns[0].logprobs is None:
-                raise Refused("`logprobs`: the engine gives none.")
-        except Refused as refused:
-            return self._refusal(refused)
-        except (Exception, GivenUp) as error:
-            if calls is not None:
-                calls.error = error
-            return self._refusal(Refused("The policy answers this episode no more.", code="given_up", status=410))
-        calls.answered += turns  # not those of a request that was left
+        return answered
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            logger.warning(line)
+
+    async def _complete(self, request: web.Request, calls: AgentCalls) -> web.StreamResponse:
+        asked = await _body(request)
+        for name in sorted(asked.keys() - _READ):
+            if asked[name] is not None and asked[name] != _USUAL.get(name):
+                self._tell(f"off: `{name}` in requests of episodes. The policy samples with the run's own settings")
+        most, count = asked.get("max_completion_tokens") or asked.get("max_tokens"), asked.get("n") or 1
+        started = await _in_thread(calls.start, asked["messages"], asked.get("tools") or None)
+        turns = await asyncio.gather(*(_in_thread(calls.turn, started, most) for _ in range(count)))
         answer = _answer(calls, turns, has_logprobs=bool(asked.get("logprobs")))
+        calls.answered += turns  # not those of a request that was left
         if not asked.get("stream"):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -117,22 +126,10 @@ class PolicyEndpoint:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _tell_ignored(self, asked: Mapping[str, Any]) -> None:
-        usual = {"tool_choice": "auto", "response_format": {"type": "text"}}
-        for name in asked.keys() - _READ:
-            if asked[name] is not None and asked[name] != usual.get(name):
-                self._tell(f"off: `{name}` in requests of episodes. The policy samples with the run's own settings")
 
-    def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
-            logger.warning(line)
-
-    def _refusal(self, refused: Refused) -> web.Response:
-        if refused.status == 400:
-            self._tell(f"a request of an episode is refused: {refused}")
-        error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}
-        return web.json_response({"error": error}, status=refused.status)
+async def _models(request: web.Request, calls: AgentCalls) -> web.Response:
+    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "salesrl_trl"}
+    return web.json_response({"object": "list", "data": [model]})
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: object) -> Any:
@@ -142,77 +139,75 @@ async def _in_thread(function: Callable[..., Any], *arguments: object) -> Any:
 async def _body(request: web.Request) -> dict[str, Any]:
     """The fields of a request for a chat completion. Raises `Refused` for those that can't be answered."""
     try:
-        asked: Any = await request.json()
-    except ValueError:
-        raise Refused("The body is no JSON.") from None
-    messages = asked.get("messages") if isinstance(asked, dict) else None
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise Refused("`messages`: expected a list of messages.")
-    count, most = asked.get("n") or 1, asked.get("max_completion_tokens") or asked.get("max_tokens")
+        asked: dict[str, Any] = dict(await request.json())
+    except (ValueError, TypeError):
+        raise Refused("The body is no JSON object.") from None
+    messages, count = asked.get("messages"), asked.get("n") or 1
+    most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 1
     refusals = {
+        "`messages`: expected a list of messages.":
+            not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages),
+        "`tools`: expected a list of functions.": not isinstance(asked.get("tools") or [], list),
         f"`n`: expected a number from 1 to {MOST_CHOICES}.": not (type(count) is int and 1 <= count <= MOST_CHOICES),
-        "`max_tokens`: expected a number above 0.": most is not None and not (type(most) is int and most > 0),
+        "`max_tokens`: expected a number above 0.": not (type(most) is int and most > 0),
         "`stop`: a turn of the policy ends with its own token.": bool(asked.get("stop")),
         "`top_logprobs`: the log-probs of sampled tokens alone are there.": bool(asked.get("top_logprobs")),
-        "`tools`: expected a list of functions.": not isinstance(asked.get("tools") or [], list),
-    }
+    }  # fmt: skip
     for words, holds in refusals.items():
         if holds:
             raise Refused(words)
-    return dict(asked)
+    return asked
 
 
 def _answer(calls: AgentCalls, turns: Sequence[Sequenced], *, has_logprobs: bool) -> dict[str, Any]:
-    prompt = len(turns[0].prompt_ids) + len(turns[0].ids) - turns[0].own
-    written = sum(turn.own for turn in turns)
-    usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-    choices = [
-        {"index": place, **_choice(calls, turn), "logprobs": _logprobs(calls, turn) if has_logprobs else None}
-        for place, turn in enumerate(turns)
-    ]
-    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": int(time.time()),
-            "model": MODEL, "choices": choices, "usage": usage}  # fmt: skip
+    prompt, written = len(turns[0].prompt_ids) + len(turns[0].ids) - turns[0].own, sum(turn.own for turn in turns)
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": place, **_choice(calls, turn, has_logprobs)} for place, turn in enumerate(turns)],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
+    }
 
 
-def _choice(calls: AgentCalls, turn: Sequenced) -> dict[str, Any]:
-    read = turn.messages[-1]
-    message: dict[str, Any] = {"role": "assistant", "content": read["content"] or None}
+def _choice(calls: AgentCalls, turn: Sequenced, has_logprobs: bool) -> dict[str, Any]:
+    read, own = turn.messages[-1], turn.ids[-turn.own :]
+    functions = [call.get("function", call) for call in read.get("tool_calls") or ()]
+    message: dict[str, Any] = {"role": "assistant", "content": read["content"] or (None if functions else "")}
     if thought := read.get("reasoning_content"):
         message["reasoning_content"] = thought
-    functions = [call.get("function", call) for call in read.get("tool_calls") or ()]
     if functions:
         message["tool_calls"] = [
             {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {
                 "name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
             for function in functions
         ]  # fmt: skip
-    elif message["content"] is None:
-        message["content"] = ""
-    is_cut = turn.ids[-1] not in calls.form.ends
-    return {"message": message, "finish_reason": "length" if is_cut else "tool_calls" if functions else "stop"}
-
-
-def _logprobs(calls: AgentCalls, turn: Sequenced) -> dict[str, Any]:
-    texts = [calls.form.tokenizer.decode([token]) for token in turn.ids[-turn.own :]]
-    logprobs = (turn.logprobs or [])[-turn.own :]
-    pairs = zip(texts, logprobs, strict=True)
-    content = [
-        {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []} for text, logprob in pairs
-    ]
-    return {"content": content, "refusal": None}
+    logprobs = None
+    if has_logprobs:
+        if turn.logprobs is None:
+            raise Refused("`logprobs`: the engine gives none.")
+        texts = [calls.form.tokenizer.decode([token]) for token in own]
+        logprobs = {"refusal": None, "content": [
+            {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
+            for text, logprob in zip(texts, turn.logprobs[-turn.own :], strict=True)
+        ]}  # fmt: skip
+    end = "length" if own[-1] not in calls.form.ends else "tool_calls" if functions else "stop"
+    return {"message": message, "finish_reason": end, "logprobs": logprobs}
 
 
 def _chunks(answer: Mapping[str, Any], *, has_usage: bool) -> Iterator[dict[str, Any]]:
     """An answer as a stream sends it: of each choice its message in one piece, then its end."""
-    common = {**answer, "object": "chat.completion.chunk"}
-    common.pop("usage")
+    common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in answer["choices"]:
         delta = dict(choice["message"])
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
-        piece = {"index": choice["index"], "logprobs": choice["logprobs"]}
-        yield {**common, "choices": [{**piece, "delta": delta, "finish_reason": None}]}
-        end = {"index": choice["index"], "logprobs": None, "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield {**common, "choices": [end]}
+        piece = {"index": choice["index"], "logprobs": choice["logprobs"], "delta": delta, "finish_reason": None}
+        yield {**common, "choices": [piece]}
+        yield {
+            **common,
+            "choices": [{**piece, "logprobs": None, "delta": {}, "finish_reason": choice["finish_reason"]}],
+        }
     if has_usage:
         yield {**common, "choices": [], "usage": answer["usage"]}

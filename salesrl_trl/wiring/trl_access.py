@@ -61,16 +61,15 @@ class Talked:
     notes: ConversationNotes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
     """An episode that has ended."""
 
-    trained: Sequenced
-    completion: list[Any]  # its messages behind the first prompt
+    ends: Sequence[Sequenced]  # its sequences. The first trains.
+    completion: list[Any]  # the messages of that one, behind its first prompt
     reward: dict[str, Any]  # as a row keeps it
     calls: int
-    sampled: int  # tokens of the policy in all its sequences
-    is_rewritten: bool  # whether it has more than one
+    notes: ConversationNotes
 
 
 class TRLAccess(GRPOTrainer):
@@ -270,48 +269,54 @@ class TRLAccess(GRPOTrainer):
         if endpoint is None:
             endpoint = components.endpoint = PolicyEndpoint()
         ids, images, fields = self._tokenize_prompts(copy.deepcopy(prompts))
-        form = self._chat_form = self._chat_form or self._make_chat_form()
+        if self._chat_form is None:  # the template and the limits of TRL's own loop over tools
+            in_process = self.use_vllm and self.vllm_mode == "colocate"
+            engine = self.vllm_generation.llm.llm_engine.model_config if in_process else None
+            form = ChatForm.of(
+                copy.deepcopy(self._tokenizer), self.chat_template, kwargs=self.chat_template_kwargs,
+                ends=frozenset(self.eos_token_ids), most_completion=self.max_completion_length,
+                most_tokens=engine.max_model_len if engine else self.model.config.max_position_embeddings,
+            )  # fmt: skip
+            self._chat_form = replace(form, tokenizer=_Locked(form.tokenizer))
+        form = self._chat_form
 
         def talk(place: int, first: Turn, ask: Ask) -> Played:
-            calls = AgentCalls(form, functools.partial(ask, place))
+            notes = ConversationNotes(track=f"episode {place}")
+
+            def turn(prefix: list[int]) -> Turn:
+                began = time.perf_counter()
+                own = ask(place, prefix)
+                notes.end_turn(began)
+                return own
+
+            calls = AgentCalls(form, turn)
             with endpoint.open(calls) as key:
                 playing = components.reward_loop.call(episode.play, endpoint.address, key, copy.deepcopy(rows[place]))
                 reward = _waited(playing, calls, episode)
             if calls.error is not None:
                 raise calls.error
-            ends = calls.ends() or [
-                Sequenced.empty(ids[place], self._tokenizer.eos_token_id, has_logprobs=self.use_vllm)
-            ]
-            if not calls.answered and reward.value is not None:
-                reward = episode.without_number("no_turn", "has not asked the policy for a turn")
-            trained, sampled = ends[0], sum(end.sampled for end in ends)
-            completion = trained.messages[trained.prompt_messages :]
-            played = Played(trained, completion, kept(reward), len(calls.answered), sampled, len(ends) > 1)
-            finished(place, trained.ids, completion, columns={PLAYED: played.reward})
-            return played
+            if ends := calls.ends():
+                completion = ends[0].messages[ends[0].prompt_messages :]
+            else:  # a row has a token at least: one that does not train
+                completion = [{"role": "assistant", "content": ""}]
+                none = Sequenced(
+                    messages=completion, tools=None, before=None, prompt_messages=0, prompt_ids=ids[place],
+                    ids=[self._tokenizer.eos_token_id], mask=[0], logprobs=[0.0] if self.use_vllm else None,
+                )  # fmt: skip
+                ends = [none]
+                if reward.value is not None:
+                    reward = episode.without_number("no_turn", "has not asked the policy for a turn")
+            row = {PLAYED: kept(reward)}
+            finished(place, ends[0].ids, completion, columns=row)
+            return Played(ends=ends, completion=completion, reward=row[PLAYED], calls=len(calls.answered), notes=notes)
 
         batch = Conversations(len(rows), talk, self._turns(), are_episodes=True)
         self._begin(batch, ids, images, fields, ahead)
         return _Talking(batch, self._end, functools.partial(self._sample_episodes, prompts))
 
-    def _make_chat_form(self) -> ChatForm:
-        """The template of TRL's own loop over tools, and its limits."""
-        most = self.model.config.max_position_embeddings
-        if self.use_vllm and self.vllm_mode == "colocate":
-            most = self.vllm_generation.llm.llm_engine.model_config.max_model_len
-        form = ChatForm.of(
-            copy.deepcopy(self._tokenizer),
-            self.chat_template,
-            kwargs=self.chat_template_kwargs,
-            ends=frozenset(self.eos_token_ids),
-            most_tokens=most,
-            most_completion=self.max_completion_length,
-        )
-        return replace(form, tokenizer=_Locked(form.tokenizer))
-
     def _sample_episodes(self, prompts: Sequence[object], played: Sequence["Played"]) -> Sampled:
         """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
-        trained = [each.trained for each in played]
+        trained = [each.ends[0] for each in played]
         logprobs = [each.logprobs for each in trained if each.logprobs is not None]
         output = {
             "prompt_ids": [each.prompt_ids for each in trained],
@@ -323,8 +328,9 @@ class TRLAccess(GRPOTrainer):
         with patched(self, "rollout_func", lambda *_: output):
             sampled = self._sample(prompts)
         generated = (*sampled.generated[:3], [each.completion for each in played], *sampled.generated[4:])
+        sizes = [[end.sampled for end in each.ends] for each in played]
         counts = [
-            [each.calls, each.is_rewritten, each.sampled - each.trained.sampled, each.sampled] for each in played
+            [each.calls, len(size) > 1, sum(size[1:]), sum(size)] for each, size in zip(played, sizes, strict=True)
         ]
         table = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device).sum(0)
         calls, rewritten, untrained, every = self.accelerator.reduce(table, reduction="sum").tolist()
@@ -337,7 +343,8 @@ class TRLAccess(GRPOTrainer):
             )
         figures = dict(zip(EPISODE_FIGURES, (calls, rewritten, untrained / max(every, 1.0)), strict=True))
         metrics = {episode_figure(name): [value] for name, value in figures.items()}
-        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics})
+        spans = [span for each in played for span in each.notes.spans]
+        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics}, spans=spans)
 
     def _score(self, rollout: Rollout) -> Output:
         """TRL's own method. Its figures and tables are kept only when all rewards are in."""

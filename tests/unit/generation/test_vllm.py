@@ -14,6 +14,7 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import ProcessorMixin
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.generation.conversations import NO_TURN, AskedTurns, Conversations
 from salesrl_trl.generation.vllm import SalesVLLMGeneration, _Gate, vllm_engine_options
 
 
@@ -82,7 +83,9 @@ class Engine:
         """The output of every open request so far. Its first token is its place."""
         now = self._finishes.pop(0)
         outputs = [
-            SimpleNamespace(request_id=each, finished=place in now, outputs=[SimpleNamespace(token_ids=[place, 7])])
+            SimpleNamespace(
+                request_id=each, finished=place in now, outputs=[SimpleNamespace(token_ids=[place, 7], logprobs=None)]
+            )
             for place, each in self._open.items()
         ]
         for place in now:
@@ -253,6 +256,71 @@ def test_each_process_asks_a_server_for_its_own_completions_as_samples_of_their_
     assert served.accelerator.process_index == 1  # all is as it was
     with pytest.raises(TypeError):  # not streamed, TRL gathers
         served.generate(PROMPTS, None, 4)
+
+
+def test_episodes_ask_a_server_for_all_their_turns_and_nothing_is_asked_before(served):
+    def talk(place, first, ask):
+        assert first == NO_TURN
+        ids = [100 + place]
+        for _ in range(2):
+            own, logprobs = ask(place, ids)
+            assert logprobs == [-0.5]
+            ids = [*ids, *own]
+        return ids
+
+    served.vllm_client.gate.set()
+    batch = Conversations(len(PROMPTS), talk, AskedTurns(), are_episodes=True)
+    with served.conversing(batch, ahead=True):
+        assert served.generate(PROMPTS, None, 4)[1] == []
+    served.go_on(batch)
+    assert batch.results() == [[100 + place, *[100 + place, 7] * 2] for place in range(len(PROMPTS))]
+    asked = sorted((prompts[0], request["temperature"]) for prompts, request in served.vllm_client.asked)
+    assert asked == sorted(
+        (ids, 0.7) for place in range(100, 100 + len(PROMPTS)) for ids in ([place], [place, place, 7])
+    )
+
+
+def test_turns_of_episodes_are_sampled_as_their_own_batch_is():
+    class Params(str):
+        clone = str.__str__
+
+    class Answering(Engine):
+        def step(self):
+            self._finishes = [list(self._open)]
+            return super().step()
+
+    engine, later = Answering([]), threading.Event()
+    add = engine.add_request
+    llm = SimpleNamespace(llm_engine=engine, enqueue=lambda prompts, params, use_tqdm: engine.add_request(
+        f"turn {len(engine.asked)}", prompts[0], params))  # fmt: skip
+    generation = bare(
+        llm=llm, mode="colocate", tensor_parallel_size=1, turns=AskedTurns(), enable_sleep_mode=False, _params=None
+    )
+
+    def begin(name, talk, ahead):
+        batch = Conversations(1, talk, generation.turns, are_episodes=True)
+        with generation.conversing(batch, ahead=ahead):
+            engine.add_request(f"first of {name}", "prompt", Params(name))
+            while engine.has_unfinished_requests():
+                assert engine.step() == []  # of the engine's caller there is nothing
+        return batch
+
+    def training(place, first, ask):
+        ask(place, [1])
+        assert later.wait(10)
+        return ask(place, [2])
+
+    def greedy(place, first, ask):
+        later.set()
+        return ask(place, [3])
+
+    batches = [begin("training", training, ahead=True), begin("greedy", greedy, ahead=False)]
+    for batch in batches:
+        generation.go_on(batch)
+        assert len(batch.results()) == 1
+    assert engine.add_request == add
+    asked = {prompt["prompt_token_ids"][0]: str(params) for _, prompt, params, _ in engine.asked}
+    assert asked == {1: "training", 2: "training", 3: "greedy"}
 
 
 def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, monkeypatch):

@@ -1,0 +1,126 @@
+"""What the end of an episode means, and what episodes do not go with."""
+
+import asyncio
+import io
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import aiohttp
+import openai
+import pytest
+import torch
+from trl import GRPOConfig
+
+from salesrl_trl import ConfigError, Reward, SalesGRPOTrainer, ServiceError, per_completion, per_episode
+from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.episodes import PLAYED, kept
+from salesrl_trl.reward.mixed import combined
+from salesrl_trl.reward.reward_funcs import RewardFuncs
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.wiring.trl_access import _waited
+
+ADDRESS = "http://127.0.0.1:9/v1"
+
+
+def played(ends):
+    """The reward of an episode that ends so, as it comes to the trainer: by way of a row that was in a checkpoint."""
+
+    @per_episode
+    async def episode(client, row):
+        assert isinstance(client, openai.AsyncOpenAI) and client.api_key == "a key"
+        if isinstance(row["ends"], BaseException):
+            raise row["ends"]
+        return row["ends"]
+
+    async def scored():
+        reward = await episode.play(ADDRESS, "a key", {"ends": ends})
+        saved = io.BytesIO()
+        torch.save(kept(reward), saved)
+        saved.seek(0)
+        row = {PLAYED: torch.load(saved, weights_only=True)}
+        try:
+            return await episode.score(Sample(row=row, completion="Hello."), StageTimes("episode"))
+        finally:
+            await episode.aclose()
+
+    return asyncio.run(scored())
+
+
+def response(status):
+    return SimpleNamespace(status_code=status, headers={}, request=None)
+
+
+@pytest.mark.parametrize(
+    ("ends", "value", "reason"),
+    [
+        (0.5, 0.5, ""),
+        (torch.tensor(2), 2.0, ""),
+        (Reward.scored(0.7, style=0.25), 0.7, ""),
+        (None, None, "not_applicable"),
+        (Reward.missing("judge_busy"), None, "judge_busy"),
+        ("0.5", None, "episode_no_number"),
+        (float("nan"), None, "episode_not_finite"),
+        (ServiceError("down", "judge_down"), None, "judge_down"),
+        (openai.APITimeoutError(request=None), None, "episode_timeout"),
+        (openai.InternalServerError("", response=response(503), body=None), None, "episode_http_503"),
+        (openai.BadRequestError("", response=response(400), body=None), None, "episode_http_400"),
+        (aiohttp.ServerDisconnectedError(), None, "episode_unavailable"),
+        (KeyError("answer"), None, "episode_raised_KeyError"),
+    ],
+)
+def test_an_end_means_what_it_means_for_other_functions(ends, value, reason):
+    reward = played(ends)
+    assert (reward.value, reward.reason) == (pytest.approx(value) if value is not None else None, reason)
+    if isinstance(ends, Reward) and value is not None:
+        assert reward.components == {"style": 0.25}
+        assert reward.metrics == (("rewards/episode/style", 0.25),)
+
+
+@per_episode
+async def episode(client, row):
+    return 1.0
+
+
+@per_completion
+async def other(completion):
+    return 1.0
+
+
+def test_a_completion_that_no_episode_has_made_has_no_number():
+    reward = asyncio.run(episode.score(Sample(row={}, completion="Hello."), StageTimes("episode")))
+    assert (reward.value, reward.reason) == (None, "episode_not_played")
+
+
+def test_what_an_episode_does_not_go_with_is_refused():
+    refused = {
+        "alone": lambda: RewardFuncs.of([episode, other], None, None),
+        "beside other rewards": lambda: RewardFuncs.of(episode, None, None, has_more=True),
+        "reward_process": lambda: combined([episode], [1.0], True),
+        "SalesGRPOConfig": lambda: SalesGRPOTrainer(
+            "policy", [episode], GRPOConfig("out", report_to="none", bf16=False)
+        ),
+        "not async": lambda: per_episode(lambda client, row: 1.0),
+    }
+    for words, call in refused.items():
+        with pytest.raises(ConfigError, match=words):
+            call()
+
+
+def test_time_in_which_the_policy_is_asked_counts_for_no_deadline():
+    late = per_episode(deadline_s=0.2)(episode._function)
+    playing, calls = Future(), SimpleNamespace(idle_s=0.0)
+    began = time.monotonic()
+
+    class Calls:
+        @property
+        def idle_s(self):
+            now = time.monotonic() - began
+            return 0.0 if now < 0.6 else now - 0.6  # the policy is asked for 0.6 s
+
+    reward = _waited(playing, Calls(), late)
+    assert reward.reason == "episode_timeout" and playing.cancelled()
+    assert 0.75 < time.monotonic() - began < 5
+    ended = Future()
+    ended.set_result(reward)
+    assert _waited(ended, calls, late) is reward
