@@ -40,7 +40,7 @@ def _first(reasons: Mapping[str, object]) -> str | None:
 def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Sequence[bool], names: RewardNames) -> None:
     """Raise `ConfigError` where rollouts can't be ahead, or no reward of a reference is there. `inside_trl`: why
     generation begins inside TRL's scoring. `answered`: as in `Hooks`."""
-    ahead, share = args.rollout_lookahead, args.hybrid_reference_weight
+    ahead, share = args.most_lookahead, args.hybrid_reference_weight
     check(
         not inside_trl or not ahead,
         f"`rollout_lookahead` is {ahead} with tools, but {inside_trl}: then TRL sets up each completion's tools when "
@@ -79,9 +79,9 @@ def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: 
 def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
     """Warnings about settings that leave tokens out of the loss, or give them unexpected weights."""
     warnings = []
-    if args.rollout_lookahead and args.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
+    if args.most_lookahead and args.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
         warnings.append(
-            f"`rollout_lookahead` is {args.rollout_lookahead} with `vllm_importance_sampling_mode: "
+            f"`rollout_lookahead` is {args.most_lookahead} with `vllm_importance_sampling_mode: "
             f"{args.vllm_importance_sampling_mode}`, which leaves tokens out of the loss if the policy's probability "
             f"of them has changed much: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
         )

@@ -125,6 +125,10 @@ class SalesGRPOConfig(GRPOConfig):
     meanwhile. 0 is on-policy, with TRL's own results. A higher number hides slow rewards, and the rollouts' weights
     are up to so many steps old. Importance ratios correct for that, from vLLM's log-probs, or without vLLM as the
     ratio of the clipped loss."""
+    max_rollout_lookahead: NumberOrNone = 0
+    """Above 0 the run chooses its lookahead itself, at most this one, from `rollout_lookahead` on: the least number
+    with which training hardly waits for rewards. It is measured again all the time, and a line says when it changes.
+    0 keeps `rollout_lookahead`."""
     scored_groups_first: bool = True
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
@@ -221,7 +225,7 @@ class SalesGRPOConfig(GRPOConfig):
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
-        check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
+        check_sampling(self, self.parsed_engine_kwargs(), self.most_lookahead)
         is_colocated, is_unsaved = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy == "no"
         reasons = {
             "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
@@ -337,8 +341,13 @@ class SalesGRPOConfig(GRPOConfig):
             clamp=self.kl_log_ratio_clamp,
             bias_correction=self.use_bias_correction_kl,
             level=self.importance_sampling_level,
-            off_policy=self.rollout_lookahead > 0,
+            off_policy=self.most_lookahead > 0,
         )
+
+    @property
+    def most_lookahead(self) -> int:
+        """The most optimizer steps that rollouts may be ahead of training."""
+        return max(self.rollout_lookahead, self.max_rollout_lookahead)
 
     def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
         """The largest size of a process's record in GiB, and the filter of recorded texts."""

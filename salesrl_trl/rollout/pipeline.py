@@ -92,7 +92,7 @@ class Pipeline:
     decode: Callable[[Sequence[int]], str]
     """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
     window: int  # micro-steps between two generation batches
-    lookahead: int  # optimizer steps that rollouts may be ahead
+    lookahead: int  # optimizer steps that rollouts may be ahead now
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
     record_span: Callable[[Span], None]  # gets times of a generation that went on beside training
@@ -105,6 +105,8 @@ class Pipeline:
     """Plays an episode with each row, in place of a completion of the sampler's."""
     go_on: Callable[[], None] = lambda: None
     """Generates the next turns of conversations that are out."""
+    most_lookahead: int = 0
+    """Optimizer steps that they may be ahead at any time, where `lookahead` moves."""
     dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _taken: dict[int, Rollout] = field(default_factory=dict)
@@ -116,7 +118,12 @@ class Pipeline:
     def set_lookahead(self, lookahead: int) -> None:
         self.lookahead = lookahead
         self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, self.window)
-        self.updates = UpdatesAhead(lookahead + 1)  # the 32B answers of a step are asked for one step earlier
+        # The 32B answers of a step are asked for one step earlier.
+        self.updates = UpdatesAhead(max(lookahead, self.most_lookahead) + 1)
+
+    def move_lookahead(self, lookahead: int) -> None:
+        """From the next step on, in the midst of a run. What is in flight stays in flight."""
+        self.lookahead = self._schedule.lookahead = lookahead
 
     def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, KeptRollouts]) -> None:
         """A run begins after these micro-steps and optimizer steps. `has_batch`: a generation batch is there to go on

@@ -33,7 +33,7 @@ class RolloutSchedule(Generic[R]):
     ahead of the step that trains on it. `window`: micro-steps between two generation batches."""
 
     def __init__(self, lookahead: int, window: int) -> None:
-        self._lookahead = lookahead
+        self.lookahead = lookahead
         self._window = window
         self._windows: deque[GenerationWindow[R]] = deque()
         self._micro_step = 0
@@ -67,9 +67,9 @@ class RolloutSchedule(Generic[R]):
         lookahead it is the one that this micro-step trains on, so that generation and shuffle draw random numbers in
         TRL's order."""
         waiting = (window for window in self._windows if window.rollout is None)
-        if not self._lookahead:
+        if not self.lookahead:
             return [window for window in waiting if window.first == micro_step]
-        return [window for window in waiting if window.update - update <= self._lookahead]
+        return [window for window in waiting if window.update - update <= self.lookahead]
 
     def launched(self) -> dict[int, R]:
         """The rollouts that nobody has taken yet, by their first micro-step."""

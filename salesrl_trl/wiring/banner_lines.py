@@ -98,7 +98,7 @@ def _rollouts(training: SalesGRPOConfig) -> str:
         engine = training.sampler or "transformers"
     limit = training.vllm_max_model_length if training.use_vllm else None
     room = f" in {limit} with the prompt" if limit else ""
-    ahead = training.rollout_lookahead
+    ahead = training.most_lookahead
     lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
     return (
         f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "

@@ -66,6 +66,7 @@ from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
+from salesrl_trl.rollout.lookahead import LookaheadControl
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
@@ -295,7 +296,7 @@ class Components:
         self.converses = reason is None
         if reason is not None:
             logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
-        elif args.rollout_lookahead and args.use_vllm and args.vllm_enable_sleep_mode:
+        elif args.most_lookahead and args.use_vllm and args.vllm_enable_sleep_mode:
             logger.info(
                 "off: training while tools are out, because `vllm_enable_sleep_mode` frees the engine's memory "
                 "between two generations: conversations end before training goes on"
@@ -317,6 +318,7 @@ class Components:
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
             window=args.window,
             lookahead=args.rollout_lookahead,
+            most_lookahead=args.most_lookahead,
             behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
             record_span=self.instruments.record_generation,
             group=trl.group,
@@ -325,6 +327,8 @@ class Components:
             play=None if self.episode is None else trl.play,
             go_on=trl.go_on,
         )
+        most = args.max_rollout_lookahead
+        self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead) if most else None
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -442,6 +446,8 @@ class Components:
         if mode == "train":
             figures |= self.spending.figures(self._trl.step(), self._trl.last_step())
             figures |= self.instruments.figures(self._trl.accelerator)
+            if self._lookahead is not None:
+                self.pipeline.move_lookahead(self._lookahead.next(figures))
         return figures
 
     @contextlib.contextmanager
