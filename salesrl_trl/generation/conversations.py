@@ -4,9 +4,11 @@ Owns the threads of conversations, the turns that an engine is asked for, and wh
 while it is under way. The engines answer the turns (`generation.vllm`, `wiring.trl_access`). Standard library only.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition, Thread
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +29,7 @@ class GivenUp(BaseException):
 class AskedTurn:
     """A turn for which a conversation waits."""
 
+    batch: object
     place: int
     ids: list[int]
     params: Any = None  # the engine's own sampling parameters of the conversation's batch
@@ -38,11 +41,12 @@ class AskedTurns:
 
     def __init__(self) -> None:
         self._asked: list[AskedTurn] = []
+        self._taken: list[AskedTurn] = []  # by an engine that may be interrupted
         self.changed = Condition()
         """Notified when a turn is asked for, and when a conversation has ended."""
 
-    def ask(self, place: int, ids: list[int], params: object = None) -> Turn:
-        turn = AskedTurn(place, ids, params)
+    def ask(self, batch: object, place: int, ids: list[int], params: object = None) -> Turn:
+        turn = AskedTurn(batch, place, ids, params)
         with self.changed:
             self._asked.append(turn)
             self.changed.notify_all()
@@ -55,7 +59,16 @@ class AskedTurns:
         """Take out all turns, the earliest first."""
         with self.changed:
             taken, self._asked = self._asked, []
+            self._taken = [*(turn for turn in self._taken if not turn.answer.done()), *taken]
         return taken
+
+    def drop(self, batch: object) -> None:
+        """Give up the turns of a batch."""
+        with self.changed:
+            dropped = [turn for turn in (*self._asked, *self._taken) if turn.batch is batch]
+            self._asked = [turn for turn in self._asked if turn.batch is not batch]
+        for turn in (turn for turn in dropped if not turn.answer.done()):
+            turn.answer.set_exception(GivenUp())
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -74,16 +87,23 @@ class Conversations(Generic[T]):
             Where turns are asked for, unless `begin` is given another function.
         are_episodes (`bool`, *optional*, defaults to `False`):
             Whether a conversation asks for its first turn too. Then the engine generates nothing before it begins.
+        end_calls (`Callable[[], object]`, *optional*):
+            Ends the calls of tools that are out. Called when the conversations are given up.
     """
 
     def __init__(
-        self, size: int, talk: Callable[[int, Turn, Ask], T], turns: AskedTurns, are_episodes: bool = False
+        self,
+        size: int,
+        talk: Callable[[int, Turn, Ask], T],
+        turns: AskedTurns,
+        are_episodes: bool = False,
+        end_calls: Callable[[], object] = lambda: None,
     ) -> None:
-        self._talk, self.turns, self.are_episodes = talk, turns, are_episodes
+        self._talk, self.turns, self.are_episodes, self._end_calls = talk, turns, are_episodes, end_calls
         self._has_begun = [False] * size
         self._results: list[T | None] = [None] * size
         self._error: BaseException | None = None
-        self._is_given_up = False
+        self.is_given_up = False
         self._under_way = 0
 
     def __len__(self) -> int:
@@ -94,11 +114,12 @@ class Conversations(Generic[T]):
         with self.turns.changed:
             self._has_begun[place] = True
             self._under_way += 1
-        Thread(target=self._run, args=(place, first, ask or self.turns.ask), name="conversation", daemon=True).start()
+        arguments = (place, first, ask or partial(self.turns.ask, self))
+        Thread(target=self._run, args=arguments, name="conversation", daemon=True).start()
 
     def _run(self, place: int, first: Turn, ask: Ask) -> None:
         def asked(place: int, ids: list[int]) -> Turn:
-            if self._is_given_up:
+            if self.is_given_up:
                 raise GivenUp
             return ask(place, ids)
 
@@ -138,5 +159,16 @@ class Conversations(Generic[T]):
         return results
 
     def give_up(self) -> None:
-        """Nobody will ask for the results: a conversation ends when it wants its next turn."""
-        self._is_given_up = True
+        """Nobody will ask for the results: a conversation ends when it wants its next turn, or waits for it."""
+        self.is_given_up = True
+        self.turns.drop(self)
+        self._end_calls()
+
+    @contextlib.contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Whatever interrupts the block gives the conversations up."""
+        try:
+            yield
+        except BaseException:
+            self.give_up()
+            raise

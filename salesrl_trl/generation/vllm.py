@@ -176,7 +176,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             ahead = ahead and not self.enable_sleep_mode  # its memory is freed between two generations
 
             def first(place: int, output: Any) -> None:
-                ask = functools.partial(self.turns.ask, params=self._params)
+                ask = functools.partial(self.turns.ask, batch, params=self._params)
                 batch.begin(place, NO_TURN if output is None else _turn_of(output), ask)
 
             def has_turns() -> bool:

@@ -132,7 +132,8 @@ class ToolCalls:
 
     def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
         self.began = time.perf_counter()  # when the first turns are asked for
-        self.under_way = 0
+        self.stopped: str | None = None  # the reason code of calls that begin now: none is made. `None`: they are.
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
         self._recorded = recorded
 
@@ -141,15 +142,34 @@ class ToolCalls:
         answers with an empty text; `notes` have its reason."""
         return OwnTools({each.__name__: functools.partial(self._call, each, notes) for each in tools})
 
+    @property
+    def under_way(self) -> int:
+        return len(self._tasks)
+
+    def cut_off(self, reason: str) -> None:
+        """Make no more calls: those under way and all later ones fail with this reason. From any thread."""
+        self.stopped = reason
+        for task in list(self._tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
     async def _call(self, tool: Callable[..., Any], notes: ConversationNotes, /, **arguments: Any) -> Any:
         settings: ToolSettings = getattr(tool, _SETTINGS, ToolSettings())
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
         began, track, has_failed = time.perf_counter(), notes.call_track(), True
+        task = asyncio.current_task()
+        assert task is not None
         counts["calls"] += 1
-        self.under_way += 1
+        self._tasks.add(task)
         try:
+            if self.stopped is not None:
+                raise asyncio.CancelledError
             result = await self._noted(settings, tool, notes, arguments)
             has_failed = False
+        except asyncio.CancelledError:
+            if self.stopped is None:
+                raise
+            notes.failed = notes.failed or self.stopped
+            return ""
         except ServiceError as error:
             counts["failures"] += 1
             if settings.on_failure == "tell":
@@ -160,7 +180,7 @@ class ToolCalls:
             counts["errors"] += 1
             raise error if isinstance(error, Exception) else RuntimeError(type(error).__name__) from error
         finally:
-            self.under_way -= 1
+            self._tasks.discard(task)
             counts["seconds"] += time.perf_counter() - began
             notes._add(f"tool_{tool.__name__}", began, track, failed=has_failed)
         return result

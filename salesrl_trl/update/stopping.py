@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
-from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.update.step_snapshot import StepSnapshot
@@ -36,7 +35,7 @@ class Stopping:
     """Stops a run early, with a checkpoint."""
 
     run_control: RunControl
-    reward_loop: RewardLoop
+    cut_off: Callable[[str], None]  # ends rewards and calls of tools that are out, with this reason code
     device: torch.device
     capture: Callable[[], StepSnapshot]  # the state at the end of an optimizer step
     restore: Callable[[StepSnapshot], None]
@@ -63,7 +62,7 @@ class Stopping:
         it is, by a `StopRequested` in its main thread, between two moves of the optimizer. Of several, all end after
         the optimizer step under way, which is undone if it was skipped."""
         self.run_control.requested = reason
-        self.reward_loop.cut_off(STOPPED)
+        self.cut_off(STOPPED)
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -150,7 +149,7 @@ class Stopping:
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
         snapshot, self._interrupted = self._snapshot, True
-        self.reward_loop.cut_off(STOPPED)
+        self.cut_off(STOPPED)
         step, is_new = (0, False) if snapshot is None else (snapshot.step, snapshot.step > self._first)
         try:
             if snapshot is not None and is_new:

@@ -312,13 +312,9 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
         Paragraph(STAGES_REMARK, "remark"),
     ]
     yield "Stages of a reward", stages if times else [], "How long the stages took was not logged."
-    if tools := [*figures.tools(run)]:
-        rows = [
-            (shown(each.name), count(each.calls), count(each.failures), count(each.errors), seconds(each.seconds))
-            for each in tools
-        ]
+    if tools := [(shown(name), *map(count, counts), seconds(mean_s)) for name, counts, mean_s in figures.tools(run)]:
         head = ("Tool", "Calls in a batch", "Failed", "Errors of the policy", "Mean call")
-        yield "Tools", [Table(rows, head)], ""
+        yield "Tools", [Table(tools, head)], ""
     yield from _last_sections(run)
 
 

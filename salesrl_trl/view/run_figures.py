@@ -43,17 +43,6 @@ class StageTime(NamedTuple):
     slowest: float | None
 
 
-class ToolTotals(NamedTuple):
-    """Calls of a tool in a generation batch, of them failures and errors of the policy, means over the steps; and the
-    mean seconds of a call."""
-
-    name: str
-    calls: float
-    failures: float
-    errors: float
-    seconds: float | None
-
-
 class Change(NamedTuple):
     """A figure's mean over the first and over the last `over` logged steps, of `of` in all."""
 
@@ -109,14 +98,13 @@ def stages(run: Run) -> tuple[StageTime, ...]:
     return tuple(stage for stage in times if any(stage[1:]))  # one that took no time at all was not there
 
 
-def tools(run: Run) -> Iterator[ToolTotals]:
-    """The tools of conversations, in alphabetical order."""
-    names_of = (match[1] for tag in run.series if (match := _CALLS.fullmatch(tag)))
-    for name in sorted(names_of):
-        calls, failures, errors, times = (run.of(names.tool_figure(name, kind)) for kind in names.TOOL_FIGURES)
-        total, spent = sum(calls.values()), sum(many * times.get(step, 0.0) for step, many in calls.items())
-        of_batch, failed, wrong = (mean(series.values()) or 0.0 for series in (calls, failures, errors))
-        yield ToolTotals(name, of_batch, failed, wrong, spent / total if total else None)
+def tools(run: Run) -> Iterator[tuple[str, list[float], float | None]]:
+    """The tools of conversations: name; calls in a generation batch, of them failures and errors of the policy, means
+    over the steps; mean seconds of a call."""
+    for name in sorted(match[1] for tag in run.series if (match := _CALLS.fullmatch(tag))):
+        *counts, times = (run.of(names.tool_figure(name, kind)) for kind in names.TOOL_FIGURES)
+        total, spent = sum(counts[0].values()), sum(many * times.get(step, 0.0) for step, many in counts[0].items())
+        yield name, [mean(series.values()) or 0.0 for series in counts], spent / total if total else None
 
 
 def share_in_band(run: Run, branch: str) -> float | None:

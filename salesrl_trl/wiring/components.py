@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -174,6 +175,7 @@ class Components:
         self.endpoint: PolicyEndpoint | None = None  # while there are episodes
         self.converses = False  # whether completions that may call tools go through their turns one by one
         self.tool_calls: ToolCalls | None = None  # of the last conversations that began
+        self._all_calls: WeakSet[ToolCalls] = WeakSet()
         self.calls_tools = False
         """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
@@ -211,7 +213,7 @@ class Components:
         # 2. the end of a run, the reference, and what both models need
         self.stopping = Stopping(
             run_control=self.run_control,
-            reward_loop=self.reward_loop,
+            cut_off=self._cut_off,
             device=trl.accelerator.device,
             capture=trl.capture,
             restore=trl.restore,
@@ -256,7 +258,14 @@ class Components:
         reward, has_state = self.reward, self._trl.tools == "an environment"
         recorded = reward.recorded_call if isinstance(reward, ReplayReward) and not has_state else None
         calls = self.tool_calls = ToolCalls(names, recorded)
+        self._all_calls.add(calls)
+        calls.stopped = self.reward_loop.stopped
         return calls
+
+    def _cut_off(self, reason: str) -> None:
+        self.reward_loop.cut_off(reason)
+        for calls in list(self._all_calls):
+            calls.cut_off(reason)
 
     def _try_tools(self) -> None:
         """Call tools once before training, on the main process. Raises `ConfigError` for one that fails."""

@@ -182,12 +182,13 @@ class TRLAccess(GRPOTrainer):
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
             talked = trainer.talk(place, copies[place], ids[place], first, ask, calls)
-            finished(place, talked.completion_ids, talked.completion, talked.notes.failed)
+            if not batch.is_given_up:
+                finished(place, talked.completion_ids, talked.completion, talked.notes.failed)
             return talked
 
-        batch = Conversations(len(ids), talk, self._turns())
+        batch = Conversations(len(ids), talk, self._turns(), end_calls=lambda: calls.cut_off("given_up"))
         self._begin(batch, ids, images, fields, ahead)
-        return _Talking(batch, self._end, functools.partial(self._sample_talks, prompts, calls))
+        return _Talking(batch, self._end, functools.partial(self._sample_talks, prompts, calls), not self.use_vllm)
 
     def _turns(self) -> AskedTurns:
         return self.vllm_generation.turns if self.use_vllm else AskedTurns()
@@ -196,11 +197,12 @@ class TRLAccess(GRPOTrainer):
         self, batch: Conversations[Any], ids: list[list[int]], images: Any, fields: Any, ahead: bool = False
     ) -> None:
         group = self.num_generations if self.model.training else self.num_generations_eval
-        if self.use_vllm:
-            with self.vllm_generation.conversing(batch, ahead=ahead):
-                self._generate_single_turn(ids, images, fields, group)
-        else:
-            self._generate_in_rounds(batch, ids, images, fields, group)
+        with batch.wanted():
+            if self.use_vllm:
+                with self.vllm_generation.conversing(batch, ahead=ahead):
+                    self._generate_single_turn(ids, images, fields, group)
+            else:
+                self._generate_in_rounds(batch, ids, images, fields, group)
 
     def _generate_in_rounds(
         self, batch: Conversations[Any], ids: list[list[int]], images: Any, fields: Any, group: int
@@ -312,7 +314,7 @@ class TRLAccess(GRPOTrainer):
 
         batch = Conversations(len(rows), talk, self._turns(), are_episodes=True)
         self._begin(batch, ids, images, fields, ahead)
-        return _Talking(batch, self._end, functools.partial(self._sample_episodes, prompts))
+        return _Talking(batch, self._end, functools.partial(self._sample_episodes, prompts), not self.use_vllm)
 
     def _sample_episodes(self, prompts: Sequence[object], played: Sequence["Played"]) -> Sampled:
         """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
@@ -499,13 +501,11 @@ class _Talking:
     batch: Conversations[Any]
     end: Callable[[Conversations[Any]], Sequence[Any]]
     sample: Callable[[Sequence[Any]], Sampled]
-
-    @property
-    def is_ready(self) -> bool:
-        return False  # on all ranks alike: they measure together
+    is_ready: bool  # on all ranks alike: they measure together
 
     def result(self) -> Sampled:
-        return self.sample(self.end(self.batch))
+        with self.batch.wanted():
+            return self.sample(self.end(self.batch))
 
     def give_up(self) -> None:
         self.batch.give_up()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import shutil
 import signal
 import threading
 import time
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
+from support.keyed import make_tiny_policy
 from support.loopback import ANSWER, Services, action, build_reward
-from support.scripted import build_trainer, default_rows, steps_of
+from support.scripted import ScriptedTrainer, build_trainer, default_rows, steps_of
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
@@ -20,6 +23,7 @@ from salesrl_trl.names import STALENESS
 TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
 """Actions that no cache answers."""
 HANGS_S = 60.0
+CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "up"}}\n</tool_call>'
 SKIPPED = "failures/skipped_update"
 
 
@@ -32,6 +36,21 @@ class Hanging(Services):
         self.asked_to_hang = threading.Event()
         self.let_go = threading.Event()
         self.hung = 0
+        self.tools_hang = threading.Event()
+
+    async def look(self, word: str) -> str:
+        """Looks a word up.
+
+        Args:
+            word: The word.
+
+        Returns:
+            What was found.
+        """
+        if self.tools_hang.is_set():
+            self.asked_to_hang.set()
+            await asyncio.sleep(HANGS_S)
+        return "found"
 
     def _respond(self, name, request):
         if name == "judge" and self.hangs.is_set():
@@ -39,6 +58,19 @@ class Hanging(Services):
             self.hung += 1
             self.let_go.wait(HANGS_S)
         return super()._respond(name, request)
+
+
+class Conversing(ScriptedTrainer):
+    """Every completion calls a tool first."""
+
+    def _generate_single_turn(self, prompt_ids, images, fields, group, *args, **kwargs):
+        if self._tokens is not None:
+            return self._tokens(prompt_ids, group)
+        ids, _ = super()._generate_single_turn(prompt_ids)
+        for place, prompt in enumerate(self._tokenizer.batch_decode(prompt_ids)):
+            if "<tool_response>" not in prompt:
+                ids[place] = [*self._tokenizer(CALL)["input_ids"], self._tokenizer.eos_token_id]
+        return ids, None
 
 
 class AtStep(TrainerCallback):
@@ -72,12 +104,17 @@ def trainer_of(tiny, services, tmp_path):
     built = []
 
     def build(limits=None, deadline_s=90.0, out="run", **given):
-        rows = default_rows()
+        rows, policy = default_rows(), tiny
+        if given.pop("converses", False):
+            policy = make_tiny_policy(tmp_path / "caller", max_position_embeddings=4096)
+            shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", policy / "chat_template.jinja")
+            own = {"kind": Conversing, "tools": [services.look], "max_completion_length": 512}
+            given = {**own, **given}
         reward = build_reward(
             services.url, rows, invalid_action_reward=0.0, deadline_s=deadline_s, timeout_s=90.0, limits=limits
         )
         defaults = {"beta": 0.0, "rollout_lookahead": 2, "max_steps": 12}
-        built.append(build_trainer(tiny, reward, TEXTS, rows, tmp_path / out, **{**defaults, **given}))
+        built.append(build_trainer(policy, reward, TEXTS, rows, tmp_path / out, **{**defaults, **given}))
         return built[-1]
 
     services.judge_by(lambda system, user: {"candidate": len(user) * 7 % 100 / 100 if "n1" in user else 0.2,
@@ -108,6 +145,16 @@ def pending(trainer):
 
 def pending_rewards(trainer):
     return [task for task in pending(trainer) if any(name in task for name in ("_score", "settled", "_run_async"))]
+
+
+def conversations_left():
+    """Threads of conversations that have not ended a moment after they were given up."""
+    until = time.monotonic() + 5
+    while (
+        left := [each for each in threading.enumerate() if each.name == "conversation"]
+    ) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
 
 
 def assert_nothing_is_left(trainer, caplog):
@@ -217,20 +264,23 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
 
 ONE_SHOT = {}
 IN_PARTS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
+CONVERSES = {"converses": True}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("given", "lookahead"),
-    [(ONE_SHOT, 0), (ONE_SHOT, 2), (IN_PARTS, 2), ({"gradient_accumulation_steps": 2, "num_iterations": 2}, 0)],
-    ids=["one_shot", "one_shot, ahead", "parts, ahead", "two_iterations"],
-)
-def test_a_run_that_is_told_to_stop_while_rewards_hang_stops_with_a_checkpoint_to_go_on_from(
+    [(ONE_SHOT, 0), (ONE_SHOT, 2), (IN_PARTS, 2), ({"gradient_accumulation_steps": 2, "num_iterations": 2}, 0),
+     (CONVERSES, 0), (CONVERSES, 2)],
+    ids=["one_shot", "one_shot, ahead", "parts, ahead", "two_iterations", "tools", "tools, ahead"],
+)  # fmt: skip
+def test_a_run_that_is_told_to_stop_while_rewards_or_tools_hang_stops_with_a_checkpoint_to_go_on_from(
     trainer_of, services, caplog, given, lookahead
 ):
     given = {"rollout_lookahead": lookahead, "max_steps": 6, **given}
     trainer = trainer_of(**given)
-    trainer.add_callback(AtStep(at_2=services.hangs.set))
+    hangs = services.tools_hang if given.get("converses") else services.hangs
+    trainer.add_callback(AtStep(at_2=hangs.set))
     asked = []
 
     def stop():
@@ -252,7 +302,8 @@ def test_a_run_that_is_told_to_stop_while_rewards_hang_stops_with_a_checkpoint_t
     checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{done}"
     assert (checkpoint / "model.safetensors").is_file()
     assert_nothing_is_left(trainer, caplog)
-    services.hangs.clear()
+    assert not conversations_left()
+    hangs.clear()
     services.let_go.set()
     if done < 6:
         second = trainer_of(**given, out="second")
@@ -267,22 +318,29 @@ WINDOWS = {"steps_per_generation": 2, "per_device_train_batch_size": 2}
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("given", [IN_PARTS, WINDOWS], ids=["while_rewards_hang", "inside_a_generation_batch"])
-def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(trainer_of, services, caplog, given):
+@pytest.mark.parametrize(
+    ("given", "per_batch"),
+    [(IN_PARTS, 4), (WINDOWS, 2), (CONVERSES, 1)],
+    ids=["while_rewards_hang", "inside_a_generation_batch", "while_tools_hang"],
+)
+def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(
+    trainer_of, services, caplog, given, per_batch
+):
     """This happens in a notebook, where a trainer outlives Ctrl-C."""
     fresh, again = (trainer_of(**given, max_steps=4, out=out) for out in ("fresh", "again"))
     prompts = {trainer: noted_prompts(trainer) for trainer in (fresh, again)}
     fresh.train()
 
     def interrupt():
-        if given is IN_PARTS:
+        if given is not WINDOWS:
             assert services.asked_to_hang.wait(60)
             time.sleep(0.3)  # so that it is the trainer that waits
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt)
-    again.add_callback(AtStep(at_1=interrupter.start if given is WINDOWS else services.hangs.set))
-    if given is IN_PARTS:
+    hangs = services.tools_hang if given is CONVERSES else services.hangs
+    again.add_callback(AtStep(at_1=interrupter.start if given is WINDOWS else hangs.set))
+    if given is not WINDOWS:
         interrupter.start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
@@ -293,11 +351,11 @@ def test_a_run_begun_again_after_an_interrupt_goes_the_way_of_a_fresh_one(traine
     interrupter.join()
     assert pending_rewards(again) == []
     assert again.components.reward_loop._open == {}
-    services.hangs.clear()
+    assert not conversations_left()
+    hangs.clear()
     services.let_go.set()
     prompts[again].clear()
     again.train()
-    per_batch = 4 if given is IN_PARTS else 2
     for trainer in (fresh, again):
         assert len(prompts[trainer]) == 4 * given.get("gradient_accumulation_steps", 1)
     wanted, seen = (

@@ -60,7 +60,16 @@ def sales_settings(output_dir, **given):
     return settings(output_dir, **{"branches": [*DEFAULT_BRANCHES], "held_out_eval": False, **given})
 
 
-OF_THE_TRAINER = ("instruments", "quick_eval", "peft_config", "callbacks", "rollout_func", "kl_law", "sampler")
+OF_THE_TRAINER = (
+    "instruments",
+    "quick_eval",
+    "peft_config",
+    "callbacks",
+    "rollout_func",
+    "kl_law",
+    "sampler",
+    "tools",
+)
 """Names of arguments of the trainer itself. All others that a test gives are settings, as are names of these."""
 
 

@@ -43,6 +43,27 @@ def test_an_error_in_a_conversation_ends_the_batch_and_is_raised():
         batch.results()
 
 
+def test_conversations_that_are_given_up_end_and_leave_no_turn_behind():
+    turns, before = AskedTurns(), threading.active_count()
+    mine, other = (Conversations(2, three_turns, turns) for _ in range(2))
+    for batch in (mine, other):
+        for place in range(2):
+            batch.begin(place, ([place], None))
+    assert mine.wait(lambda: len(turns) == 4, 10)
+    taken = turns.take()  # by an engine
+    mine.give_up()
+    for turn in taken:
+        if turn.batch is other:
+            turn.answer.set_result(([1], None))
+    assert other.wait(lambda: len(turns) == 2, 10)  # the other batch goes on
+    other.give_up()
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    assert len(turns) == 0
+
+
 def test_a_conversation_that_nobody_wants_ends_when_it_asks():
     tool, before = threading.Event(), threading.active_count()
 

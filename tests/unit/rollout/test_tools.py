@@ -1,13 +1,18 @@
 """Calls of tools: whose error it was, and what becomes of it."""
 
 import asyncio
+import math
 import time
 
 import pytest
+from support.recordings import batch, entry, write
 
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
+from salesrl_trl.recording.completion_record import CompletionRecord
+from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tool
+from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tool, tried
 
 
 class HTTPError(Exception):
@@ -115,3 +120,75 @@ def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
 def test_a_setting_that_says_nothing_is_refused(given):
     with pytest.raises(ConfigError):
         tool(**given)
+
+
+def ends_of(function, queries, recorded=None):
+    """How calls end, each in its result or error, and the reason by which its conversation is left out; the record."""
+    calls, ends, kept = ToolCalls(["search"], recorded), [], CompletionRecord()
+
+    async def all_of_them():
+        for query in queries:
+            notes = ConversationNotes(track="conversation 0", record=kept, turns=1)
+            try:
+                result = await calls.of([function], notes)["search"](query=query)
+            except Exception as error:
+                result = f"error: {error}"
+            ends.append((result, notes.failed))
+
+    asyncio.run(all_of_them())
+    return ends, kept, calls.counts["search"]
+
+
+def test_a_replayed_call_ends_as_the_recorded_one_did_and_calls_nobody(tmp_path):
+    seen = []
+
+    @tool
+    def search(query: str) -> str:
+        seen.append(query)
+        if query == "down":
+            raise HTTPError(503)
+        return {"again": f"found {len(seen)}", "empty": ""}[query]
+
+    queries = ["again", "empty", "down", "again", "wrong"]
+    ends, kept, _ = ends_of(search, queries)
+    assert [failed for _, failed in ends] == [None, None, "tool_search_http_503", None, None]
+    write(tmp_path, [batch(entries=[entry(record=kept)])])
+
+    def again(queries, on_miss):
+        reward = ReplayReward(reward_of(lambda completions, **_: [0.0]), tmp_path, on_miss)
+        return ends_of(search, queries, reward.recorded_call)
+
+    seen.clear()
+    replayed, of_replay, counts_again = again(queries, "fail")
+    assert replayed == ends
+    assert [(call.request, call.answer, call.failure) for call in of_replay.calls if not call.failure] == [
+        (call.request, call.answer, call.failure) for call in kept.calls if not call.failure
+    ]
+    assert [counts_again[name] for name in ("calls", "failures", "errors")] == [5, 1, 1]
+    assert again(["other"], "fail")[0] == [("", "tool_search_not_recorded")]
+    assert again(["agains"], "nearest")[0] == [("found 1", None)]
+    assert seen == []
+    assert again(["again", "other"], "live")[0] == [("found 1", None), ("error: 'other'", None)]
+    assert seen == ["other"]
+
+
+def test_a_tool_with_an_example_is_tried_once():
+    tried_with = []
+
+    def look(**given):
+        tried_with.append(given)
+
+    def down(query):
+        raise HTTPError(503)
+
+    def wrong(query):
+        raise KeyError(query)
+
+    example = {"query": "hours"}
+    for each in (look, down, wrong):
+        tool(example=example)(each)
+    ended = asyncio.run(tried([look, down, wrong, search]))
+    assert tried_with == [example]
+    assert ended["look"] >= 0
+    assert [ended[name].code for name in ("down", "wrong")] == ["tool_down_http_503", "raised_KeyError"]
+    assert math.isnan(ended["search"])

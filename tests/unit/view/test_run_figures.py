@@ -146,3 +146,16 @@ def test_a_rate_over_the_run_counts_each_step_by_its_length(run_folder):
     assert figures.rate(run, "perf/samples_per_s") == pytest.approx(19.0)
     assert figures.rate(run, "perf/samples_per_s", "time/forward_s") == pytest.approx(55.0)  # no times: their mean
     assert figures.rate(run, "perf/tokens_per_s") is None
+
+
+def test_a_tools_seconds_are_those_of_a_call_over_all_steps(run_folder):
+    run = run_of(run_folder, {
+        1: {"tools/look/calls": 30.0, "tools/look/failures": 2.0, "tools/look/errors": 0.0, "tools/look/seconds": 1.0},
+        2: {"tools/look/calls": 10.0, "tools/look/failures": 0.0, "tools/look/errors": 1.0, "tools/look/seconds": 3.0,
+            "tools/call_frequency": 2.0},
+        3: {"tools/look/calls": 0.0, "tools/look/failures": 0.0, "tools/look/errors": 0.0, "tools/look/seconds": 0.0},
+    })  # fmt: skip
+    # 40 calls in 3 batches; 30 of 1 s and 10 of 3 s
+    [row] = figures.tools(run)
+    assert row == ("look", pytest.approx([40 / 3, 2 / 3, 1 / 3]), pytest.approx(1.5))
+    assert figures.source_of("tool_look_http_503") == figures.SERVICES
