@@ -30,15 +30,15 @@ class _Measured(NamedTuple):
 
 
 class LookaheadControl:
-    """Chooses between 0 and `most`, from `first` on.
+    """Chooses between `least` and `most`, from `first` on.
 
     Rewards of R seconds are taken to wait `R - (N + 1) * compute` with a lookahead of N. A number with which more was
     waited than that is too small, and is remembered with its R.
     """
 
-    def __init__(self, first: int, most: int) -> None:
-        self.number = min(first, most)
-        self._most = most
+    def __init__(self, first: int, most: int, least: int = 0) -> None:
+        self.number = max(first, least)
+        self._fewest, self._most = least, most
         self._measured: deque[_Measured] = deque(maxlen=MOST)
         self._unsettled = self.number + 1  # steps that still show the number before
         self._too_small: dict[int, float] = {}
@@ -69,7 +69,7 @@ class LookaheadControl:
         if len(self._measured) < MOST:
             return self.number
         tried = [number for number, then in self._too_small.items() if rewards > LOWER * then]
-        return min(self.number, max([self._least(), *(number + 1 for number in tried)]))
+        return min(self.number, max([self._fewest, self._least(), *(number + 1 for number in tried)]))
 
     def _least(self) -> int:
         """The least number with which hardly anything is expected to be waited for."""

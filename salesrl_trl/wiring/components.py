@@ -336,8 +336,9 @@ class Components:
             play=None if self.episode is None else trl.play,
             go_on=trl.go_on,
         )
-        most = args.max_rollout_lookahead
-        self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead) if most else None
+        self._lookahead = None
+        if args.max_rollout_lookahead:  # on-policy a server and the trainer would wait for each other
+            self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead, int(is_served))
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
