@@ -67,6 +67,7 @@ from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
+from salesrl_trl.rollout.judge_meter import JudgeMeter
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
@@ -334,6 +335,7 @@ class Components:
             play=None if self.episode is None else trl.play,
             go_on=trl.go_on,
         )
+        meter = self.reward.names.meter
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -352,6 +354,7 @@ class Components:
             device=trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
+            meter=None if meter is None else JudgeMeter(meter, self.reward_loop, self.branches, args.num_generations),
         )
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
