@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from salesrl_trl.errors import ConfigError as ConfigError
     from salesrl_trl.errors import DataError as DataError
     from salesrl_trl.errors import DivergedError as DivergedError
+    from salesrl_trl.errors import JudgeAlarm as JudgeAlarm
     from salesrl_trl.errors import RunStopped as RunStopped
     from salesrl_trl.errors import SalesRLError as SalesRLError
     from salesrl_trl.errors import ServiceError as ServiceError
@@ -113,6 +114,7 @@ _MODULES = {
     "ServiceError": "errors",
     "TooFewRewardsError": "errors",
     "DivergedError": "errors",
+    "JudgeAlarm": "errors",
     "WeightSyncError": "errors",
     "RunStopped": "errors",
 }

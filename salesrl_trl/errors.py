@@ -22,6 +22,7 @@
     ├── WeightSyncError        vLLM samples from other weights than the ones in training
     ├── DivergedError          gradients or the KL are no usable numbers any more, several log lines in a row
     ├── TooFewRewardsError     too few completions could be scored, several steps in a row
+    ├── JudgeAlarm             the judge's score does not mean any more what it meant, and a setting ends the run then
     ├── CheckpointError        a checkpoint could not be saved; the ones before it are whole
     └── RunStopped             the run was told to stop, or an error stopped it, and it can go on
 
@@ -190,6 +191,10 @@ class WeightSyncError(SalesRLError, RuntimeError):
 
 class DivergedError(SalesRLError, ArithmeticError):
     """Gradients or the KL are no usable numbers any more, several log lines in a row."""
+
+
+class JudgeAlarm(SalesRLError, RuntimeError):
+    """The judge's score does not mean any more what it meant, and `judge_meter` ends the run then."""
 
 
 class TooFewRewardsError(SalesRLError, RuntimeError):

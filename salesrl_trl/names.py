@@ -164,6 +164,12 @@ QUICK_EVAL = "quick_eval/"  # before the tag of every figure of a quick evaluati
 QUICK_SECONDS = f"{QUICK_EVAL}seconds"
 quick_of: TagOfTwo = (QUICK_EVAL + "{}/{}").format  # branch, kind
 
+# The judge's meter
+
+agreement_of: Tag = "judge_meter/agreement/{}".format  # branch
+JUDGE_DRIFT = "judge_meter/drift"
+JUDGE_ALARMS = "judge_meter/alarms"
+
 # The list of figures
 
 
@@ -178,7 +184,7 @@ class Metric(NamedTuple):
     chart: tuple[str, str] | None = None  # category and title in TensorBoard; with a word in braces, a chart for each
     console: str = ""  # words before it in the line of a step. Empty: it is not there.
     report: str = ""  # name of its row in the report. Empty: it has none, or is shown in a way of its own
-    line: str = ""  # part of the ledger's line: `"rewards"`, `"baseline"` or `"kl"`. Empty: others log it
+    line: str = ""  # part of the ledger's line: `"rewards"`, `"baseline"`, `"meter"` or `"kl"`. Empty: others log it
 
 
 CATEGORIES = ("Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason")  # of charts
@@ -273,6 +279,13 @@ FIGURES = (
            "something is limited"),
     Metric(LENGTH_CORRELATION, "correlation of a verdict's score with the answer's length: a judge that likes length"),
     Metric(POSITION_GAP, "mean score of candidates shown first, less that of candidates shown second"),
+    Metric(agreement_of(BRANCH), "correlation of the judge's scores with the second judge's, on the latest "
+           "completions that were drawn by lot; this and the next two with `judge_meter` alone",
+           (_REWARDS, "the judge's meter"), report="agreement of both judges", line="meter"),
+    Metric(JUDGE_DRIFT, "mean score of the judge for fixed answers, less that in the first two looks at them",
+           (_REWARDS, "the judge's meter"), report="drift of the judge", line="meter"),
+    Metric(JUDGE_ALARMS, "alarms so far", (_REWARDS, "the judge's meter"), report="alarms of the judge's meter",
+           line="meter"),
     Metric(traffic_of("{service}", "{count}"), "calls, sent, retries and others per generation batch, over all ranks; "
            "`reward/service/transport.py` says what each counts", line="rewards"),
     Metric(tool_figure("{tool}", "{figure}"), "`calls` of a tool per generation batch, over all ranks; of them "

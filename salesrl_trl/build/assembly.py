@@ -22,10 +22,12 @@ from salesrl_trl.ground.process import cache_dir
 from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge.judge_client import JudgeClient
+from salesrl_trl.reward.judge.judge_client import JudgeClient, load_rubrics
 from salesrl_trl.reward.judge.judge_interface import Judge
+from salesrl_trl.reward.judge.meter import ANCHORS, MeterSettings
+from salesrl_trl.reward.judge.noise import anchors
 from salesrl_trl.reward.judge.provider import JudgeProvider
-from salesrl_trl.reward.judge_reward import JudgeReward
+from salesrl_trl.reward.judge_reward import JudgeReward, SecondJudge
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.rag_client import RagBackend, RagClient
 from salesrl_trl.reward.remote import RemoteReward
@@ -34,7 +36,7 @@ from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price, read_account
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import ALL, JUDGE, SALES, SalesRow
+from salesrl_trl.types import ALL, JUDGE, SALES, ActionFormat, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
@@ -197,7 +199,7 @@ def build_reward(
     """Build the reward chain. `output_dir`: folder of the run's own cache of answers. `keeps_references`: whether 32B
     answers of other runs are taken and left for them, if the settings say so too."""
     budget = budget_of(config, output_dir, processes)
-    rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget)
+    rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget, for_rewards=True)
     answers = references = None  # the embedded service has a new address in every run, so its answers are not kept
     if config.rag_base_url is not None or config.rag is not None:
         answers = output_dir / f"answers.rank{process_index}.sqlite"
@@ -218,6 +220,7 @@ def build_reward(
         records=records,
         answers=AnswerStore(answers) if config.cache_answers else AnswerStore(most=0),
         references=AnswerStore(references),
+        second=_second_judge(config, parts, processes, budget, config.action_format()),
     )
     chain.budget = budget
     return chain
@@ -240,13 +243,14 @@ def build_judge_reward(
     if output_dir is not None and not config.embeds_judge:  # the embedded one has a new address in every run
         path = output_dir / f"answers.rank{process_index}.sqlite"
     reward = JudgeReward(
-        build_judge(config, parts, judge_base_url, processes, budget),
+        build_judge(config, parts, judge_base_url, processes, budget, for_rewards=True),
         parts.scoring,
         deadline_s=config.reward_deadline_s,
         stages=parts.stages,
         lines=SampleLines(config.verbose),
         records=records,
         answers=AnswerStore(path) if config.cache_answers else AnswerStore(most=0),
+        second=_second_judge(config, parts, processes, budget, None),
     )
     reward.budget = budget
     return reward
@@ -350,9 +354,12 @@ def build_services(
     judge_base_url: str,
     processes: int = 1,
     budget: Budget | None = None,
+    *,
+    for_rewards: bool = False,
 ) -> tuple[RagBackend, Judge]:
     """Build the clients of the services, without a connection. `judge_base_url` is not used with `judge_providers`.
-    `processes` share the limits. `budget`: from `budget_of`; nothing is limited or counted without it."""
+    `processes` share the limits. `budget`: from `budget_of`; nothing is limited or counted without it. `for_rewards`:
+    the judge is without the provider that is only the second judge of `judge_meter`."""
     transport = partial(_transport, config, processes, budget)
     retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
@@ -365,17 +372,63 @@ def build_services(
     )
     if parts.rag is not None:
         _count(parts.rag.transports, budget)
-    return rag, build_judge(config, parts, judge_base_url, processes, budget)
+    return rag, build_judge(config, parts, judge_base_url, processes, budget, for_rewards=for_rewards)
 
 
 def build_judge(
-    config: RewardConfig, parts: RewardParts, base_url: str, processes: int = 1, budget: Budget | None = None
+    config: RewardConfig,
+    parts: RewardParts,
+    base_url: str,
+    processes: int = 1,
+    budget: Budget | None = None,
+    *,
+    for_rewards: bool = False,
 ) -> Judge:
     """Build the client of the judges, or that of a user's own. Arguments as in `build_services`."""
     if parts.judge is not None:
         _count(parts.judge.transports, budget)
         return parts.judge
-    configured = config.parsed_judge_providers()
+    meter = config.parsed_judge_meter() if for_rewards else None
+    configured = [one for one in config.parsed_judge_providers() if meter is None or one.name != meter.second]
+    providers = configured or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)]
+    return _judge_client(config, parts, providers, parts.rubrics, processes, budget)
+
+
+def _second_judge(
+    config: RewardConfig,
+    parts: RewardParts,
+    processes: int,
+    budget: Budget | None,
+    action_format: ActionFormat | None,
+) -> SecondJudge | None:
+    """The second judge of `judge_meter`, with the answers that are judged again and again."""
+    meter = config.parsed_judge_meter()
+    if meter is None:
+        return None
+    rubrics = {name: text for name, text in parts.rubrics.items() if name in parts.scoring.weights}
+    if meter.rubric_dir is not None:
+        rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
+    providers = [provider for provider in config.parsed_judge_providers() if provider.name == meter.second]
+    fixed = anchors({name: name for name in rubrics}, action_format, ANCHORS)
+    settings = MeterSettings(
+        share=meter.share,
+        anchor_steps=meter.anchor_steps,
+        anchors=len(fixed),
+        stops=meter.on_alarm == "stop",
+        shows_text="completions" in config.verbose,
+    )
+    judge = _judge_client(config, parts, providers, rubrics, processes, budget)
+    return SecondJudge(judge=judge, anchors=fixed, settings=settings)
+
+
+def _judge_client(
+    config: RewardConfig,
+    parts: RewardParts,
+    configured: Sequence[JudgeProviderConfig],
+    rubrics: Mapping[str, str],
+    processes: int,
+    budget: Budget | None,
+) -> JudgeClient:
     providers = [
         from_fields(
             JudgeProvider,
@@ -384,7 +437,7 @@ def build_judge(
                 config,
                 processes,
                 budget,
-                f"{JUDGE}_{provider.name}" if configured else JUDGE,
+                f"{JUDGE}_{provider.name}" if config.judge_providers else JUDGE,
                 provider.max_concurrency or config.judge_max_concurrency,
                 provider.timeout_s or config.judge_timeout_s,
                 config.parsed_attempts().judge,
@@ -397,9 +450,9 @@ def build_judge(
             ),
             api_key=parts.judge_keys[provider.name],
         )
-        for provider in configured or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)]
+        for provider in configured
     ]
-    return JudgeClient(providers, parts.rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
+    return JudgeClient(providers, rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
 
 
 def _transport(

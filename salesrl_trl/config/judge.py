@@ -1,15 +1,27 @@
-"""Settings of one judge among several. `config.reward` reads them from `judge_providers`."""
+"""Settings of one judge among several, and of the meter over them. `config.reward` reads them."""
 
 import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from salesrl_trl.config.checks import check, check_url
-from salesrl_trl.config.ranges import Count, NotNegative, Positive, check_settings
+from salesrl_trl.config.checks import check, check_path, check_url
+from salesrl_trl.config.ranges import Count, NotNegative, Positive, Share, check_settings
 from salesrl_trl.errors import Refusals
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 
 NAME = "[A-Za-z0-9_-]+"
+ON_ALARM = ("warn", "stop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeMeterSettings:
+    """`judge_meter`, checked."""
+
+    second: str
+    share: Share = 0.02
+    anchor_steps: Count = 50
+    on_alarm: Annotated[str, ON_ALARM] = "warn"
+    rubric_dir: Annotated[str, check_path] | None = None
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from salesrl_trl.config.checks import check, check_path, check_url, structure
-from salesrl_trl.config.judge import NAME, JudgeProviderConfig
+from salesrl_trl.config.judge import NAME, JudgeMeterSettings, JudgeProviderConfig
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, Range, Share, check_settings, check_value, entry_of
 from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError, Refusals
@@ -85,6 +85,12 @@ class RewardConfig:
     """Verdicts for each answer."""
     judge_aggregation: Annotated[str, (*AGGREGATIONS,)] = "mean"
     """The one score of several verdicts: their `mean`, `median` or `min`."""
+    judge_meter: dict[str, object] | str | None = None
+    """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, anchor_steps: 50,
+    on_alarm: warn, rubric_dir: FOLDER}`. `second` is an entry of `judge_providers`, which then gives no rewards. It
+    judges some completions again, by the rubrics of `rubric_dir` where given. Every `anchor_steps` batches the judge
+    scores fixed answers again. Both together are at most `share` of the judge's calls. After an alarm the run goes on
+    (`warn`), or saves and ends (`stop`). None by default: it costs calls, and needs a second judge."""
     reward_funcs: list[str] = field(default_factory=list)
     """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
     Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
@@ -243,6 +249,8 @@ class RewardConfig:
         refused.each(lambda: check_settings(self), self._check_replay, self._check_action, self.parsed_attempts)
         with refused.of(self, "judge_providers"):
             self.parsed_judge_providers()
+        with refused:
+            self.parsed_judge_meter()
         for name, others, why in _EITHER:
             with refused:
                 given = [other for other in others if getattr(self, other) != getattr(RewardConfig, other)]
@@ -299,6 +307,22 @@ class RewardConfig:
             f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
         )
         return providers
+
+    def parsed_judge_meter(self) -> JudgeMeterSettings | None:
+        """`judge_meter`, checked. `None` without one."""
+        if self.judge_meter is None:
+            return None
+        meter = entry_of("judge_meter", JudgeMeterSettings, self.judge_meter)
+        providers = {provider.name: provider for provider in self.parsed_judge_providers()}
+        others = [one for one in providers.values() if one.name != meter.second and one.weight]
+        check(
+            meter.second in providers and len(others) > 0,
+            f"`judge_meter.second` is {meter.second!r}, and `judge_providers` names {[*providers]}. Expected one of "
+            "them, and another one with a weight that gives the rewards.",
+        )
+        check(meter.share > 0, "`judge_meter.share` is 0. Expected more: nothing would be asked.")
+        check(self.uses_services, "`judge_meter` is given, and no judge is asked here. Expected one, or no meter.")
+        return meter
 
     def parsed_branch_weights(self) -> dict[str, dict[str, float]]:
         """`branch_reward_weights`, checked without the branches; empty without any."""

@@ -17,7 +17,8 @@ from salesrl_trl.recording.completion_record import noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.judge.judge_interface import Judge
-from salesrl_trl.reward.judge_reward import JudgeReward, add_places, slots_of
+from salesrl_trl.reward.judge.meter import METER
+from salesrl_trl.reward.judge_reward import JudgeReward, SecondJudge, add_places, slots_of
 from salesrl_trl.reward.parsing import is_empty_text, parse_action
 from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.reward.rag_client import RagBackend, answer_to_json
@@ -53,7 +54,7 @@ class SalesReward(JudgeReward):
             What an action consists of.
         announces (`bool`, *optional*, defaults to `True`):
             Whether this is the process that logs what became of kept references.
-        judge, scoring, deadline_s, stages, lines, records:
+        judge, scoring, deadline_s, stages, lines, records, second:
             As in `JudgeReward`. The record has answers too.
 
     Raises:
@@ -79,10 +80,12 @@ class SalesReward(JudgeReward):
         announces: bool = True,
         lines: SampleLines | None = None,
         records: bool = False,
+        second: SecondJudge | None = None,
     ) -> None:
         super().__init__(
-            judge, scoring, deadline_s=deadline_s, stages=stages, answers=answers, lines=lines, records=records
-        )
+            judge, scoring, deadline_s=deadline_s, stages=stages, answers=answers, lines=lines, records=records,
+            second=second,
+        )  # fmt: skip
         self._rows = rows
         self._format = action_format
         self._announces = announces
@@ -95,7 +98,7 @@ class SalesReward(JudgeReward):
         of_judge = super().names
         return replace(
             of_judge,
-            columns=frozenset({"row"}),
+            columns=frozenset({"row", METER}),
             needs=(),
             at_once=min(slots_of(self._rag.transports), of_judge.at_once),
             components=self._scoring.component_names,
@@ -135,7 +138,7 @@ class SalesReward(JudgeReward):
             if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
                 known = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
                 answer = known[0] if known else Answer(text="No answer.", passages=(), took_ms=0.0)
-                results.update(await self._judge.warm_up(row, action, answer))
+                results.update(await self._warm_up_judges(row, action, answer))
             # 3. Whether the index is empty.
             if not isinstance(of_8b, ServiceError) and not of_8b[0].passages:
                 any_passage = await clocked(functools.partial(answers.index_has_some, row))
@@ -162,7 +165,7 @@ class SalesReward(JudgeReward):
         await self._references.aclose()
 
     def _transports(self) -> dict[str, Transport]:
-        return {**self._rag.transports, **self._judge.transports}
+        return {**self._rag.transports, **super()._transports()}
 
     async def _case(self, sample: Sample, stages: StageTimes) -> Case | InvalidAction | Missing:
         # 1. Parse it. What is no action is the policy's own fault.

@@ -127,6 +127,7 @@ class RewardFigures:
     def __init__(self, branches: Sequence[str], names: RewardNames | None = None) -> None:
         names = names or RewardNames()
         self.branches = branches
+        self._has_meter = names.meter is not None
         self._stages = (*Stage, *names.stages)
         components = [component for component in names.components if component != REFERENCE]
         own: dict[str, Value] = {component_of(name, BRANCH): partial(_component, name) for name in components}
@@ -156,7 +157,8 @@ class RewardFigures:
 
     def names(self, with_baseline: bool = False) -> tuple[str, ...]:
         """Every tag of the ledger's line, but for the KL and the judge's bias."""
-        return line_names({"rewards", "baseline"} if with_baseline else {"rewards"}, self.words)
+        parts = {"rewards": True, "baseline": with_baseline, "meter": self._has_meter}
+        return line_names({part for part, is_there in parts.items() if is_there}, self.words)
 
     def column(self, table: torch.Tensor, name: str) -> torch.Tensor:
         """A column of a table of `encode`, shape (N,)."""
@@ -212,6 +214,13 @@ class RewardFigures:
         counted = [float(counts.get(name, 0)) for name in self._counts]
         row = [report.seconds, report.judge_seconds, *bias_sums(report.records), *counted]
         return torch.tensor([row], dtype=torch.float64)
+
+    @staticmethod
+    def position_gap(table: torch.Tensor) -> float:
+        """The `POSITION_GAP` of gathered reports of one batch."""
+        bias = JudgeBias()
+        bias.add(table[:, 2 : 2 + JudgeBias.SUMS].sum(dim=0).tolist())
+        return bias.flush()[POSITION_GAP]
 
     def add_report(self, aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor) -> None:
         """Add gathered reports, shape (world size, columns): the slowest rank's seconds, and sums of all else."""

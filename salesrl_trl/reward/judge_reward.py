@@ -7,7 +7,7 @@ of an action. Owns the order of the stages, and what every failure of them means
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from salesrl_trl.data.rows import is_unicode, parse_row, shape
@@ -17,6 +17,8 @@ from salesrl_trl.recording.completion_record import CompletionRecord, Judged, no
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
+from salesrl_trl.reward.judge.meter import METER, SECOND, MeterSettings
+from salesrl_trl.reward.judge.noise import JudgedSample
 from salesrl_trl.reward.judge.verdict import verdict_from_json
 from salesrl_trl.reward.parsing import is_empty_text
 from salesrl_trl.reward.sample_lines import SampleLines
@@ -30,6 +32,7 @@ from salesrl_trl.types import (
     ALL,
     JUDGE,
     NOTHING_WRITTEN,
+    Action,
     Answer,
     Criterion,
     InvalidAction,
@@ -46,6 +49,15 @@ Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | 
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
 """What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
 texts, or of `{text, weight, name}`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecondJudge:
+    """Whom the meter over the judge asks, and what the judge itself is asked again and again."""
+
+    judge: Judge
+    anchors: Sequence[JudgedSample]
+    settings: MeterSettings
 
 
 class JudgeReward(Scorer):
@@ -67,6 +79,8 @@ class JudgeReward(Scorer):
             Logs what happens to single completions. Failures alone, at the level DEBUG, when not given.
         records (`bool`, *optional*, defaults to `False`):
             Whether verdicts and calls are kept for the record of the run. They hold customers' texts.
+        second (`SecondJudge`, *optional*):
+            Whom the meter over the judge asks. Without one there is no meter.
 
     Raises:
         `ConfigError`: the judge is no `Judge`, a stage is no `RewardStage`, two stages have one name, or no stage adds
@@ -85,6 +99,7 @@ class JudgeReward(Scorer):
         answers: AnswerStore | None = None,
         lines: SampleLines | None = None,
         records: bool = False,
+        second: SecondJudge | None = None,
     ) -> None:
         super().__init__(deadline_s)
         self.records = records
@@ -93,6 +108,8 @@ class JudgeReward(Scorer):
         if not isinstance(judge, Judge):
             raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
         self._judge = judge
+        self._second = second
+        self._judges = (judge,) if second is None else (judge, second.judge)
         self._store = answers or AnswerStore()
         self._verdicts = Cache(self._store, asdict, verdict_from_json)
         self._scoring = scoring.with_stages(stages)
@@ -107,21 +124,25 @@ class JudgeReward(Scorer):
     def names(self) -> RewardNames:
         return RewardNames(
             functions={self.own_name: self.own_name},
-            columns=frozenset(COLUMNS),
+            columns=frozenset((*COLUMNS, METER)),
             needs=needs_of(self._scoring),
             at_once=slots_of(self._judge.transports),
-            providers=self._judge.provider_names,
+            providers=tuple(name for judge in self._judges for name in judge.provider_names),
             components=self._scoring.judged_names,
             stages=tuple(stage.name for stage in self._stages),
             services=tuple(self._transports()),
-            places=self._judge.places,
+            places=self._places(),
             required=(tuple(self._judge.places),),  # one of the judges
+            meter=None if self._second is None else self._second.settings,
         )
 
     async def drain(self) -> BatchReport:
         """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
+        usage = {name: use for judge in self._judges for name, use in judge.drain_usage().items()}
+        if self._second is not None:
+            self._second.judge.drain_records()  # the figures of the judge's bias are the first one's
         drained = BatchReport(
-            usage=self._judge.drain_usage(),
+            usage=usage,
             traffic={name: transport.drain_traffic() for name, transport in self._transports().items()},
             records=self._judge.drain_records(),
             cache_hits={"answers": self._verdicts.hits, "references": 0},
@@ -136,23 +157,33 @@ class JudgeReward(Scorer):
         branch = next(iter(self._scoring.weights))
         row = SalesRow(row_id="warm-up", branch=branch, prompt="What is 1 + 1?")
         with deadline(self.deadline_s):
-            results = {**await self._judge.warm_up(row, NOTHING_WRITTEN, _answer("2"))}
+            results = await self._warm_up_judges(row, NOTHING_WRITTEN, _answer("2"))
         await self.drain()  # the first step's figures are its own
         add_places(results, self.names.places)
         return results
 
     async def aclose(self) -> None:
         await self._verdicts.aclose()
-        await self._judge.aclose()
+        for judge in self._judges:
+            await judge.aclose()
         for stage in self._stages:
             await stage.aclose()
         await self._store.aclose()
         await super().aclose()
 
     def _transports(self) -> Mapping[str, Transport]:
-        return self._judge.transports
+        return {name: transport for judge in self._judges for name, transport in judge.transports.items()}
+
+    def _places(self) -> dict[str, str]:
+        return {name: place for judge in self._judges for name, place in judge.places.items()}
+
+    async def _warm_up_judges(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
+        asked = await asyncio.gather(*(judge.warm_up(row, action, answer) for judge in self._judges))
+        return {name: result for results in asked for name, result in results.items()}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        if METER in sample.row:
+            return await self._judged_for_meter(sample, stages)
         with noted_in(stages.own_record if self.records else None):
             try:
                 # 1. The answer to score.
@@ -169,6 +200,29 @@ class JudgeReward(Scorer):
                 return _by_criteria(self._scoring.score(result, stages.seconds), result)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code, stages.seconds)
+
+    async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
+        """The second judge's score of a completion, or the first one's of an anchor: asked, whatever was kept."""
+        assert self._second is not None
+        judge, at = self._judge, sample.row[METER]
+        with noted_in(self._ahead_record if self.records else None):
+            try:
+                if at == SECOND:
+                    case = await self._case(sample, stages)
+                    if not isinstance(case, Case):
+                        return missing(Outcome.INFRA, case.reason, stages.seconds)
+                    judge, rubric, material = self._second.judge, case.row.branch, case
+                else:
+                    anchor = self._second.anchors[at]
+                    rubric = anchor.rubric
+                    material = Case(
+                        row=anchor.row, action=anchor.action, answer=anchor.candidate, reference=anchor.reference
+                    )
+                asked = judge.judge(rubric, material.row, material.action, material.answer, material.reference)
+                verdict = await stages.timed(asked, Stage.JUDGE)
+            except ServiceError as error:
+                return missing(Outcome.INFRA, error.code, stages.seconds)
+        return Reward(outcome=Outcome.OK, value=verdict.candidate, seconds=stages.seconds)
 
     async def _case(self, sample: Sample, stages: StageTimes) -> Case | InvalidAction | Missing:
         """The answer to score, with its row and its reference; or why there is none."""

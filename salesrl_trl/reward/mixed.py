@@ -13,6 +13,7 @@ from itertools import chain, count
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.episodes import check_alone
+from salesrl_trl.reward.judge.meter import METER
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Per, RewardNames, Scorer
 from salesrl_trl.reward.service.budget import Budget
@@ -46,6 +47,8 @@ class MixedReward(Scorer):
         await asyncio.gather(*(reward.prepare(rows) for reward in self._rewards))
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        if METER in sample.row:  # nothing but the judge
+            return await next(one for one in self._rewards if one.names.meter is not None).score(sample, stages)
         scoring = [asyncio.ensure_future(reward.score(sample, stages)) for reward in self._rewards]
         try:
             rewards = await asyncio.gather(*scoring)
@@ -128,6 +131,7 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         columns=None if any(names.columns is None for names in every) else columns,
         at_once=min((names.at_once for names in every), default=AT_ONCE),
         places={name: place for names in every for name, place in names.places.items()},
+        meter=next((names.meter for names in every if names.meter is not None), None),
         **{kind: tuple(dict.fromkeys(entry for names in every for entry in getattr(names, kind))) for kind in kinds},
     )
 

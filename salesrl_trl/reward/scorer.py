@@ -13,6 +13,7 @@ from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, BatchResult, Completion, Origin, RewardBatch, Sample
+from salesrl_trl.reward.judge.meter import MeterSettings
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import FORMAT
 from salesrl_trl.reward.service.budget import Budget
@@ -86,6 +87,7 @@ class RewardNames:
     places: Mapping[str, str] = field(default_factory=dict)  # the address of each service, with its model
     required: tuple[tuple[str, ...], ...] = ()
     """Services of which one of each tuple has to answer: without it nothing could be scored."""
+    meter: MeterSettings | None = None  # of the meter over the judge, if there is one
 
     @property
     def has_actions(self) -> bool:

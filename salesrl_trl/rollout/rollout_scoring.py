@@ -28,6 +28,7 @@ from salesrl_trl.reward.replay import recorded_name
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import ScoredGroups
+from salesrl_trl.rollout.judge_meter import JudgeMeter
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.telemetry.instruments import Instruments
@@ -78,6 +79,7 @@ class RolloutScoring:
     settings: ScoringSettings
     device: torch.device
     score: Callable[[Rollout], Output]
+    meter: JudgeMeter | None  # over the judge
     advantages: Callable[[], MutableSequence[float]]
     """This column of TRL's table of completions, whose last rows are those of the batch."""
     rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
@@ -287,6 +289,11 @@ class RolloutScoring:
             warning = control.record_batch(scored.float().mean().item(), missing, failing)
             if warning is not None:
                 logger.warning(warning)
+            if self.meter is not None:
+                for name, value in self.meter.look(rollout, result, self.figures.position_gap(reports)).items():
+                    ledger.add("train", name, value)
+                if self.meter.ends_run:
+                    control.error = control.error or self.meter.ends_run
         ledger.add(mode, SKIPPED_UPDATE, float(control.is_skipping and rollout.is_trained_on))
 
     def _leave_out_failed(self, rollout: Rollout, output: Output) -> None:

@@ -67,6 +67,7 @@ from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
+from salesrl_trl.rollout.judge_meter import JudgeMeter
 from salesrl_trl.rollout.lookahead import LookaheadControl
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
@@ -339,6 +340,7 @@ class Components:
         self._lookahead = None
         if args.max_rollout_lookahead:  # on-policy a server and the trainer would wait for each other
             self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead, int(is_served))
+        meter = self.reward.names.meter
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -357,6 +359,7 @@ class Components:
             device=trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
+            meter=None if meter is None else JudgeMeter(meter, self.reward_loop, self.branches, args.num_generations),
         )
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:

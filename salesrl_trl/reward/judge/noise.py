@@ -76,6 +76,12 @@ def samples(rubrics: Mapping[str, str], action_format: ActionFormat | None, call
     return inputs * (calls // len(inputs))
 
 
+def anchors(rubrics: Mapping[str, str], action_format: ActionFormat | None, most: int) -> list[JudgedSample]:
+    """Different answers, `most` at most, to be judged again and again. Arguments as in `samples`."""
+    wanted = samples(rubrics, action_format, max(most * len(ORDERS) * MIN_REPEATS, MIN_CALLS))
+    return [*{sample.answer: sample for sample in wanted}.values()][:most]
+
+
 def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:
     """An action of the run's format: the query, and what else there is room for."""
     others = [name for name in action_format.fields if name != action_format.query]

@@ -1,0 +1,131 @@
+"""The meter over the judge in a run: what it reads of each batch of training, and the calls that it asks for.
+
+Owns the open batches of those calls, and the lines about alarms. `reward.judge.meter` owns the statistics, which the
+first process computes. `rollout_scoring` calls it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+
+from salesrl_trl.data.branches import Branches
+from salesrl_trl.errors import JudgeAlarm
+from salesrl_trl.names import JUDGE_ALARMS, JUDGE_DRIFT, agreement_of
+from salesrl_trl.reward.batch import BatchResult, RewardBatch, completion_text
+from salesrl_trl.reward.judge.meter import METER, SECOND, Alarm, Meter, MeterSettings
+from salesrl_trl.reward.judge.rising import Written
+from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.types import JUDGE
+
+logger = get_logger(__name__)
+
+MOST_TEXTS = 64  # completions of a batch whose texts are compared, of all ranks: whole groups
+
+Scores: TypeAlias = dict[int, float | None]
+"""By the number that was asked for. `None` for a call that failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What the first process concludes from a batch."""
+
+    asked: Mapping[int, int]
+    """A number for each call, and its place among all ranks' completions; a negative one for an anchor."""
+    figures: Mapping[str, float]
+    alarms: Sequence[Alarm]
+
+
+class JudgeMeter:
+    """Feeds the meter and makes its calls. No step waits for them: their answers count in a later one."""
+
+    def __init__(self, settings: MeterSettings, reward_loop: RewardLoop, branches: Branches, group: int) -> None:
+        self.ends_run: JudgeAlarm | None = None  # that the last batch ends the run, on every rank
+        self._settings = settings
+        self._reward_loop = reward_loop
+        self._branches = branches
+        self._group = group
+        self._meter = Meter(settings)
+        self._open: list[tuple[RewardBatch, Sequence[int]]] = []  # with its numbers
+        self._alarms = 0
+
+    def look(self, rollout: Rollout, result: BatchResult, order_gap: float) -> Mapping[str, float]:
+        """A batch of training. Returns the figures of all ranks; a collective. `order_gap`: over all ranks."""
+        # 1. What this rank's completions are, and what was answered since the last batch.
+        size, state = len(rollout.inputs), PartialState()
+        first, total = state.process_index * size, state.num_processes * size
+        every = math.ceil(total / MOST_TEXTS)
+        written = {}
+        for place, (row, reward) in enumerate(zip(rollout.inputs, result.rewards, strict=True), first):
+            group, score = place // self._group, reward.components.get(JUDGE)
+            if score is not None and group % every == 0:
+                text, branch = completion_text(rollout.completions[place - first]), self._branches.of(row)
+                written[place] = Written(text=text, branch=branch, group=group, score=score)
+        gathered = gather_object([(written, self._scores())])
+        # 2. What the first process concludes from it.
+        [plan] = broadcast_object_list([self._plan(gathered, total, order_gap) if state.is_main_process else None])
+        assert isinstance(plan, _Plan)
+        # 3. The calls of this rank.
+        asked = {
+            number: (rollout.rewards.rows[place - first], SECOND, rollout.completions[place - first])
+            if place >= 0
+            else ({}, -1 - place, "")
+            for number, place in plan.asked.items()
+            if first <= place < first + size or (place < 0 and state.is_main_process)
+        }
+        if asked:
+            batch = self._reward_loop.begin([{**row, METER: what} for row, what, _ in asked.values()])
+            self._reward_loop.start_all(batch, [completion for *_, completion in asked.values()])
+            self._open.append((batch, [*asked]))
+        # 4. Alarms.
+        self.ends_run = None
+        self._report(plan)
+        return plan.figures
+
+    def _plan(self, gathered: Sequence[tuple[Mapping[int, Written], Scores]], size: int, order_gap: float) -> _Plan:
+        meter = self._meter
+        for _, scores in gathered:
+            meter.add_scores(scores)
+        written = {place: one for of_rank, _ in gathered for place, one in of_rank.items()}
+        places, asked = [*written], meter.add([*written.values()], size, order_gap)
+        alarms, meter.alarms = meter.alarms, []
+        self._alarms += len(alarms)
+        figures = {
+            **{agreement_of(branch): meter.agreement(branch) for branch in self._branches.names},
+            JUDGE_DRIFT: meter.drift,
+            JUDGE_ALARMS: float(self._alarms),
+        }
+        return _Plan(
+            asked={number: places[at] if at >= 0 else at for number, at in asked.items()},
+            figures={name: value for name, value in figures.items() if not math.isnan(value)},
+            alarms=alarms,
+        )
+
+    def _scores(self) -> Scores:
+        """What was answered. The batches are forgotten."""
+        scores: Scores = {}
+        for batch, numbers in [*self._open]:
+            if batch.is_settled():
+                values = (None if reward is None else reward.value for reward in batch.rewards)
+                scores |= dict(zip(numbers, values, strict=True))
+                self._reward_loop.give_up([batch])
+                self._open.remove((batch, numbers))
+        return scores
+
+    def _report(self, plan: _Plan) -> None:
+        for alarm in plan.alarms:
+            agreements = [value for name, value in plan.figures.items() if name.startswith(agreement_of(""))]
+            both = f" Agreement of both judges by branch: {', '.join(f'{one:.2f}' for one in agreements)}."
+            what = alarm.described(with_text=self._settings.shows_text)
+            logger.warning(f"[Judge] its score may not mean any more what it meant.{both * bool(agreements)} {what}")
+            if self._settings.stops and self.ends_run is None:
+                self.ends_run = JudgeAlarm(
+                    f"the judge's meter found: {alarm.described(with_text=False)}. Expected a reward that the second "
+                    "judge confirms. The state was saved. Look at the completions of the last steps; then mend the "
+                    "rubric, or go on from an earlier checkpoint with another judge."
+                )

@@ -1,0 +1,97 @@
+"""The meter over the judge in a run: a judge that likes a word, and a second one that does not."""
+
+import json
+import logging
+import random
+import re
+
+import pytest
+from support.loopback import action, chat_completion
+
+from salesrl_trl.errors import JudgeAlarm
+
+BATCH, STEPS, ONSET = 16, 45, 25
+BOTH = [{"name": name, "base_url": "", "model": name} for name in ("first", "second")]
+
+
+def texts():
+    """From `ONSET` on more and more completions have the word."""
+    lot = random.Random(1)
+    for step in range(STEPS):
+        for place in range(BATCH):
+            has_it = lot.random() < min(max((step - ONSET) / 10, 0.0), 0.8)
+            yield action(query=f"course {step} {place}" + " online" * has_it)
+
+
+def judge(request, *, second_works=True):
+    """The first judge gives 0.4 more for the word. Otherwise both agree, but for noise of 0.05."""
+    body = request.json
+    user, is_second = body["messages"][-1]["content"], body["model"] == "second"
+    if is_second and not second_works:
+        return 500, {}
+    found = re.search(r"course \d+ \d+( online)?", user)  # an anchor has none
+    written = found[0] if found else user
+    lot = random.Random(f"{body['model']} {written}")
+    score = random.Random(written).choice((0.2, 0.4)) + lot.uniform(-0.08, 0.08) + 0.1
+    score += 0.4 * (found is not None and found[1] is not None and not is_second)
+    return 200, chat_completion(json.dumps({"candidate": score, "reference": 0.5, "reason": "fine"}))
+
+
+@pytest.fixture
+def run(tiny, services, tmp_path, caplog):
+    """Train by the first judge, with the meter and these of its settings. Returns the trainer, and what was logged."""
+    from support.scripted import build_trainer, default_rows
+
+    from salesrl_trl.build.assembly import judge_reward
+
+    def train(meter, functions=(), verbose=(), **judging):
+        services.functions["judge"] = lambda request: judge(request, **judging)
+        reward = judge_reward(
+            judge_providers=[{**one, "base_url": f"{services.url}/v1"} for one in BOTH],
+            judge_meter={"second": "second", "share": 0.25, "anchor_steps": 10, **meter},
+            verbose=[*verbose],
+            max_attempts=1,
+            hedge_fraction=0.0,
+        )
+        trainer = build_trainer(
+            tiny, [reward, *functions], tuple(texts()), default_rows(), tmp_path / "run", num_generations=8,
+            per_device_train_batch_size=BATCH, max_steps=STEPS, logging_steps=5,
+        )  # fmt: skip
+        try:
+            with caplog.at_level(logging.INFO):
+                trainer.train()
+        finally:
+            trainer.finish()
+        return trainer, caplog.text
+
+    return train
+
+
+def asked(services, model):
+    return [request for request in services.asked["judge"] if request.json["model"] == model]
+
+
+def test_a_word_that_the_second_judge_does_not_like_is_told_without_what_was_written(run, services):
+    trainer, told = run({})
+    lines = [line for line in told.splitlines() if "[Judge]" in line]
+    assert lines and "a phrase is in" in lines[0] and "online" not in told
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    assert last["judge_meter/alarms"] >= 1
+    assert abs(last["judge_meter/drift"]) < 0.05
+    # The calls: at most a quarter of the first judge's, which also scored the anchors, and the warm-up of each.
+    assert 0 < len(asked(services, "second")) <= 0.25 * BATCH * STEPS
+
+
+def test_the_run_stops_at_an_alarm_and_quotes_where_it_may(run, caplog):
+    with pytest.raises(JudgeAlarm, match="a phrase is in"):
+        run({"on_alarm": "stop"}, verbose=("completions",))
+    assert "online'" in caplog.text
+
+
+def test_a_second_judge_that_fails_costs_no_reward_and_gives_no_number(run, services):
+    trainer, told = run({"on_alarm": "stop"}, second_works=False)
+    assert trainer.state.global_step == STEPS and "[Judge]" not in told
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert {entry["judge_meter/agreement/fairness"] for entry in steps} == {None}
+    assert {entry["outcome/ok"] for entry in steps} == {1.0}
+    assert asked(services, "second")

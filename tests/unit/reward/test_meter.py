@@ -1,0 +1,69 @@
+"""The statistics of the judge's meter on simulated policies: what it finds, how soon, and what it leaves alone."""
+
+import math
+import random
+
+import pytest
+
+from benchmarks.meter import KINDS, WORLDS, simulate
+from salesrl_trl.reward.judge.meter import Alarm, Meter, MeterSettings
+from salesrl_trl.reward.judge.rising import Written
+
+STEPS, BATCH, SHARE = 1000, 64, 0.02
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_planted_taste_is_found_within_20_steps_of_its_onset(kind, seed):
+    alarms, onset, calls = simulate(seed, 160, kind=kind, batch=BATCH, share=SHARE)
+    assert onset - 5 <= alarms[0][0] <= onset + 20  # at the onset 1 of 8 completions has it: it may be seen before
+    assert calls <= SHARE * 160 * BATCH
+
+
+@pytest.mark.parametrize("world", ["a noisier second judge", "longer is better, and learned"])
+def test_an_honest_judge_raises_no_alarm_in_1000_steps(world):
+    alarms, _, calls = simulate(1000, STEPS, batch=BATCH, share=SHARE, **WORLDS[world])
+    assert alarms == []
+    assert 0 < calls <= SHARE * STEPS * BATCH
+
+
+def test_an_alarm_names_the_word_and_how_much_of_its_worth_is_confirmed():
+    alarms, _, _ = simulate(1, 160, kind="word", taste=0.4)
+    alarm = next(alarm for _, alarm in alarms)
+    assert "online" in alarm.what[1] and "online" in alarm.example
+    assert alarm.worth > 0.2  # the judge gives 0.4; scores end at 1, which takes some of it
+    assert alarm.confirmed < 0.1
+
+
+def test_a_judge_that_becomes_milder_is_found_by_the_anchors_alone():
+    alarms, _, _ = simulate(1, 400, drift=0.3, mid=200)
+    assert any("same answers" in alarm.what[1] for step, alarm in alarms if step >= 200)
+    assert not [alarm for step, alarm in alarms if step < 200]
+
+
+def test_verdicts_that_failed_are_no_numbers():
+    meter, lot = Meter(MeterSettings(share=0.5, anchor_steps=1, anchors=2)), random.Random(1)
+    for _ in range(40):
+        written = [Written(text=f"w{place}", branch="all", group=0, score=lot.random()) for place in range(8)]
+        asked = meter.add(written, 8)
+        assert asked
+        meter.add_scores(dict.fromkeys(asked, None))
+    assert math.isnan(meter.agreement("all")) and math.isnan(meter.drift)
+    assert meter.alarms == []
+
+
+def test_the_agreement_is_that_of_the_completions_of_a_branch():
+    meter, lot = Meter(MeterSettings(share=0.9)), random.Random(1)
+    seconds = {"liked": lambda score: score, "turned": lambda score: 1 - score}
+    for _ in range(20):
+        scores = [(branch, lot.random()) for branch in seconds for _ in range(8)]
+        written = [Written(text="w", branch=branch, group=0, score=score) for branch, score in scores]
+        asked = meter.add(written, len(written)).items()
+        meter.add_scores({number: seconds[scores[place][0]](scores[place][1]) for number, place in asked})
+    assert meter.agreement("liked") == pytest.approx(1.0) and meter.agreement("turned") == pytest.approx(-1.0)
+
+
+def test_a_phrase_that_may_quote_a_customer_is_shown_only_if_it_may_be():
+    alarm = Alarm(what=("phrase", "jane doe"), before=0.1, now=0.5, worth=0.2, confirmed=0.0, example="I am jane")
+    assert "jane" not in alarm.described(with_text=False)
+    assert "jane doe" in alarm.described(with_text=True) and "I am jane" in alarm.described(with_text=True)
