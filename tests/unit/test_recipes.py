@@ -259,8 +259,9 @@ def test_a_branch_of_the_data_that_is_not_configured_is_refused():
         ("--beta 0.1", "ConfigError: `beta` is 0.1 and `branch_kl` names every branch"),
         (f"--output_dir {__file__}/below", "ConfigError: nothing can be written to `output_dir`"),
         ("--resume_from_checkpoint runs/no-such", "ConfigError: `resume_from_checkpoint` is 'runs/no-such'"),
-        ("--use_vllm true --vllm_mode server", "ConfigError: `vllm_mode` is server, and no address is given"),
         # a test beside this one may have the usual port
+        ("--use_vllm true --vllm_mode server --vllm_group_port 0",
+         "ConfigError: `vllm_mode` is server, and no address is given"),
         ("--vllm_mode server --vllm_server_base_url http://127.0.0.1:9/ --vllm_server_timeout 0 --vllm_group_port 0",
          "ServiceUnavailable: there is no vLLM server at http://127.0.0.1:9 ("),
     ],
