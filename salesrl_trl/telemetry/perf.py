@@ -8,32 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from salesrl_trl.names import (
-    COMPUTE_RATIO,
-    DATA_LOADING_RATIO,
-    GPU_PEAK,
-    MEMORY,
-    MFU_MODEL,
-    MFU_STEP,
-    PERF_PHASES,
-    REWARD_EXPOSED,
-    REWARD_HIDDEN,
-    REWARD_SECONDS,
-    SAMPLES_PER_SECOND,
-    STEP_SECONDS,
-    THROUGHPUT,
-    TOKENS_PER_SECOND,
-    Phase,
-    perf_of,
-    time_of,
-)
+from salesrl_trl import names
+from salesrl_trl.names import Phase
 
 OPAQUE_PHASES = (Phase.EVALUATION, Phase.CHECKPOINT)
 """An evaluation generates, scores and logs too; all of this counts as evaluation."""
 COMPUTE_PHASES = (Phase.WEIGHT_PUSH, Phase.GENERATION, Phase.OLD_LOGPROBS, Phase.REFERENCE_LOGPROBS, Phase.FORWARD,
                   Phase.BACKWARD, Phase.OPTIMIZER)  # fmt: skip
 """Phases in which the accelerator works."""
-TIMES = (*(time_of(phase) for phase in Phase), STEP_SECONDS, REWARD_EXPOSED, REWARD_HIDDEN)
+TIMES = (*(names.time_of(phase) for phase in Phase), names.STEP_SECONDS, names.REWARD_EXPOSED, names.REWARD_HIDDEN)
 
 
 Sums = Mapping[str, float]
@@ -45,7 +28,7 @@ BATCHES = "batches"
 FLOPS = "flops"  # of the policy's forward and backward passes; NaN where unknown
 TOKENS = "tokens"  # prompt and completion tokens that were trained on, without padding
 SAMPLES = "samples"
-COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *MEMORY)
+COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *names.MEMORY)
 """The order in which sums travel between ranks."""
 
 
@@ -56,14 +39,14 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
     steps = ranks[0][STEPS]
     if not steps:
         return dict.fromkeys(TIMES, math.nan)
-    figures = {time_of(phase): _mean(ranks, phase) / steps for phase in Phase}
-    figures[STEP_SECONDS] = sum(figures.values())
-    figures |= dict.fromkeys((REWARD_EXPOSED, REWARD_HIDDEN), math.nan)
+    figures = {names.time_of(phase): _mean(ranks, phase) / steps for phase in Phase}
+    figures[names.STEP_SECONDS] = sum(figures.values())
+    figures |= dict.fromkeys((names.REWARD_EXPOSED, names.REWARD_HIDDEN), math.nan)
     slowest = max(ranks, key=lambda rank: rank[MAKESPAN])
     if slowest[BATCHES]:
-        figures[REWARD_SECONDS] = slowest[MAKESPAN] / slowest[BATCHES]
-        figures[REWARD_EXPOSED] = slowest[EXPOSED] / slowest[BATCHES]
-        figures[REWARD_HIDDEN] = figures[REWARD_SECONDS] - figures[REWARD_EXPOSED]
+        figures[names.REWARD_SECONDS] = slowest[MAKESPAN] / slowest[BATCHES]
+        figures[names.REWARD_EXPOSED] = slowest[EXPOSED] / slowest[BATCHES]
+        figures[names.REWARD_HIDDEN] = figures[names.REWARD_SECONDS] - figures[names.REWARD_EXPOSED]
     return figures
 
 
@@ -73,22 +56,22 @@ def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, f
     FLOPs of the policy's forward and backward passes by the peak over their time, `MFU_STEP` over the whole step."""
     seconds = {phase: _mean(ranks, phase) for phase in Phase}
     steps, wall = ranks[0][STEPS], sum(seconds.values())
-    figures = dict.fromkeys((*THROUGHPUT, *MEMORY), math.nan)
-    for name in MEMORY:
+    figures = dict.fromkeys((*names.THROUGHPUT, *names.MEMORY), math.nan)
+    for name in names.MEMORY:
         # Without a GPU there are NaNs, and max() of NaNs would be the first of them.
         figures[name] = max((rank[name] for rank in ranks if not math.isnan(rank[name])), default=math.nan)
     if not steps or not wall:
         return figures
-    for phase in PERF_PHASES:
-        figures[perf_of(phase)] = seconds[phase] / steps
-    figures[DATA_LOADING_RATIO] = seconds[Phase.DATA_LOADING] / wall
-    figures[COMPUTE_RATIO] = sum(seconds[phase] for phase in COMPUTE_PHASES) / wall
-    figures[TOKENS_PER_SECOND] = sum(rank[TOKENS] for rank in ranks) / wall
-    figures[SAMPLES_PER_SECOND] = sum(rank[SAMPLES] for rank in ranks) / wall
+    for phase in names.PERF_PHASES:
+        figures[names.perf_of(phase)] = seconds[phase] / steps
+    figures[names.DATA_LOADING_RATIO] = seconds[Phase.DATA_LOADING] / wall
+    figures[names.COMPUTE_RATIO] = sum(seconds[phase] for phase in COMPUTE_PHASES) / wall
+    figures[names.TOKENS_PER_SECOND] = sum(rank[TOKENS] for rank in ranks) / wall
+    figures[names.SAMPLES_PER_SECOND] = sum(rank[SAMPLES] for rank in ranks) / wall
     flops = _mean(ranks, FLOPS)
-    figures[MFU_MODEL] = mfu(flops, seconds[Phase.FORWARD] + seconds[Phase.BACKWARD], peak_flops)
-    if not math.isnan(figures[MFU_MODEL]):  # An impossible peak gives neither figure.
-        figures[MFU_STEP] = mfu(flops, wall, peak_flops)
+    figures[names.MFU_MODEL] = mfu(flops, seconds[Phase.FORWARD] + seconds[Phase.BACKWARD], peak_flops)
+    if not math.isnan(figures[names.MFU_MODEL]):  # An impossible peak gives neither figure.
+        figures[names.MFU_STEP] = mfu(flops, wall, peak_flops)
     return figures
 
 
@@ -96,8 +79,8 @@ def added(ranks: Sequence[Sums], more: Sequence[Sums]) -> list[Sums]:
     """Sums over two stretches of steps, rank by rank. Memory is the later one's, with the larger peak of both."""
     return [
         {name: earlier[name] + later[name] for name in COLUMNS}
-        | {name: later[name] for name in MEMORY}
-        | {GPU_PEAK: max(earlier[GPU_PEAK], later[GPU_PEAK])}
+        | {name: later[name] for name in names.MEMORY}
+        | {names.GPU_PEAK: max(earlier[names.GPU_PEAK], later[names.GPU_PEAK])}
         for earlier, later in zip(ranks, more, strict=True)
     ]
 
