@@ -197,6 +197,8 @@ class SalesGRPOConfig(GRPOConfig):
         refused.each(lambda: load_sampler(self.sampler), self.parsed_record)
         self.is_introduced = False
         """Whether a banner has said what the run consists of."""
+        self.beside = dict[str, object]()
+        """Settings of the run that are not the trainer's, by names such as `reward.rag_top_k`, for trackers."""
         refused.tell(self)
 
     def _settle(self) -> None:
@@ -233,8 +235,8 @@ class SalesGRPOConfig(GRPOConfig):
         self.machine_notes += without_effect(self, reasons) * (self.mode == "train")
 
     def to_dict(self) -> dict[str, object]:
-        """The settings as loggers show them: without keys."""
-        return cast(dict[str, object], without_keys(super().to_dict()))
+        """The settings as trackers get them: without keys."""
+        return cast(dict[str, object], without_keys({**super().to_dict(), **self.beside}))
 
     @property
     def pass_tokens(self) -> int | None:
