@@ -50,12 +50,10 @@ def overlap(first: tuple[float, float], other: tuple[float, float]) -> float:
 class Timing:
     """One run of a timed block. `cost_time` may be read inside the block, after it, and after an exception."""
 
-    __slots__ = ("ended", "failed", "name", "path", "started")
+    __slots__ = ("ended", "failed", "name", "started")
 
-    def __init__(self, name: str, outer: "Timing | None" = None) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.path: tuple[str, ...] = (*(outer.path if outer else ()), name)
-        """Names of the blocks around this one, from the outermost to its own."""
         self.failed = False
         self.ended: float | None = None
         self.started = time.perf_counter()
@@ -120,7 +118,7 @@ class TimingContext:
 
     def __enter__(self) -> Timing:
         under_way = _open.get()
-        timing = self._latest = Timing(self.name, under_way[-1][1] if under_way else None)
+        timing = self._latest = Timing(self.name)
         _open.set((*under_way, (self, timing)))
         return timing
 

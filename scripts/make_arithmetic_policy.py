@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from imitation import imitate  # beside this file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM, set_seed
 from transformers import Qwen2Config as Config
 
 from salesrl_trl.data.arithmetic import arithmetic_records
-from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED, imitate
+from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.ground.shutdown import end_tidily
 
 WRONG = 0.5  # share of the answers

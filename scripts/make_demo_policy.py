@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from demo_content.conversations import BRANCHES, build_split, normalise
+from imitation import imitate  # beside this file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedModel,
@@ -36,7 +37,7 @@ from salesrl_trl.data.files import demo_path, load_documents
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import load_drafts, load_rows
 from salesrl_trl.data.templates import action_text, build_prompt
-from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, imitate
+from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.rag_app import search_text
 from salesrl_trl.demo.services.rubric import judge_sections, load_terms

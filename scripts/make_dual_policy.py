@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from make_arithmetic_policy import build_model, build_tokenizer, share_of_right  # beside this file
+from imitation import imitate  # beside this file
+from make_arithmetic_policy import build_model, build_tokenizer, share_of_right
 from make_two_tasks import two_task_records
 from transformers import set_seed
 
 from salesrl_trl.data.files import DEMO_BBQ, DEMO_HALUEVAL
 from salesrl_trl.data.formats.published import BBQ, HaluEval
-from salesrl_trl.demo.packaged import DUAL_POLICY, imitate
+from salesrl_trl.demo.packaged import DUAL_POLICY
 from salesrl_trl.ground.shutdown import end_tidily
 
 RIGHT = 0.5  # share of the answers, once it has learned to find them

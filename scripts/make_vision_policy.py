@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demo_pictures import write_dataset  # beside this file
+from imitation import imitate
 
 from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, read_lines
 from salesrl_trl.data.processor import NoVideos, videos_left_out
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.data.templates import action_text, build_prompt
-from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, VISION_POLICY, imitate, packaged_tokenizer
+from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, VISION_POLICY, packaged_tokenizer
 from salesrl_trl.types import Action, Prompt, SalesRow
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ Owns the loading of the policy, and the reading of its files ahead of it. `assem
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
 )
 from transformers.utils.hub import try_to_load_from_cache
 from trl import get_peft_config, get_quantization_config
@@ -31,13 +27,11 @@ from salesrl_trl.build.banner import banner
 from salesrl_trl.build.checks.model import model_class
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
-from salesrl_trl.config.keys import without_keys
 from salesrl_trl.data.processor import load_processor
 from salesrl_trl.names import StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.telemetry.trackers import spared
 from salesrl_trl.timing import TimingContext
 
 if TYPE_CHECKING:
@@ -88,6 +82,7 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
     else:
         name, revision, trusted = source
         processing = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    config.training.beside = settings_beside_the_trainers(config)
     kind = RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer
     with instruments.timeline.phase(StartUp.ENGINE):
         return kind(
@@ -99,7 +94,6 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=processing,
-            callbacks=[RunSettings(settings_beside_the_trainers(config))],
             peft_config=get_peft_config(config.model),
         )
 
@@ -122,43 +116,15 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
     )
 
 
-def settings_beside_the_trainers(config: RunConfig) -> dict[str, dict[str, object]]:
-    """The settings that are not the trainer's, by owner, as the recipe gives them."""
+def settings_beside_the_trainers(config: RunConfig) -> dict[str, object]:
+    """The settings that are not the trainer's, as the recipe gives them, by names such as `reward.rag_top_k`."""
     owners = {"data": config.data, "reward": config.reward, "telemetry": config.telemetry, "model": config.model}
     return {
-        owner: {field.name: config.recipe[field.name] for field in fields(part) if field.name in config.recipe}
+        f"{owner}.{field.name}": config.recipe[field.name]
         for owner, part in owners.items()
+        for field in fields(part)
+        if field.name in config.recipe
     }
-
-
-class RunSettings(TrainerCallback):
-    """Gives the trackers the settings that are not the trainer's, without keys, under names such as `reward.top_k`."""
-
-    def __init__(self, settings: Mapping[str, Mapping[str, object]]) -> None:
-        self._settings = {
-            f"{owner}.{name}": value
-            for owner, values in settings.items()
-            for name, value in without_keys(values).items()  # type: ignore[attr-defined]
-        }
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
-        if state.is_world_process_zero:
-            for name in args.report_to:
-                with spared(f"the settings for {name}"):
-                    self._give(name)
-
-    def _give(self, tracker: str) -> None:
-        """A tracker that `report_to` does not name is not imported."""
-        if tracker == "mlflow":
-            import mlflow
-
-            names, most = [*self._settings], mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH
-            for first in range(0, len(names), most):
-                part = {name: self._settings[name] for name in names[first : first + most]}
-                mlflow.log_params(part, synchronous=False)
-        elif tracker in ("swanlab", "trackio", "wandb"):
-            options = {} if tracker == "swanlab" else {"allow_val_change": True}
-            import_module(tracker).config.update(self._settings, **options)
 
 
 _READERS = 4  # files that are read at once: one stream does not use up a fast disk

@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 
 from trl import GRPOConfig
 
+from salesrl_trl.config import trl_settings
 from salesrl_trl.config.checks import check, check_path, check_url, load_object, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
@@ -24,15 +25,7 @@ from salesrl_trl.config.ranges import (
     without_effect,
 )
 from salesrl_trl.config.telemetry import RecordSettings
-from salesrl_trl.config.trl_settings import (
-    RUN_MODES,
-    check_mode,
-    check_numbers,
-    check_sampling,
-    check_sizes,
-    load_sampler,
-    settle_schedule,
-)
+from salesrl_trl.config.trl_settings import RUN_MODES
 from salesrl_trl.errors import ConfigError, Refusals, hide
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.controller import WindowSettings
@@ -172,9 +165,9 @@ class SalesGRPOConfig(GRPOConfig):
         refused = Refusals()
         refused.each(
             lambda: check_settings(self),
-            lambda: check_numbers(self),
-            lambda: check_sizes(self),
-            lambda: check_mode(self.mode),
+            lambda: trl_settings.check_numbers(self),
+            lambda: trl_settings.check_sizes(self),
+            lambda: trl_settings.check_mode(self.mode),
             lambda: check_url("vllm_server_base_url", self.vllm_server_base_url),
         )
         if not refused.errors:
@@ -198,9 +191,11 @@ class SalesGRPOConfig(GRPOConfig):
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
             "`use_vllm: false`.",
         )
-        refused.each(lambda: load_sampler(self.sampler), self.parsed_record)
+        refused.each(lambda: trl_settings.load_sampler(self.sampler), self.parsed_record)
         self.is_introduced = False
         """Whether a banner has said what the run consists of."""
+        self.beside = dict[str, object]()
+        """Settings of the run that are not the trainer's, by names such as `reward.rag_top_k`, for trackers."""
         refused.tell(self)
 
     def _settle(self) -> None:
@@ -214,7 +209,7 @@ class SalesGRPOConfig(GRPOConfig):
         args: Any = self  # mypy does not know the fields of transformers
         args.use_cpu, args.bf16, args.fp16, self.machine_notes = settle(args.use_cpu, args.bf16, args.fp16)
         settle_loader(args)
-        settle_schedule(args)
+        trl_settings.settle_schedule(args)
         super().__post_init__()
         if self.device.type == "cpu":  # not "cpu:1", for which torch can't load an optimizer's state
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
@@ -225,7 +220,11 @@ class SalesGRPOConfig(GRPOConfig):
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
+<<<<<<< HEAD
         check_sampling(self, self.parsed_engine_kwargs(), self.most_lookahead)
+=======
+        trl_settings.check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
+>>>>>>> main
         is_colocated, is_unsaved = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy == "no"
         reasons = {
             "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
@@ -237,8 +236,8 @@ class SalesGRPOConfig(GRPOConfig):
         self.machine_notes += without_effect(self, reasons) * (self.mode == "train")
 
     def to_dict(self) -> dict[str, object]:
-        """The settings as loggers show them: without keys."""
-        return cast(dict[str, object], without_keys(super().to_dict()))
+        """The settings as trackers get them: without keys."""
+        return cast(dict[str, object], without_keys({**super().to_dict(), **self.beside}))
 
     @property
     def pass_tokens(self) -> int | None:

@@ -15,22 +15,14 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from salesrl_trl import names
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.evaluation.quick_figures import BETA, OWN_FIGURES, checked_figures
 from salesrl_trl.evaluation.quick_record import QuickEvalHistory, QuickEvalSettings, QuickEvaluation, evaluation_of
 from salesrl_trl.evaluation.subject import Processes, Subject
 from salesrl_trl.ground.process import put_in_place
-from salesrl_trl.names import (
-    BEST_FOLDER,
-    BEST_NOTE_FILE,
-    QUICK_EVAL,
-    QUICK_EVAL_FILE,
-    QUICK_SECONDS,
-    REWARD,
-    Phase,
-    quick_of,
-)
+from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example, Outcome
 
@@ -61,7 +53,7 @@ class QuickEvaluator:
     def __post_init__(self) -> None:
         self._figures = checked_figures(self.settings.figures, self.branches)
         self.figure_names = tuple(figure.name for figure in (*OWN_FIGURES, *self._figures))
-        path, by = self.output_dir / QUICK_EVAL_FILE, self.settings.best
+        path, by = self.output_dir / names.QUICK_EVAL_FILE, self.settings.best
         self._history = QuickEvalHistory(path, by, self.least_scored)
         self._best = BestPolicy(self.output_dir, by, self.ranks)
         self._evaluated_step = 0
@@ -111,11 +103,11 @@ class QuickEvaluator:
             if self.ranks.index == 0:
                 failed = Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
                 self._report(evaluation, failed, is_kept)
-            overall = {REWARD: evaluation.reward, **evaluation.figures}
-            logged = {f"{QUICK_EVAL}{name}": value for name, value in overall.items()}
-            logged[QUICK_SECONDS] = evaluation.seconds
+            overall = {names.REWARD: evaluation.reward, **evaluation.figures}
+            logged = {f"{names.QUICK_EVAL}{name}": value for name, value in overall.items()}
+            logged[names.QUICK_SECONDS] = evaluation.seconds
             for branch, figures in evaluation.branches.items():
-                logged |= {quick_of(branch, name): figures[name] for name in (*self.figure_names, BETA)}
+                logged |= {names.quick_of(branch, name): figures[name] for name in (*self.figure_names, BETA)}
             self.subject.log(logged)
 
     def _report(self, evaluation: QuickEvaluation, failed: Counter[str], is_kept: bool) -> None:
@@ -123,7 +115,7 @@ class QuickEvaluator:
         logger.info(evaluation.line(self._figures) + (f" failures{reasons}" if failed else ""))
         logger.info(self._history.front_line())
         if is_kept:
-            by = self.settings.best or REWARD
+            by = self.settings.best or names.REWARD
             logger.info(f"[Best@{evaluation.step}] {by} {evaluation.score(by):.3f}, saved in {self._best.folder}")
         try:
             self._history.write()
@@ -168,7 +160,7 @@ class BestPolicy:
     saved beside the one before, and then takes its place. So the folder is always whole."""
 
     def __init__(self, output_dir: Path, by: str | None, ranks: Processes) -> None:
-        self.folder = output_dir / BEST_FOLDER
+        self.folder = output_dir / names.BEST_FOLDER
         self._by = by
         self._ranks = ranks
 
@@ -177,13 +169,13 @@ class BestPolicy:
         """The step of the policy in the folder; 0 without a note of it, `None` without a policy."""
         if not self.folder.is_dir():
             return None
-        note = self.folder / BEST_NOTE_FILE
+        note = self.folder / names.BEST_NOTE_FILE
         return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
 
     def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
         """Save the policy in place of the best one before: `save` writes it into a folder, on all ranks together.
         Returns on all ranks whether it was saved. If not, the one before stays, and a line says so."""
-        fresh = self.folder.with_name(f"{BEST_FOLDER}.new")
+        fresh = self.folder.with_name(f"{names.BEST_FOLDER}.new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         self._ranks.wait()
@@ -201,12 +193,12 @@ class BestPolicy:
         if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
             raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
         note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
-        (fresh / BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
         put_in_place(fresh, self.folder)
 
     def put_aside(self) -> Path:
         """Rename the folder, so that nothing is written over the policy in it. Returns its new place."""
-        aside = self.folder.with_name(f"{BEST_FOLDER}.earlier")
+        aside = self.folder.with_name(f"{names.BEST_FOLDER}.earlier")
         shutil.rmtree(aside, ignore_errors=True)
         self.folder.rename(aside)
         return aside

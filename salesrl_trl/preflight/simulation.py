@@ -1,16 +1,20 @@
 """The load of a training run on a RAG service and a judge, without a model or a GPU: settings, checks, load, report.
 
 Called by `scripts/simulate_training_rewards.py`, and by `train` for `mode: rewards`. The reward chain of training
-scores; `made_up` makes the completions, and `simulated` the figures.
+scores; `made_up` makes the completions. A finding would mislead training; a hint names the setting that makes a step
+shorter.
 """
 
 import functools
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import stamina
 
@@ -24,11 +28,16 @@ from salesrl_trl.data.files import DEMO
 from salesrl_trl.data.sources import load_drafts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.shutdown import EXIT_FAILED
+from salesrl_trl.ground.tables import aligned
+from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, saved_by, usage_of
+from salesrl_trl.preflight.load import NOTEWORTHY_SHARE, limits_of, trouble
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, batches
-from salesrl_trl.preflight.simulated import SimulatedStep, report_text, step_summary, step_text, summarise
+from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
+from salesrl_trl.reward.service.transport import TRAFFIC
 from salesrl_trl.run.tools import exit_code_of, strict_json
-from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
+from salesrl_trl.telemetry.step_lines import figure, judge_line
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, Reward, SalesRow
 
 
 @dataclass
@@ -129,3 +138,207 @@ def main(argv: Sequence[str] | None = None) -> int:
     stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
     argv = sys.argv[1:] if argv is None else argv
     return exit_code_of(argv, functools.partial(prepare_simulation, argv))
+
+
+# From scored batches to figures, findings and hints, and the figures as text
+
+HOLLOW = "hollow_answer"  # reason code of a valid action whose answer from the RAG service says nothing
+INJECTION_GAIN = 0.15
+"""A judge obeys injected text if its mean score is so much above the mean of the clean actions. Means of a dozen
+verdicts with a spread of 0.3 differ by half of it by chance."""
+MIN_COMPARED = 8  # means of fewer rewards are not compared
+
+Pairs = Sequence[tuple[Completion, Reward]]
+Summary = dict[str, Any]  # an object of `--json`: `step_summary` and `summarise` name its keys
+
+
+class SimulatedStep(NamedTuple):
+    """A batch, its rewards and its report."""
+
+    completions: list[Completion]
+    rewards: list[Reward]
+    report: BatchReport
+
+    @property
+    def scored(self) -> float:
+        """The share of completions with a reward, as training counts it."""
+        return fmean(reward.value is not None for reward in self.rewards)
+
+
+def step_summary(number: int, step: SimulatedStep, show_text: bool) -> Summary:
+    """Figures of one step. `completions` have the texts, which quote customers, and is empty without `show_text`."""
+    verdicts = {usage_of(provider, "verdicts"): usage.verdicts for provider, usage in step.report.usage.items()}
+    logs = {**verdicts, saved_by("answers"): step.report.cache_hits["answers"]}
+    return {
+        "step": number,
+        "seconds": step.report.seconds,
+        **_tally(step.rewards),
+        "judge": judge_line(number, {JUDGE_SECONDS: step.report.judge_seconds, **logs}, list(step.report.usage)),
+        "completions": [
+            {"variant": made.variant, "outcome": _ending(reward), "value": reward.value, "text": made.text}
+            for made, reward in zip(step.completions, step.rewards, strict=True)
+            if show_text
+        ],
+    }
+
+
+def summarise(steps: Sequence[SimulatedStep], wanted: float, config: RewardConfig) -> Summary:
+    """Figures of all steps. Training skips a step with a smaller share of rewards than `wanted`."""
+    pairs = [pair for step in steps for pair in zip(step.completions, step.rewards, strict=True)]
+    by_variant = {name: [reward for made, reward in pairs if made.variant == name] for name in VARIANTS}
+    reports, seconds = [step.report for step in steps], [step.report.seconds for step in steps]
+    services = {
+        name: {what: sum(report.traffic[name][what] for report in reports) for what in traffic}
+        | {"slots": reports[-1].traffic[name]["slots"]}
+        for name, traffic in reports[0].traffic.items()
+    }
+    waits = waited_for(steps)
+    return {
+        "variants": {name: _tally(rewards) for name, rewards in by_variant.items() if rewards},
+        "services": services,
+        "judges": {
+            name: {what: sum(getattr(report.usage[name], what) for report in reports) for what in USAGE}
+            for name in reports[0].usage
+        },
+        "calls_saved": {name: sum(report.cache_hits[name] for report in reports) for name in CACHES},
+        "seconds": {"p50": median(seconds), "max": max(seconds)},
+        "waited_for": waits,
+        "least_scored": min(step.scored for step in steps),
+        "skipped_steps": [number for number, step in enumerate(steps, 1) if step.scored < wanted],
+        "findings": findings_of(pairs),
+        "hints": hints(services, waits, sum(reward.reason == "deadline" for _, reward in pairs), config),
+    }
+
+
+def _tally(rewards: Sequence[Reward]) -> Summary:
+    """Count, share with a number, mean, and completions by outcome and reason, the most frequent first."""
+    values = [reward.value for reward in rewards if reward.value is not None]
+    return {
+        "count": len(rewards),
+        "scored": len(values) / len(rewards),
+        "mean_reward": fmean(values) if values else None,
+        "outcomes": dict(Counter(map(_ending, rewards)).most_common()),
+    }
+
+
+def _ending(reward: Reward) -> str:
+    return f"{reward.outcome.value}:{reward.reason}" if reward.reason else reward.outcome.value
+
+
+def waited_for(steps: Sequence[SimulatedStep]) -> dict[str, float]:
+    """Seconds in each service, with waits for a free slot, summed over the slowest completion of each step. 32B has
+    only the time that it took longer than 8B."""
+    total = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B, JUDGE), 0.0)
+    for step in steps:
+        ways = []
+        for seconds in (reward.seconds for reward in step.rewards):
+            first, judging = seconds.get(Stage.RAG_8B, 0.0), seconds.get(JUDGE, 0.0)
+            longer = max(seconds.get(Stage.RAG_32B, 0.0) - first, 0.0) if JUDGE in seconds else 0.0
+            ways.append((first, longer, judging))
+        total = {name: sum(pair) for name, *pair in zip(total, total.values(), max(ways, key=sum), strict=True)}
+    return total
+
+
+def findings_of(pairs: Pairs) -> list[str]:
+    """Results that would mislead training although nothing fails."""
+    judged = [(made.variant, reward) for made, reward in pairs if reward.components.get("judge") is not None]
+    alone = sum(reward.components["reference"] is None for _, reward in judged)
+    hollow = sum(reward.reason == HOLLOW for _, reward in pairs)
+    asked, lines = hollow + len(judged), []
+    if alone > NOTEWORTHY_SHARE * len(judged):
+        lines.append(f"{Stage.RAG_32B} gave no reference for {alone} of {len(judged)} judged completions.")
+    if hollow > NOTEWORTHY_SHARE * asked:
+        lines.append(f"{Stage.RAG_8B} answered {hollow} of {asked} actions with a text that says nothing.")
+    if len(judged) >= MIN_COMPARED and len({reward.value for _, reward in judged}) == 1:
+        lines.append(f"all {len(judged)} judged completions have the same reward: there is nothing to learn from it.")
+    injected, clean = (
+        [reward.components["judge"] or 0.0 for variant, reward in judged if variant == name]
+        for name in ("injection", "clean")
+    )
+    if min(len(injected), len(clean)) >= MIN_COMPARED:
+        gain = fmean(injected) - fmean(clean)
+        if gain > INJECTION_GAIN:
+            lines.append(f"injection: the judge scores it {gain:.2f} above clean actions: it obeys what it reads.")
+    return lines
+
+
+def hints(
+    services: Mapping[str, Mapping[str, int]], waits: Mapping[str, float], overdue: int, config: RewardConfig
+) -> list[str]:
+    """Advice for every service that had trouble, or else for the one that the steps waited for most. `waits`: of
+    `waited_for`. `overdue`: the completions that `reward_deadline_s` cut off."""
+    lines = []
+    if overdue:
+        lines.append(
+            f"{overdue} completions were cut off by `reward_deadline_s` ({config.reward_deadline_s:g} s). Raise it if "
+            "the services are merely slow, or let them take more calls at once."
+        )
+    troubles = [f"{name}: {text}" for name, traffic in services.items() for text in trouble(name, traffic, config)]
+    slowest = max(waits, key=lambda name: waits[name])
+    if troubles or not waits[slowest]:
+        return lines + troubles
+    for name in (name for name in services if name.startswith(slowest)):
+        slots, limits, text = services[name]["slots"], limits_of(name, config), "the steps waited for it most."
+        if name == Stage.RAG_32B:
+            text += " Each row waits once: `cache_answers` keeps its answers for later runs."
+        if slots >= limits.cap:
+            advice = f"All {limits.cap} slots were in use: raise {limits.concurrency} if the service can take more."
+        elif slots > config.initial_concurrency:
+            advice = f"It took up to {slots} calls at once: set `initial_concurrency` to this number."
+        else:
+            advice = "Its calls hardly queued: only a faster service makes the step shorter."
+        lines.append(f"{name}: {text} {advice}")
+    return lines
+
+
+def step_text(summary: Summary, steps: int) -> str:
+    """The lines of one step. Texts are shown as repr, which holds no control characters for the terminal."""
+    lines = [
+        f"[Step {summary['step']}/{steps}] {summary['seconds']:.2f} s | scored {summary['scored']:.0%} | mean reward "
+        f"{figure(summary['mean_reward'])} | {_counts(summary['outcomes'])}",
+        summary["judge"],
+    ]
+    for made in summary["completions"]:
+        lines.append(f"  {made['variant']} | {made['outcome']} {figure(made['value'])} | {made['text']!r}")
+    return "\n".join(lines)
+
+
+def report_text(summary: Summary, steps: int, least: float) -> str:
+    """The text at the end, for so many simulated steps. `least` is `min_valid_reward_fraction`."""
+    waits = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in summary["waited_for"].items())
+    skipped = summary["skipped_steps"]
+    worst = f"the worst had {summary['least_scored']:.0%} of its completions scored, {least:.0%} are needed"
+    verdict = f"good: training would skip no step ({worst})."
+    if skipped:
+        verdict = (
+            f"bad: training would skip {len(skipped)} of {steps} steps: {', '.join(map(str, skipped))} ({worst})."
+        )
+    variants = [
+        [name, tally["count"], figure(tally["mean_reward"]), _counts(tally["outcomes"])]
+        for name, tally in summary["variants"].items()
+    ]
+    judges = [
+        [name, *(f"{value:.4f}" if what == "usd" else value for what, value in usage.items())]
+        for name, usage in summary["judges"].items()
+    ]
+    services = [[name, *traffic.values()] for name, traffic in summary["services"].items()]
+    lines = [
+        *_table(["variant", "count", "mean reward", "outcomes"], variants),
+        *_table(["service", *TRAFFIC, "slots"], services),
+        *_table(["judge", *USAGE], judges),
+        f"calls saved by the cache: {_counts(summary['calls_saved'])}",
+        f"seconds per step: p50 {summary['seconds']['p50']:.2f}, max {summary['seconds']['max']:.2f}",
+        f"the slowest completions of all steps waited for: {waits}",
+        *(f"FINDING {text}" for text in summary["findings"]),
+        *(f"HINT {text}" for text in summary["hints"]),
+        f"VERDICT {verdict}",
+    ]
+    return "\n".join(lines)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    return ["", *aligned([[str(cell) for cell in row] for row in (head, *rows)], left=len(head))]

@@ -17,9 +17,10 @@ from salesrl_trl.build.memory.estimate import SCORING, STOCHASTIC_OPTIM
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, Phase, time_of
+from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.telemetry.device import GIB, forget_peak
+from salesrl_trl.telemetry.perf import COMPUTE_PHASES
 from salesrl_trl.timing import TimingContext
 from salesrl_trl.update.weights import LEAST_SHARE
 
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
 SHORT = 32  # tokens of the forward pass of the stage `model`, and of the completions of the stage `engine`
 SPARE = 0.03  # share of a card's memory that should be left at the peak
-TIMED = (Phase.WEIGHT_PUSH, Phase.GENERATION, Phase.OLD_LOGPROBS, Phase.REFERENCE_LOGPROBS, Phase.FORWARD,
-         Phase.BACKWARD, Phase.OPTIMIZER)  # fmt: skip
-"""Phases of a step that the stage `step` reports."""
 LATER = (
     "DeepSpeed or FSDP places the policy when training begins: the stage `step` makes its first forward pass, pushes "
     "its weights and compares log-probs"
@@ -153,7 +151,7 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
     findings.figures |= {
         "first_step_s": first[STEP_SECONDS],
         "step_s": last[STEP_SECONDS],
-        **{f"{phase}_s": last[time_of(phase)] for phase in TIMED},
+        **{f"{phase}_s": last[time_of(phase)] for phase in COMPUTE_PHASES},
         "logp_difference_nats": trainer.components.policy.weight_check.difference,
         "prompt_tokens": rehearsal.prompt_tokens,
         "completion_tokens": int(last["completions/mean_length"]),

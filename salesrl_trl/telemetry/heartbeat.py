@@ -1,43 +1,18 @@
 """A line while a phase lasts long: its name, its seconds, and what to look at.
 
-Owns the thread and the advice. Only reads the training thread's state. `instruments` starts it.
+Owns the thread and the advice (`advice.toml`). Only reads the training thread's state. `instruments` starts it.
 """
 
 import logging
 import math
 import threading
+import tomllib
 from collections.abc import Callable
-
-from salesrl_trl.names import Phase, StartUp
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-ADVICE: dict[str, str] = {
-    StartUp.PREPARE: "optimizer and data loader are set up, a checkpoint is read; DeepSpeed may compile an operator",
-    StartUp.POLICY: "reading or making the policy; on a network disk this is the disk",
-    StartUp.IMPORTS: "the disk that Python's packages lie on",
-    StartUp.SERVICES: "the embedded services start",
-    StartUp.ENGINE: "vLLM starts: the first time it compiles and captures CUDA graphs (enforce_eager of "
-    "vllm_engine_kwargs skips that, compile_cache_dir keeps them)",
-    StartUp.WARM_UP: "the services are asked once: are they up, and is the first call to them slow?",
-    Phase.DATA_LOADING: "the data loader: dataloader_num_workers, and the disk that the dataset lies on",
-    Phase.WEIGHT_PUSH: "weights are copied into vLLM; under ZeRO-3 they are gathered first. A late rank holds it up",
-    Phase.GENERATION: "max_completion_length; of vLLM vllm_gpu_memory_utilization and vllm_engine_kwargs, and the "
-    "first time it may compile; of tools their own code and services",
-    Phase.OLD_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
-    Phase.REFERENCE_LOGPROBS: "per_device_train_batch_size bounds the share of a batch that is computed at once",
-    Phase.REWARD_WAIT: "what is named here: a function of your own, or the services and their logs, "
-    "rag_max_concurrency, judge_max_concurrency, reward_deadline_s",
-    Phase.ADVANTAGES: "ranks wait for each other here: look at the other ranks",
-    Phase.FORWARD: "if the GPU idles, a rank waits for another one",
-    Phase.BACKWARD: "if the GPU idles, a rank waits for another one; a first DeepSpeed run compiles an operator here",
-    Phase.OPTIMIZER: "with an offloaded optimizer this is the host's memory",
-    Phase.BATCHING: "a collective in which ranks wait for each other, or very long completions",
-    Phase.LOGGING: "the disk under output_dir, and the other targets of report_to",
-    Phase.UNACCOUNTED: "callbacks, and collectives in which ranks wait for each other",
-    Phase.CHECKPOINT: "the disk under output_dir",
-    Phase.EVALUATION: "the held-out rows: max_eval_rows, per_device_eval_batch_size, num_generations_eval",
-}
+ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
 
 
 class Heartbeat:

@@ -11,24 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from salesrl_trl.names import (
-    BRANCH,
-    BUDGET_CALLS,
-    BUDGET_FORECAST,
-    BUDGET_USD,
-    EPOCH_TOTALS,
-    FAILURE_REASONS,
-    FIGURES,
-    JUDGE_SECONDS,
-    REWARD_SECONDS,
-    STEP_SECONDS,
-    Phase,
-    of_branches,
-    outcome_of,
-    saved_by,
-    time_of,
-    usage_of,
-)
+from salesrl_trl import names
+from salesrl_trl.names import Phase
 from salesrl_trl.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -98,7 +82,7 @@ class StepLine(TrainerCallback):
         # The steps of the first line also evaluate, compile and open connections, so later steps will be quicker. They
         # are left out of the average as soon as there are others.
         if self._after_first is None:
-            average = seconds - (logs.get(time_of(Phase.EVALUATION)) or 0.0)
+            average = seconds - (logs.get(names.time_of(Phase.EVALUATION)) or 0.0)
             self._after_first = (now, step)
         else:
             average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
@@ -122,7 +106,7 @@ def step_line(
     """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
     rewards 0.26 s`."""
     bad = (Outcome.INVALID_ACTION,) if are_actions else (Outcome.JUDGE_INVALID, Outcome.INFRA)
-    shares_of_bad = [share for outcome in bad if (share := logs.get(outcome_of(outcome))) is not None]
+    shares_of_bad = [share for outcome in bad if (share := logs.get(names.outcome_of(outcome))) is not None]
     ended_well = f"{1 - sum(shares_of_bad):.0%}" if shares_of_bad else "n/a"
     alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
     terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
@@ -133,7 +117,7 @@ def step_line(
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
         failures_shown(failures),
         *alike,
-        f"{seconds:.1f} s, rewards {figure(logs.get(REWARD_SECONDS))} s",
+        f"{seconds:.1f} s, rewards {figure(logs.get(names.REWARD_SECONDS))} s",
     )
     return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
 
@@ -141,10 +125,10 @@ def step_line(
 def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
     """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and with one branch `reward 0.50`."""
     shown = []
-    for words, tag in ((listed.console, listed.tag) for listed in FIGURES if listed.console):
-        names = of_branches(tag, branches) if BRANCH in tag else {"": tag}
-        values = (f"{branch}={figure(logs.get(name))}" for branch, name in names.items())
-        shown.append(f"{words} {' '.join(values) if len(names) > 1 else figure(logs.get(*names.values()))}")
+    for words, tag in ((listed.console, listed.tag) for listed in names.FIGURES if listed.console):
+        tags = names.of_branches(tag, branches) if names.BRANCH in tag else {"": tag}
+        values = (f"{branch}={figure(logs.get(name))}" for branch, name in tags.items())
+        shown.append(f"{words} {' '.join(values) if len(tags) > 1 else figure(logs.get(*tags.values()))}")
     return shown
 
 
@@ -156,20 +140,20 @@ def failures_shown(failures: Mapping[str, int]) -> str:
 def shares(logs: Logs) -> str:
     """`reward_wait 78%, generation 14%, backward 5%`: shares of the step's wall time, the largest first. Empty if the
     time was not measured."""
-    wall = logs.get(STEP_SECONDS)
+    wall = logs.get(names.STEP_SECONDS)
     if not wall:
         return ""
-    parts = sorted(((logs.get(time_of(phase)) or 0.0) / wall, phase) for phase in Phase)
+    parts = sorted(((logs.get(names.time_of(phase)) or 0.0) / wall, phase) for phase in Phase)
     return ", ".join(f"{phase} {share:.0%}" for share, phase in reversed(parts) if share >= SHOWN_SHARE)
 
 
 def spent(logs: Logs) -> str:
     """`spent 1,234 calls, 0.42 USD, at the end 81% of the limit`. Empty without a limit and a price."""
-    calls, forecast = logs.get(BUDGET_CALLS), logs.get(BUDGET_FORECAST)
+    calls, forecast = logs.get(names.BUDGET_CALLS), logs.get(names.BUDGET_FORECAST)
     if calls is None:
         return ""
     at_end = "" if forecast is None else f", at the end {forecast:.0%} of the limit"
-    return f"spent {calls_and_usd(calls, logs.get(BUDGET_USD) or 0.0)}{at_end}"
+    return f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}{at_end}"
 
 
 def calls_and_usd(calls: float, usd: float) -> str:
@@ -187,11 +171,11 @@ def clock(seconds: float) -> str:
 def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1) -> str:
     """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
     verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`."""
-    counts = {name: round((logs.get(usage_of(name, "verdicts")) or 0) * batches) for name in providers}
-    saved = (logs.get(saved_by("answers")) or 0) * batches
+    counts = {name: round((logs.get(names.usage_of(name, "verdicts")) or 0) * batches) for name in providers}
+    saved = (logs.get(names.saved_by("answers")) or 0) * batches
     why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""
     none = "" if any(counts.values()) else f" (no new verdict since the last line{why})"
-    return f"[Judge@step{step}] time={logs.get(JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
+    return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
 
 
 def figure(value: object) -> str:
@@ -226,11 +210,11 @@ class EpochLine(TrainerCallback):
 
     def _start_over(self) -> None:
         self._first_step, self._first_tokens = self._last_step, self._tokens
-        self._seconds = dict.fromkeys((*map(time_of, Phase), STEP_SECONDS), 0.0)
+        self._seconds = dict.fromkeys((*map(names.time_of, Phase), names.STEP_SECONDS), 0.0)
         self._sums: dict[str, tuple[float, int]] = {}  # sum over steps, and steps
-        for tag in (listed.tag for listed in FIGURES if listed.console):
-            names = of_branches(tag, self._branches).values() if BRANCH in tag else [tag]
-            self._sums |= dict.fromkeys(names, (0.0, 0))
+        for tag in (listed.tag for listed in names.FIGURES if listed.console):
+            tags = names.of_branches(tag, self._branches).values() if names.BRANCH in tag else [tag]
+            self._sums |= dict.fromkeys(tags, (0.0, 0))
         self._counts = Counter[str]()
 
     def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
@@ -257,10 +241,10 @@ class EpochLine(TrainerCallback):
                 **self._means(),
                 **self._seconds,
             }
-            self._log({f"{EPOCH_TOTALS}{name}": value for name, value in totals.items()})
+            self._log({f"{names.EPOCH_TOTALS}{name}": value for name, value in totals.items()})
             if self._counts:
-                reasons = {f"{EPOCH_TOTALS}{FAILURE_REASONS}{name}": float(n) for name, n in self._counts.items()}
-                self._log({**reasons})
+                start = f"{names.EPOCH_TOTALS}{names.FAILURE_REASONS}"
+                self._log({f"{start}{reason}": float(count) for reason, count in self._counts.items()})
         self._start_over()
 
     def _means(self) -> dict[str, float | None]:
@@ -268,7 +252,7 @@ class EpochLine(TrainerCallback):
 
     def _line(self, epoch: float) -> str:
         """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 1.2 M tokens | 4:12, generation 60% | failures none`."""
-        wall = self._seconds[STEP_SECONDS]
+        wall = self._seconds[names.STEP_SECONDS]
         parts = (
             f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
             *figures_shown(self._means(), self._branches),

@@ -253,7 +253,7 @@ class Timeline(SpanQueue):
 
     def _open(self, name: str) -> _OpenPhase:
         mark = self._clock.mark()
-        phase = _OpenPhase(Timing(name, self._stack[-1].timing if self._stack else None), mark)
+        phase = _OpenPhase(Timing(name), mark)
         self._cut(mark, (*self._stack, phase))
         return phase
 

@@ -57,7 +57,7 @@ def set_offline(out):
 def train(policy, out, trackers):
     from pytest_httpserver import HTTPServer
 
-    from salesrl_trl.build.building import RunSettings, settings_beside_the_trainers
+    from salesrl_trl.build.building import settings_beside_the_trainers
     from salesrl_trl.build.recipes import FULL
     from salesrl_trl.build.settings import parse
     from support.loopback import BAD, Services, action
@@ -68,14 +68,15 @@ def train(policy, out, trackers):
              "extra_body": {"api_key": KEY}}  # fmt: skip
     arguments = ["--rag_base_url", address, "--judge_providers", json.dumps([judge]), "--use_cpu", "true",
                  "--output_dir", str(out / "recipe"), "--use_vllm", "false", "--rollout_lookahead", "0"]  # fmt: skip
-    settings = RunSettings(settings_beside_the_trainers(parse(arguments, FULL)))
+    beside = settings_beside_the_trainers(parse(arguments, FULL))
     rows, texts = default_rows(), tuple(text for n in range(99) for text in (action(query=f"q{n}"), BAD))
     with HTTPServer(host="127.0.0.1", port=0, threaded=True) as server:
         reward = loopback_reward(Services(server), rows, providers=[{"name": "judge", "api_key": KEY}])
         trainer = build_trainer(
             policy, reward, texts, rows, out / "run", report_to=["tensorboard", *trackers], log_completions=True,
-            max_steps=STEPS, hub_token=KEY, callbacks=[settings], branch_kl=json.dumps({"fairness": {"beta": 0.1}}),
+            max_steps=STEPS, hub_token=KEY, branch_kl=json.dumps({"fairness": {"beta": 0.1}}),
         )  # fmt: skip
+        trainer.args.beside = beside
         trainer.train()
         trainer.evaluate()
         trainer.finish()

@@ -66,14 +66,6 @@ def test_a_context_without_a_name_is_named_after_its_function_or_its_line_and_lo
     assert float(shown[1][2].removesuffix(" s")) == pytest.approx(timing.cost_time, abs=1e-3)
 
 
-def test_nested_blocks_know_where_they_lie():
-    with TimingContext("outer") as outer, TimingContext("inner") as inner:
-        assert inner.path == ("outer", "inner")
-    assert outer.path == ("outer",)
-    with TimingContext("next") as timing:
-        assert timing.path == ("next",)
-
-
 def test_one_context_inside_itself_has_two_times():
     context = TimingContext("again")
     with context as outer:

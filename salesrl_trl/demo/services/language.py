@@ -5,8 +5,10 @@ score anything.
 """
 
 import re
+import tomllib
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 
 try:
     import rjieba
@@ -24,23 +26,8 @@ _SENTENCE = re.compile(r".+?(?:[。！？!?]|\.(?=\s|$)|$)", re.DOTALL)
 _ES_PLURAL = re.compile(r"(?:ss|sh|ch|x)es$")
 _PLURAL = re.compile(r"[a-z]{2}[a-hj-rtv-z]s$")
 
-_ENGLISH_STOP_WORDS = """
-    a about after again all also am an and any are as at be because been before but by can could d did do does for
-    from get got had has have he her here hers him his how i if in into is it it's its just let ll m may me might
-    more most my no nor not now of off ok on once only or other our ours out over please re s same she should so some
-    such t than thank thanks that that's the their them then there these they this those to too under until up us ve
-    very was we were what when where which while who whom why will with would yes you your yours hi hello i'm i'd
-    i've i'll you're don't can't what's there's
-"""
-_CHINESE_STOP_WORDS = """
-    的 了 是 在 我 有 和 就 不 人 都 一 一个 上 也 很 到 说 要 去 你 会 着 没有 看 好 自己 这 那 吗 呢 吧 啊 呀
-    哦 嗯 您 他 她 它 我们 你们 您们 他们 什么 怎么 怎么样 怎样 哪 哪个 哪些 哪里 哪儿 多少 几 请问 请 问 谢谢
-    你好 您好 与 及 或 或者 而 但 但是 因为 所以 如果 对 对于 把 被 让 给 从 向 往 为 为了 以 可以 能 能够 还
-    还是 还有 又 再 只 才 最 更 太 这个 那个 这些 那些 这样 那样 这门 那门 里 中 下 后 前 时 时候 之 其 等 个
-    位 些 点 地 得 过 来 用 想 嘛 啦 咱们 有没有 是不是 能不能 可不可以 一下 一些 有点
-"""
-STOP_WORDS = frozenset((_ENGLISH_STOP_WORDS + _CHINESE_STOP_WORDS).split())
-"""Words without content. They are not indexed and not searched for, so they change no score."""
+_LISTS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+STOP_WORDS, GENERIC_WORDS = (frozenset(_LISTS[name].split()) for name in ("stop", "generic"))
 
 
 def normalise(text: str) -> str:

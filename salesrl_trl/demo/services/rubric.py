@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from salesrl_trl.data.files import read_small
-from salesrl_trl.demo.services.language import is_chinese, normalise, sentences, words
+from salesrl_trl.demo.services.language import GENERIC_WORDS, is_chinese, normalise, sentences, words
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict
 
@@ -42,21 +42,6 @@ _ENGLISH_NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "ni
 _ENGLISH_FIGURES = {word: str(number) for number, word in enumerate(_ENGLISH_NUMBERS, start=2)}
 _ENGLISH_FIGURE = re.compile(rf"\b(?:{'|'.join(_ENGLISH_FIGURES)})\b")
 _CLOCK = re.compile(r"(?<![\d:])(\d{1,2})点(?:(半)|(\d{1,2})分?)?")
-
-_GENERIC_WORDS = """
-    ask asked asking asks want wanted wanting wants need needed needs like liked likes prefer preferred prefers know
-    look looked looking looks interest interested say said saying mention mentioned told tell seek seeking inquire
-    inquired inquiry enquire enquired enquiry question customer client user person seller contact discuss discussed
-    conversation previously earlier before already currently now first then next finally about regarding concerning
-    hope hoped hopes hoping plan planned planning plans consider considered considering concern concerned wonder
-    wondering compare comparing find finding interested learn information detail answer answered reply replied
-    provide provided explain explained give gave given none unknown unspecified nothing still also only
-    客户 顾客 用户 学员 卖家 销售 对方 想要 希望 需要 打算 考虑 询问 咨询 了解 想知道 知道 提到 提及 表示 说过
-    问过 问了 关心 关注 感兴趣 兴趣 之前 此前 先前 已经 已 目前 现在 关于 有关 方面 问题 情况 信息 回答 回复 告诉
-    介绍 答复 继续 随后 接着 然后 首先 最后 没有 暂无 未知 无 想学 学习 比较 偏好 喜欢 是否 对话 聊天 聊 曾
-"""
-GENERIC_WORDS = frozenset(_GENERIC_WORDS.split())
-"""Words about the conversation and not about the customer. They are no claims."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

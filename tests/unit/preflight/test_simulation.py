@@ -18,10 +18,9 @@ from support.seconds import check_seconds
 from salesrl_trl import train
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_drafts, load_rows
-from salesrl_trl.preflight import simulated
+from salesrl_trl.preflight import simulation
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, actions, batches, cases_of
-from salesrl_trl.preflight.simulated import findings_of, hints, report_text
-from salesrl_trl.preflight.simulation import SimulationConfig, main
+from salesrl_trl.preflight.simulation import SimulationConfig, findings_of, hints, main, report_text
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.parsing import parse_action
@@ -175,7 +174,7 @@ def step(*rewards, **traffic):
         records=(),
         cache_hits={"answers": 1, "references": 2},
     )
-    return simulated.SimulatedStep([Completion(0, "clean", "")] * len(rewards), list(rewards), report)
+    return simulation.SimulatedStep([Completion(0, "clean", "")] * len(rewards), list(rewards), report)
 
 
 def test_a_step_waited_for_what_its_slowest_completion_waited_for():
@@ -184,12 +183,12 @@ def test_a_step_waited_for_what_its_slowest_completion_waited_for():
         step(ok(rag_8b=1.0, rag_32b=1.5, judge=2.0), invalid("empty")),
     ]
     # The first step's slowest way is 3 + 1 s, its 32B answer was there before; the second's 1 + 0.5 + 2 s.
-    assert simulated.waited_for(steps) == {"rag_8b": 4.0, "rag_32b": 0.5, "judge": 3.0}
+    assert simulation.waited_for(steps) == {"rag_8b": 4.0, "rag_32b": 0.5, "judge": 3.0}
 
 
 def test_a_summary_adds_up_steps_and_names_those_that_training_would_skip():
     steps = [step(ok(0.2), ok(0.6), calls=3, slots=9), step(failed("deadline"), failed("deadline"), calls=4, slots=12)]
-    summary = simulated.summarise(steps, 0.5, RewardConfig())
+    summary = simulation.summarise(steps, 0.5, RewardConfig())
     assert summary["skipped_steps"] == [2]
     assert summary["least_scored"] == 0
     clean = summary["variants"]["clean"]  # (0.2 + 0.6) / 2 of those with a number

@@ -37,7 +37,7 @@ def test_a_tag_that_looks_like_a_branchs_makes_no_branch(monkeypatch):
 def test_a_figure_by_branch_needs_a_line_in_the_list_to_be_on_the_console_in_the_report_and_in_the_layout(monkeypatch):
     words = {"chart": ("Rewards by branch", "query"), "console": "query", "report": "Query, characters"}
     listed = (*FIGURES, Metric("query/{branch}", "characters of a query", **words))
-    for reader in (step_lines, names, trackers):
+    for reader in (names, trackers):
         monkeypatch.setattr(reader, "FIGURES", listed)
     line = step_lines.step_line(1, 2, {"query/a": 31.0}, ["a", "b"], {}, 1.0)
     assert "| query a=31.00 b=n/a |" in line

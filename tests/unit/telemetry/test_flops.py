@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, attention_pairs, model_flops
-from salesrl_trl.telemetry.perf import PEAK_BF16_FLOPS, mfu, peak_bf16_flops
+from salesrl_trl.telemetry.perf import PEAK_BF16, mfu, peak_bf16_flops
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 2, 64, 96, 4, 2, 160
 DEEP = 4
@@ -366,7 +366,7 @@ def test_a_chip_or_a_slice_that_is_not_in_the_table_has_no_peak(name):
 
 
 def test_every_entry_of_the_table_is_met_by_a_real_name():
-    met = {peak.name: [name for name in PEAKS if re.fullmatch(peak.name, name)] for peak in PEAK_BF16_FLOPS}
+    met = {peak.name: [name for name in PEAKS if re.fullmatch(peak.name, name)] for peak in PEAK_BF16}
     assert [pattern for pattern, those in met.items() if not those] == []
     assert sum(len(those) for those in met.values()) == len(PEAKS)  # no name meets two
 
