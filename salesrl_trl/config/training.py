@@ -220,11 +220,7 @@ class SalesGRPOConfig(GRPOConfig):
             "`use_transformers_continuous_batching` with `bf16` or `fp16` turns the weights in training into 16 bits, "
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
-<<<<<<< HEAD
-        check_sampling(self, self.parsed_engine_kwargs(), self.most_lookahead)
-=======
-        trl_settings.check_sampling(self, self.parsed_engine_kwargs(), self.rollout_lookahead)
->>>>>>> main
+        trl_settings.check_sampling(self, self.parsed_engine_kwargs(), self.most_lookahead)
         is_colocated, is_unsaved = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy == "no"
         reasons = {
             "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
