@@ -66,7 +66,8 @@ class SalesGRPOTrainer(TRLAccess):
             The policy, or its id.
         reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
             As in TRL: functions, reward models or their ids. Beside them a `SalesReward`, and functions with
-            `@per_completion` or `@per_group`, whose rewards start before the batch is generated.
+            `@per_completion` or `@per_group`, whose rewards start before the batch is generated. Or one function with
+            `@per_episode`, an agent that asks the policy.
         args (`SalesGRPOConfig` or `GRPOConfig`, *optional*):
             Settings.
         instruments (`Instruments`, *optional*):
