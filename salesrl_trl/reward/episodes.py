@@ -14,14 +14,17 @@ endpoint of `rollout.policy_endpoint`); its reward comes with the row when the c
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any, overload
 
 import openai
 
 from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.generation.conversations import GivenUp
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.functions import Function, RewardFunction
 from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames, Scorer
+from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
 
@@ -73,6 +76,41 @@ class Episode(RewardFunction):
             return self.without_number("not_played", "has not been played: a completion alone has no reward")
         metrics = tuple((name, number) for name, number in played["metrics"])
         return Reward(**{**played, "outcome": Outcome(played["outcome"]), "metrics": metrics})
+
+
+class Playing:
+    """The episodes of a batch that are under way."""
+
+    def __init__(self, stopped: str | None) -> None:
+        self.stopped = stopped  # the reason code of all that have no reward, once they are cut off
+        self._out: set[Future[Reward]] = set()
+
+    def cut_off(self, reason: str) -> None:
+        """End those under way and all later ones, which are missing for this reason. From any thread."""
+        self.stopped = reason
+        for future in list(self._out):
+            future.cancel()
+
+    def reward(self, episode: Episode, future: "Future[Reward]", idle_s: Callable[[], float]) -> Reward:
+        """Wait for an episode. `idle_s` returns the seconds for which it has gone on without waiting for the policy;
+        after too many it is cancelled."""
+        self._out.add(future)
+        try:
+            while self.stopped is None:
+                try:
+                    return future.result(max(episode.deadline_s - idle_s(), 0.01))
+                except TimeoutError:
+                    if idle_s() >= episode.deadline_s:
+                        return episode.without_number(
+                            "timeout", f"went on for {episode.deadline_s:g} s without a turn"
+                        )
+                except CancelledError:
+                    if self.stopped is None:  # rewards are closed
+                        raise GivenUp from None
+            return missing(Outcome.INFRA, self.stopped, {})
+        finally:
+            future.cancel()
+            self._out.discard(future)
 
 
 def kept(reward: Reward) -> dict[str, Any]:

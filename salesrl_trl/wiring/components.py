@@ -62,7 +62,7 @@ from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
-from salesrl_trl.reward.episodes import Episode
+from salesrl_trl.reward.episodes import Episode, Playing
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
@@ -176,7 +176,7 @@ class Components:
         self.endpoint: PolicyEndpoint | None = None  # while there are episodes
         self.converses = False  # whether completions that may call tools go through their turns one by one
         self.tool_calls: ToolCalls | None = None  # of the last conversations that began
-        self._all_calls: WeakSet[ToolCalls] = WeakSet()
+        self._all_calls: WeakSet[ToolCalls | Playing] = WeakSet()
         self.calls_tools = False
         """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
@@ -262,6 +262,11 @@ class Components:
         self._all_calls.add(calls)
         calls.stopped = self.reward_loop.stopped
         return calls
+
+    def begin_episodes(self) -> Playing:
+        playing = Playing(self.reward_loop.stopped)
+        self._all_calls.add(playing)
+        return playing
 
     def _cut_off(self, reason: str) -> None:
         self.reward_loop.cut_off(reason)

@@ -7,7 +7,6 @@ import time
 from asyncio import run_coroutine_threadsafe
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from threading import RLock
 from types import MappingProxyType
@@ -29,7 +28,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import EPISODE_FIGURES, TOOL_FIGURES, episode_figure, tool_figure
 from salesrl_trl.recording.completion_record import CompletionRecord
-from salesrl_trl.reward.episodes import PLAYED, Episode, kept
+from salesrl_trl.reward.episodes import PLAYED, kept
 from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.chat_turns import AgentCalls, ChatForm, Sequenced
 from salesrl_trl.rollout.pipeline import Rollout
@@ -37,7 +36,7 @@ from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tried
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.types import Example, Reward
+from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.wiring.components import Components, Hooks
 
@@ -282,6 +281,8 @@ class TRLAccess(GRPOTrainer):
             self._chat_form = replace(form, tokenizer=_Locked(form.tokenizer))
         form = self._chat_form
 
+        playing = components.begin_episodes()
+
         def talk(place: int, first: Turn, ask: Ask) -> Played:
             notes = ConversationNotes(track=f"episode {place}")
 
@@ -293,10 +294,11 @@ class TRLAccess(GRPOTrainer):
 
             calls = AgentCalls(form, turn)
             with endpoint.open(calls) as key:
-                playing = components.reward_loop.call(episode.play, endpoint.address, key, copy.deepcopy(rows[place]))
-                reward = _waited(playing, calls, episode)
-            if calls.error is not None:
-                raise calls.error
+                row = copy.deepcopy(rows[place])
+                future = components.reward_loop.call(episode.play, endpoint.address, key, row)
+                reward = playing.reward(episode, future, lambda: calls.idle_s)
+            if calls.error is not None or batch.is_given_up:
+                raise calls.error or GivenUp
             if ends := calls.ends():
                 completion = ends[0].messages[ends[0].prompt_messages :]
             else:  # a row has a token at least: one that does not train
@@ -308,11 +310,13 @@ class TRLAccess(GRPOTrainer):
                 ends = [none]
                 if reward.value is not None:
                     reward = episode.without_number("no_turn", "has not asked the policy for a turn")
-            row = {PLAYED: kept(reward)}
-            finished(place, ends[0].ids, completion, columns=row)
-            return Played(ends=ends, completion=completion, reward=row[PLAYED], calls=len(calls.answered), notes=notes)
+            plain = kept(reward)
+            finished(place, ends[0].ids, completion, columns={PLAYED: plain})
+            return Played(ends=ends, completion=completion, reward=plain, calls=len(calls.answered), notes=notes)
 
-        batch = Conversations(len(rows), talk, self._turns(), are_episodes=True)
+        batch = Conversations(
+            len(rows), talk, self._turns(), are_episodes=True, end_calls=lambda: playing.cut_off("given_up")
+        )
         self._begin(batch, ids, images, fields, ahead)
         return _Talking(batch, self._end, functools.partial(self._sample_episodes, prompts), not self.use_vllm)
 
@@ -472,19 +476,6 @@ class _OneConversation:
 def _loop_of(trainer: TRLAccess) -> Any:
     """The event loop on which tools run: TRL has one if any of its functions is async."""
     return getattr(trainer, "async_loop", None) or _loop()
-
-
-def _waited(playing: "Future[Reward]", calls: AgentCalls, episode: Episode) -> Reward:
-    """Wait for an episode. One that goes on for too long without waiting for the policy is cancelled."""
-    while True:
-        try:
-            return playing.result(max(episode.deadline_s - calls.idle_s, 0.01))
-        except TimeoutError:
-            if calls.idle_s >= episode.deadline_s:
-                playing.cancel()
-                return episode.without_number("timeout", f"went on for {episode.deadline_s:g} s without a turn")
-        except CancelledError:  # rewards are closed
-            raise GivenUp from None
 
 
 @functools.cache

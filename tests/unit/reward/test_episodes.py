@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,12 +14,12 @@ import torch
 from trl import GRPOConfig
 
 from salesrl_trl import ConfigError, Reward, SalesGRPOTrainer, ServiceError, per_completion, per_episode
+from salesrl_trl.generation.conversations import GivenUp
 from salesrl_trl.reward.batch import Sample
-from salesrl_trl.reward.episodes import PLAYED, kept
+from salesrl_trl.reward.episodes import PLAYED, Playing, kept
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.wiring.trl_access import _waited
 
 ADDRESS = "http://127.0.0.1:9/v1"
 
@@ -108,19 +109,27 @@ def test_what_an_episode_does_not_go_with_is_refused():
 
 
 def test_time_in_which_the_policy_is_asked_counts_for_no_deadline():
-    late = per_episode(deadline_s=0.2)(episode._function)
-    playing, calls = Future(), SimpleNamespace(idle_s=0.0)
-    began = time.monotonic()
+    late, future, began = per_episode(deadline_s=0.2)(episode._function), Future(), time.monotonic()
 
-    class Calls:
-        @property
-        def idle_s(self):
-            now = time.monotonic() - began
-            return 0.0 if now < 0.6 else now - 0.6  # the policy is asked for 0.6 s
+    def idle_s():  # the policy is asked for 0.6 s
+        return max(time.monotonic() - began - 0.6, 0.0)
 
-    reward = _waited(playing, Calls(), late)
-    assert reward.reason == "episode_timeout" and playing.cancelled()
+    reward = Playing(None).reward(late, future, idle_s)
+    assert reward.reason == "episode_timeout" and future.cancelled()
     assert 0.75 < time.monotonic() - began < 5
     ended = Future()
     ended.set_result(reward)
-    assert _waited(ended, calls, late) is reward
+    assert Playing(None).reward(late, ended, idle_s) is reward
+
+
+def test_a_stop_ends_episodes_that_are_out_by_its_reason_and_begins_no_more():
+    playing, out, later = Playing(None), Future(), Future()
+    threading.Timer(0.2, playing.cut_off, ["stopped"]).start()
+    for future in (out, later):
+        reward = playing.reward(episode, future, lambda: 0.0)
+        assert (reward.value, reward.reason) == (None, "stopped")
+        assert future.cancelled()
+    closed = Future()
+    closed.cancel()
+    with pytest.raises(GivenUp):  # nobody will ask for its reward
+        Playing(None).reward(episode, closed, lambda: 0.0)
