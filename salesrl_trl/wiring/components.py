@@ -292,6 +292,8 @@ class Components:
         """What a generation that lasts is busy with, for the heartbeat."""
         if self.calls_tools or (self.tool_calls is not None and self.tool_calls.under_way):
             return "the tools that completions call are running"
+        if self.episode is not None:
+            return f"episodes of {self.episode.__name__} are under way"
         if self._args.use_vllm:
             return f"vLLM generates{' on its server' * (self._args.vllm_mode == 'server')}"
         return (
