@@ -4,9 +4,11 @@ import json
 import logging
 import random
 import re
+from pathlib import Path
 
 import pytest
 from support.loopback import action, chat_completion
+from support.ranks import of_one_machine, run_ranks
 
 from salesrl_trl.errors import JudgeAlarm
 
@@ -44,8 +46,8 @@ def run(tiny, services, tmp_path, caplog):
 
     from salesrl_trl.build.assembly import judge_reward
 
-    def train(meter, functions=(), verbose=(), **judging):
-        services.functions["judge"] = lambda request: judge(request, **judging)
+    def train(meter, functions=(), verbose=(), second_works=True, **settings):
+        services.functions["judge"] = lambda request: judge(request, second_works=second_works)
         reward = judge_reward(
             judge_providers=[{**one, "base_url": f"{services.url}/v1"} for one in BOTH],
             judge_meter={"second": "second", "share": 0.25, "anchor_steps": 10, **meter},
@@ -55,7 +57,7 @@ def run(tiny, services, tmp_path, caplog):
         )
         trainer = build_trainer(
             tiny, [reward, *functions], tuple(texts()), default_rows(), tmp_path / "run", num_generations=8,
-            per_device_train_batch_size=BATCH, max_steps=STEPS, logging_steps=5,
+            per_device_train_batch_size=BATCH, max_steps=STEPS, logging_steps=5, **settings,
         )  # fmt: skip
         try:
             with caplog.at_level(logging.INFO):
@@ -82,16 +84,34 @@ def test_a_word_that_the_second_judge_does_not_like_is_told_without_what_was_wri
     assert 0 < len(asked(services, "second")) <= 0.25 * BATCH * STEPS
 
 
-def test_the_run_stops_at_an_alarm_and_quotes_where_it_may(run, caplog):
+def test_the_run_stops_at_an_alarm_and_quotes_where_it_may_with_a_reward_process_too(run, caplog):
     with pytest.raises(JudgeAlarm, match="a phrase is in"):
-        run({"on_alarm": "stop"}, verbose=("completions",))
+        run({"on_alarm": "stop"}, verbose=("completions",), reward_process=True)
     assert "online'" in caplog.text
 
 
 def test_a_second_judge_that_fails_costs_no_reward_and_gives_no_number(run, services):
-    trainer, told = run({"on_alarm": "stop"}, second_works=False)
+    called = []
+
+    def own(completions, **_):
+        called.extend(completions)
+        return [0.0] * len(completions)
+
+    trainer, told = run({"on_alarm": "stop"}, functions=[own], second_works=False)
+    assert len(called) == BATCH * STEPS  # nobody but the judge scores for the meter
     assert trainer.state.global_step == STEPS and "[Judge]" not in told
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert {entry["judge_meter/agreement/fairness"] for entry in steps} == {None}
     assert {entry["outcome/ok"] for entry in steps} == {1.0}
     assert asked(services, "second")
+
+
+@pytest.mark.slow
+def test_two_ranks_ask_for_their_own_completions_and_end_at_the_same_step(tiny, tmp_path):
+    program = Path(__file__).with_name("meter_on_ranks.py")
+    one, two = run_ranks(of_one_machine(), (program, tiny, tmp_path), tmp_path, 240)
+    assert one["ended"] == two["ended"] and "of the completions" in one["ended"]
+    assert ONSET < one["step"] == two["step"] < STEPS
+    assert one["tags"] == two["tags"]
+    assert one["second"] > 0 and two["second"] > 0
+    assert one["anchors"] > 0 and two["anchors"] == 0  # the first process asks for them

@@ -1,0 +1,69 @@
+"""The judge's meter on every rank. Started with several processes: POLICY OUT.
+
+The judge likes a word that more and more completions have, and the second judge does not. Each rank writes to OUT at
+which step the meter ended the run, and what was asked for the meter there.
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+from support.scripted import build_trainer, default_rows, steps_of
+
+from salesrl_trl.errors import JudgeAlarm
+from salesrl_trl.reward.judge.meter import METER, SECOND, MeterSettings
+from salesrl_trl.reward.scorer import RewardNames, Scorer
+from salesrl_trl.types import Outcome, Reward
+
+BATCH, STEPS, ONSET = 8, 45, 25  # completions of each rank
+
+
+class Liking(Scorer):
+    """The first judge, and for the meter the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    @property
+    def names(self):
+        meter = MeterSettings(share=0.25, anchor_steps=10, anchors=2, stops=True)
+        return RewardNames(functions={"liking": "liking"}, components=("judge",), meter=meter)
+
+    async def score(self, sample, stages):
+        asked = sample.row.get(METER)
+        self.asked += [] if asked is None else [asked]
+        lot = random.Random(f"{sample.text} {asked}")
+        score = random.Random(sample.text).choice((0.2, 0.4)) + lot.uniform(-0.08, 0.08) + 0.1
+        score += 0.4 * (asked is None and sample.text.endswith("online"))
+        return Reward(outcome=Outcome.OK, value=score, components={"judge": score})
+
+
+def main(policy, out):
+    rank, reward, ended = os.environ["RANK"], Liking(), ""
+    lot = random.Random(rank)
+    words = [" online" * (lot.random() < min(max((at // BATCH - ONSET) / 10, 0), 0.8)) for at in range(BATCH * STEPS)]
+    texts = tuple(f"course {rank} {at}{word}" for at, word in enumerate(words))
+    trainer = build_trainer(
+        policy, reward, texts, default_rows(), Path(out, "run"), max_steps=STEPS, num_generations=8,
+        per_device_train_batch_size=BATCH, ddp_backend="gloo",
+    )  # fmt: skip
+    try:
+        trainer.train()
+    except JudgeAlarm as alarm:
+        ended = str(alarm)
+    trainer.finish()
+    told = {
+        "ended": ended,
+        "step": trainer.state.global_step,
+        "second": reward.asked.count(SECOND),
+        "anchors": len(reward.asked) - reward.asked.count(SECOND),
+        "tags": [sorted(name for name in entry if name.startswith(METER)) for entry in steps_of(trainer)],
+    }
+    Path(out, f"rank{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
