@@ -281,10 +281,10 @@ FIGURES = (
     Metric(POSITION_GAP, "mean score of candidates shown first, less that of candidates shown second"),
     Metric(agreement_of(BRANCH), "correlation of the judge's scores with the second judge's, on the latest "
            "completions that were drawn by lot; this and the next two with `judge_meter` alone",
-           (_REWARDS, "the judge's meter"), report="agreement of both judges", line="meter"),
+           (_REWARDS, "the judge's meter"), line="meter"),
     Metric(JUDGE_DRIFT, "mean score of the judge for fixed answers, less that in the first two looks at them",
-           (_REWARDS, "the judge's meter"), report="drift of the judge", line="meter"),
-    Metric(JUDGE_ALARMS, "alarms so far", (_REWARDS, "the judge's meter"), report="alarms of the judge's meter",
+           (_REWARDS, "the judge's meter"), line="meter"),
+    Metric(JUDGE_ALARMS, "alarms so far", (_REWARDS, "the judge's meter"), report="Alarms of the judge's meter",
            line="meter"),
     Metric(traffic_of("{service}", "{count}"), "calls, sent, retries and others per generation batch, over all ranks; "
            "`reward/service/transport.py` says what each counts", line="rewards"),

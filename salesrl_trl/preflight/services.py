@@ -247,7 +247,7 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
 async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     config = plan.config.reward
     budget = budget_of(config, Path(plan.config.training.output_dir))
-    judge = build_judge(under_load(config), plan.reward, plan.addresses[1], budget=budget)
+    judge = build_judge(under_load(config), plan.reward, plan.addresses[1], budget=budget, for_rewards=True)
     targets, planned, has_load = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, config, findings)

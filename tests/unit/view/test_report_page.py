@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from salesrl_trl import report as command
-from salesrl_trl.names import SPENT_FILE, Phase, Stage
+from salesrl_trl.names import JUDGE_ALARMS, SPENT_FILE, Phase, Stage
 from salesrl_trl.reward.service.budget import USD, Limit, Spent, open_account
 from salesrl_trl.view.report_page import html_page, text_page
 from salesrl_trl.view.run_folder import read_run
@@ -246,9 +246,13 @@ def test_the_text_keeps_to_forty_lines_however_much_there_is(run_folder):
     run = read_run(run_folder.path)
     lines = text_page(run).splitlines()
     assert len(lines) == 40
+    assert "alarms" not in text_page(run).lower()  # there was no meter
     assert "More branches" in text_page(run)
     assert "Note: 2 figures were infinite, left out; 1 line of quick_eval.jsonl" in text_page(run)
     assert sum(line.startswith("  - ") for line in lines) == 5
+    run_folder.events({3: {**step, JUDGE_ALARMS: 2.0}})
+    lines = text_page(read_run(run_folder.path)).splitlines()
+    assert len(lines) == 40 and any("Alarms of the judge's meter" in line and "2" in line for line in lines)
     # The page has every branch, and its tables are bounded.
     page = Page(html_page(run))
     assert all(f"Reward, {branch}" in page.text for branch in branches)
