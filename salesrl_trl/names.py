@@ -84,6 +84,7 @@ JUDGE_SECONDS = "time/judge_s"
 reward_of: Tag = "reward/{}".format
 reference_of: Tag = "reference/{}".format
 component_of: TagOfTwo = "rewards/{}/{}".format  # component, branch
+mean_of: Tag = "rewards/{}/mean".format  # a reward function, by TRL
 outcome_of: Tag = "outcome/{}".format
 RIGHT_DOCUMENT = "retrieval/right_document"
 SKIPPED_UPDATE = "failures/skipped_update"

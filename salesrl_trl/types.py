@@ -168,6 +168,8 @@ SALES = "sales"
 """The packaged reward chain, in the setting `reward_funcs`."""
 JUDGE = "judge"
 """The packaged judge of a policy that answers directly, in the setting `reward_funcs`; the service name of a judge."""
+SEARCH = "search"
+"""The packaged tool that asks the RAG service, in the setting `tools`."""
 ALL = "all"
 """The branch of all rows, where neither the settings nor the dataset name any."""
 DEFAULT_BRANCHES = ("fairness", "hallucination")

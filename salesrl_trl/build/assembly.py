@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from salesrl_trl.build.checks.reward import RewardParts, prepare_reward, read_reward
 from salesrl_trl.config import JudgeProviderConfig, RewardConfig
+from salesrl_trl.config.checks import build_object
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
@@ -102,7 +103,10 @@ def open_reward(
     if parts is None:
         branches = training.branches or sorted({row.branch for row in rows})
         parts = prepare_reward(config, branches, training.hybrid_reference_weight > 0)
-    with addresses(config, services) as (rag_base_url, judge_base_url):
+    with (
+        addresses(config, services) as (rag_base_url, judge_base_url),
+        _connected(config, parts, rag_base_url, training),
+    ):
 
         def packaged(path: str) -> Scorer:
             build: Callable[..., JudgeReward] = partial(build_judge_reward, config, parts)
@@ -127,6 +131,21 @@ def open_reward(
             return
         reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
         yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
+
+
+@contextlib.contextmanager
+def _connected(
+    config: RewardConfig, parts: RewardParts, rag_base_url: str, training: "SalesGRPOConfig"
+) -> Iterator[None]:
+    """The packaged tool, if the policy has it, with a client of its own: its event loop is not that of rewards."""
+    if parts.search is not None:
+        rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
+        parts.search.connect(build_rag(config, replace(parts, rag=rag), rag_base_url, training.world_size))
+    try:
+        yield
+    finally:
+        if parts.search is not None:
+            parts.search.close()
 
 
 def _log_embedded(config: RewardConfig, at: ServiceAddresses) -> None:
@@ -360,19 +379,27 @@ def build_services(
     """Build the clients of the services, without a connection. `judge_base_url` is not used with `judge_providers`.
     `processes` share the limits. `budget`: from `budget_of`; nothing is limited or counted without it. `for_rewards`:
     the judge is without the provider that is only the second judge of `judge_meter`."""
+    rag = build_rag(config, parts, rag_base_url, processes, budget)
+    return rag, build_judge(config, parts, judge_base_url, processes, budget, for_rewards=for_rewards)
+
+
+def build_rag(
+    config: RewardConfig, parts: RewardParts, base_url: str, processes: int = 1, budget: Budget | None = None
+) -> RagBackend:
+    """Build the client of the RAG service, or that of a user's own. Arguments as in `build_services`."""
+    if parts.rag is not None:
+        _count(parts.rag.transports, budget)
+        return parts.rag
     transport = partial(_transport, config, processes, budget)
     retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
     # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
     patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
-    rag = parts.rag or RagClient(
-        rag_base_url,
+    return RagClient(
+        base_url,
         transport_8b=transport("rag_8b", *retrieval),
         transport_32b=transport("rag_32b", *retrieval, patience_s=patience_32b_s),
         api_key=parts.rag_key,
     )
-    if parts.rag is not None:
-        _count(parts.rag.transports, budget)
-    return rag, build_judge(config, parts, judge_base_url, processes, budget, for_rewards=for_rewards)
 
 
 def build_judge(

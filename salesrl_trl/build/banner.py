@@ -47,6 +47,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         ("prompt", _prompt(data, reward)),
         *training_lines(training),
         *(("reward", path) for path in reward.reward_funcs),
+        *(("tool", path) for path in reward.tools),
         *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
         *services,
         *(("budget", line) for line in _budget(reward, training)),

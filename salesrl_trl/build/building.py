@@ -95,6 +95,7 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
             eval_dataset=held_out,
             processing_class=processing,
             peft_config=get_peft_config(config.model),
+            tools=[*plan.reward.tools] or None,
         )
 
 

@@ -20,7 +20,7 @@ from salesrl_trl.reward.judge.judge_client import AGGREGATIONS
 from salesrl_trl.reward.rag_client import RESERVED_FIELDS
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
-from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, ActionFormat
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
 ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
@@ -95,6 +95,10 @@ class RewardConfig:
     """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
     Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
     answers, without a RAG service. `reward_weights` weighs them."""
+    tools: list[str] = field(default_factory=list)
+    """Dotted paths of functions that the policy may call before it answers, as TRL's `tools`; `@tool` says what a
+    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service, by the `rag_*` settings. Its
+    requests do not count for `max_calls`."""
     judge: str | None = None
     """Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
     above, which need no address then."""
@@ -220,8 +224,8 @@ class RewardConfig:
 
     @property
     def uses_rag(self) -> bool:
-        """Whether the packaged chain scores, with its RAG service and its judge."""
-        return not self.asks_nobody and self.has_chain
+        """Whether a RAG service is asked: by the packaged chain, or by the packaged tool."""
+        return (self.has_chain and not self.asks_nobody) or SEARCH in self.tools
 
     @property
     def judges_answers(self) -> bool:

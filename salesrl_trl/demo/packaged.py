@@ -19,7 +19,15 @@ DUAL_POLICY = Path(__file__).with_name("dual_policy")
 """The policy of `recipes/dual.py`: it answers questions of two tasks, and often takes the bait. It is taught by
 `scripts/make_dual_policy.py`."""
 VISION_POLICY = Path("runs/vision_policy")  # of the preset `vision`, where `scripts/make_vision_policy.py` writes it
-POLICY_OF = {"arithmetic": ARITHMETIC_POLICY, "demo_bbq": DUAL_POLICY, "demo_halueval": DUAL_POLICY}
+SEARCH_POLICY = Path(__file__).with_name("search_policy")
+"""The policy of `recipes/search.py`: it searches and answers, too seldom and too often. It is taught by
+`scripts/make_search_policy.py`."""
+POLICY_OF = {
+    "arithmetic": ARITHMETIC_POLICY,
+    "demo_bbq": DUAL_POLICY,
+    "demo_halueval": DUAL_POLICY,
+    "demo_search": SEARCH_POLICY,
+}
 """By packaged dataset, the policy that knows it. `PACKAGED` knows the others."""
 PROMPT_STYLE = "compact"
 """The style of the prompts that it was taught with. A run with this policy must use the same one."""

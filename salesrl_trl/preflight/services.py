@@ -54,7 +54,7 @@ def _ask_rag(plan: "Plan", findings: Findings) -> None:
     if config.rag_base_url is not None:
         for note in check_rag(config.rag_base_url, rag_key_of(config)):  # also where other parts can't be made
             findings.note(note)
-    if _puts_load(plan):
+    if config.has_chain and not config.asks_nobody and _puts_load(plan):
         asyncio.run(_examine_rag(plan, findings))
 
 

@@ -77,7 +77,7 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
             "simulation writes no other actions. Leave it out."
         )
     rows = ServicesPlan(ServicesConfig(data, reward, training)).train_rows
-    if not reward.uses_rag:
+    if not reward.has_chain or reward.asks_nobody:
         raise ConfigError(
             "`reward_funcs` has no `sales`, and made-up completions are actions for the packaged chain. Expected the "
             "chain. Leave out `reward_funcs`."

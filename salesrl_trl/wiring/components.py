@@ -61,7 +61,7 @@ from salesrl_trl.generation.sampler import (
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.names import Phase, StartUp, mean_of
 from salesrl_trl.reward.episodes import Episode, Playing
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.replay import ReplayReward
@@ -394,6 +394,8 @@ class Components:
         args, names = self._args, self.reward.names
         failures = functools.partial(self.ledger.failures, "train")
         quick = () if self.quick_eval is None else self.quick_eval.figure_names
+        several = names.functions if len(names.functions) > 1 else {}
+        functions = {name: mean_of(name) for name in several}
         self.held_out = HeldOut(
             args.branches,
             Path(args.output_dir),
@@ -402,7 +404,7 @@ class Components:
             num_generations=trl.num_generations_eval,
             examples=args.held_out_examples,
             are_actions=names.has_actions,
-            figures=[figure.name for figure in self._bbq],
+            figures={figure.name: figure.name for figure in self._bbq} | functions,
             is_cut=lambda: self.run_control.is_spent,
         )
         return [

@@ -207,7 +207,7 @@ def test_a_packaged_recipe_is_taken_by_its_name_and_an_unknown_one_is_told_their
     config = parse(["--config", "own", "--output_dir", str(tmp_path)], FULL)
     assert config.reward.reward_funcs == ["own_rewards.right"]
     assert prepare(config).reward.functions  # they lie beside it
-    with pytest.raises(ConfigError, match=r"there is no recipe owm.*a packaged recipe: dual, full, own"):
+    with pytest.raises(ConfigError, match=r"there is no recipe owm.*a packaged recipe: dual, full, own, search"):
         parse(["--config", "owm"], FULL)
 
 

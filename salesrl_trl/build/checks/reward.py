@@ -5,9 +5,10 @@ Owns `RewardParts`, which `build.assembly` builds the reward chain from.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from salesrl_trl.build.checks.addresses import MEANINGLESS, check_models, check_rag
 from salesrl_trl.config import RewardConfig
@@ -24,7 +25,8 @@ from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.scoring import COMPONENTS, OTHER_RUBRIC, Scoring
 from salesrl_trl.reward.service.http import key_fault
 from salesrl_trl.reward.stage import RewardStage
-from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES
+from salesrl_trl.rollout.search import Search
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class RewardParts:
     judge: Judge | None  # that of `judge`, in place of the services
     stages: tuple[RewardStage, ...]
     functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
+    tools: Sequence[Callable[..., Any]]  # those that the policy may call
+    search: Search | None  # the packaged one among them
     reference_weighed: bool  # a reward or a baseline contains the reference's score
 
 
@@ -48,9 +52,9 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
     """Check rubrics, weights and keys, and that the configured addresses answer. `hybrid_baseline` says whether
     `hybrid_reference_weight` is more than 0."""
     parts = read_reward(config, branches, hybrid_baseline)
+    if config.rag_base_url is not None and config.uses_rag:
+        check_rag(config.rag_base_url, parts.rag_key)
     if not config.asks_nobody:
-        if config.rag_base_url is not None and config.uses_rag:
-            check_rag(config.rag_base_url, parts.rag_key)
         check_judges(config, parts)
     return parts
 
@@ -63,13 +67,24 @@ def read_reward(
 ) -> RewardParts:
     """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
     refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
-    rag = judge = None
+    rag = judge = search = None
+    tools = list[Callable[..., Any]]()
     with refused:
         functions = own_functions(config)
     refused.check(
         lambda: not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0.",
     )
+    if SEARCH in config.tools:
+        search = Search(
+            top_k=config.rag_top_k,
+            score_threshold=config.rag_score_threshold,
+            deadline_s=config.reward_deadline_s,
+        )
+    for path in config.tools:
+        with refused:
+            own: Any = search.function if search and path == SEARCH else load_object(path, "tools")
+            tools.append(own)
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
     refused.check(
@@ -132,6 +147,8 @@ def read_reward(
         judge=judge,
         stages=tuple(stages),
         functions=functions,
+        tools=tools,
+        search=search,
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
     )
 
@@ -149,7 +166,7 @@ def own_functions(config: RewardConfig) -> dict[str, Scorer]:
 
 def rag_key_of(config: RewardConfig) -> str | None:
     """The RAG service's key. Raises as `read_key` does."""
-    return None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env")
+    return None if config.asks_nobody and not config.uses_rag else read_key(config.rag_api_key_env, "rag_api_key_env")
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:

@@ -1,4 +1,4 @@
-"""The packaged small policy: its files, its tokenizer, its place in vLLM, and the script that taught it."""
+"""The packaged small policies: their files, tokenizers, place in vLLM, and the scripts that taught them."""
 
 import importlib
 import json
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
+from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from salesrl_trl.data.sources import load_drafts, load_rows
 from salesrl_trl.data.templates import action_text, build_prompt
-from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, packaged_tokenizer
+from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, SEARCH_POLICY, packaged_tokenizer
 from salesrl_trl.types import Action
 
 ROOT = Path(__file__).parents[3]
@@ -62,3 +63,29 @@ def test_its_script_teaches_one_of_the_same_form_and_measures_it(tmp_path, monke
     made, packaged = (json.loads((folder / "figures.json").read_text()) for folder in (tmp_path, PACKAGED))
     assert made.keys() == packaged.keys()
     assert packaged["right_document"] > 0.5  # one of 13 topics by chance
+
+
+def test_the_search_policy_s_template_is_one_that_trl_calls_tools_by_and_its_script_teaches_its_form(
+    tmp_path, monkeypatch, one_thread
+):
+    tokenizer = AutoTokenizer.from_pretrained(SEARCH_POLICY)
+    assert supports_tool_calling(tokenizer)
+    assert is_chat_template_prefix_preserving(tokenizer)
+    tools, greets = (
+        [{"function": {"name": "search", "parameters": {"properties": {"query": {}}}}}],
+        {"role": "user", "content": "Hi"},
+    )
+    calls = [{"type": "function", "function": {"name": "search", "arguments": {"query": 'a "b" 价格'}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    prefix, whole = (
+        tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=not number, return_dict=False)
+        for number, messages in enumerate(([greets], [greets, call]))
+    )
+    assert whole[: len(prefix)] == prefix
+    assert parse_response(tokenizer, whole[len(prefix) :], prefix=prefix, tools=tools)["tool_calls"] == calls
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setattr(sys, "argv", ["make_search_policy.py", "--out", str(tmp_path), "--steps", "3", "3", "3"])
+    importlib.import_module("make_search_policy").main()
+    for name in ("tokenizer.json", "config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (SEARCH_POLICY / name).read_text()
+    assert sum(path.stat().st_size for path in SEARCH_POLICY.iterdir()) < 10**6

@@ -1,0 +1,11 @@
+"""Train a policy that searches before it answers, with the settings of search.yaml."""
+
+from pathlib import Path
+
+from salesrl_trl.run.launch import begin_run
+
+if __name__ == "__main__":
+    begin_run()
+    from salesrl_trl.train import main  # takes seconds
+
+    main(Path(__file__).with_suffix(".yaml"))

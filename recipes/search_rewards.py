@@ -1,0 +1,1 @@
+../salesrl_trl/build/recipes/search_rewards.py

@@ -1,0 +1,57 @@
+"""The packaged tool `search`: the policy asks the RAG service in the midst of a conversation.
+
+`build.checks.reward` makes it, where a recipe's `tools` names it. `build.assembly` connects it, when services have
+addresses. `tools` says what its failures mean.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from salesrl_trl.reward.rag_client import RagBackend
+from salesrl_trl.rollout.tools import tool
+from salesrl_trl.types import DEFAULT_FORMAT, Action, RequestIds
+
+
+class Search:
+    """Makes the tool, `function`. It asks the 8B endpoint with a query alone, and tells the policy the passages.
+
+    `deadline_s` is for a call with its retries. An empty query, or one that is no text, is the policy's error.
+    """
+
+    def __init__(self, *, top_k: int, score_threshold: float, deadline_s: float) -> None:
+        self._score_threshold, self._top_k = score_threshold, top_k
+        self._rag: RagBackend | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+        @tool(deadline_s=deadline_s, example={"query": "price"})
+        async def search(query: str) -> str:
+            """Searches the knowledge base.
+
+            Args:
+                query: What to look for, in a few words.
+
+            Returns:
+                The passages that fit best, a paragraph each.
+            """
+            return await self._passages(query)
+
+        self.function: Callable[[str], Awaitable[str]] = search
+
+    def connect(self, rag: RagBackend) -> None:
+        """Ask this service from now on. The transport of its 8B endpoint has retries and limits."""
+        self._rag = rag
+
+    def close(self) -> None:
+        """Close the connections, on the event loop that opened them."""
+        rag, loop, self._rag = self._rag, self._loop, None
+        if rag is not None and loop is not None and loop.is_running():
+            asyncio.run_coroutine_threadsafe(rag.aclose(), loop).result()
+
+    async def _passages(self, query: object) -> str:
+        if not isinstance(query, str) or not query.strip():
+            raise ValueError("`query` is empty or no text.")
+        assert self._rag is not None, "`connect` comes first"
+        self._loop = asyncio.get_running_loop()
+        action = Action(fields={**dict.fromkeys(DEFAULT_FORMAT.fields, ""), DEFAULT_FORMAT.query: query})
+        answer = await self._rag.chat_8b(query, action, self._score_threshold, self._top_k, ids=RequestIds())
+        return "\n\n".join(passage.text for passage in answer.passages) or answer.text
