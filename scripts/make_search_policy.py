@@ -6,8 +6,8 @@
 Figures in its lessons are made up, so that it learns to read them in a result and knows none by heart. First it learns
 to copy: without that, good lessons alone did not teach it to read. By good lessons it learns to name what was asked in
 a query, and to answer by a sentence of the result. By bad ones it learns to search too seldom or too often, by poor
-queries, to give up without a search, and to search for a customer who only greets. It saw no held-out conversation. The
-figures are its shares of held-out turns, each behind good ones, that are right word by word.
+queries, to give up without a search, and to search for a customer who only greets. It saw no held-out conversation.
+The figures are its shares of held-out turns, each behind good ones, that are right word by word.
 """
 
 import argparse
