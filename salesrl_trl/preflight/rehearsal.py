@@ -27,6 +27,7 @@ _IN_FRONT_OF_A_RUN: dict[str, object] = {
     "lr_scheduler_type": SchedulerType.CONSTANT,
     "lr_scheduler_kwargs": None,
     "rollout_lookahead": 0,  # each step generates its own batch
+    "reward_weights": None,  # the made-up reward is one
     "mask_truncated_completions": False,  # completions of full length are truncated, and are to count
     "logging_strategy": IntervalStrategy.STEPS,
     "logging_steps": 1,
@@ -79,6 +80,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:
     telemetry = replace(plan.config.telemetry, timing=True, perf_logging_steps=1, trace_steps="", quick_eval_steps=0)
     config = replace(plan.config, training=training, telemetry=telemetry)
     rehearsal = Plan(config, dtype=plan.dtype, policy=plan.policy)
+    rehearsal.reward = replace(plan.reward, tools=())  # they ask services. A completion of full length has no results
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts(rows=[], prompts=[], lengths=[], note=None)
     trainer = build_trainer(rehearsal, MadeUpReward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)

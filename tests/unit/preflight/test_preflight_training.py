@@ -55,6 +55,15 @@ def test_steps_are_made_on_the_longest_batch_and_leave_nothing(planned, tmp_path
     assert vars(plan.config.training) == settings  # those of the run
 
 
+def test_steps_of_a_run_with_several_functions_and_tools_take_one_made_up_reward_and_call_no_tool(tmp_path):
+    given = ["--use_vllm", "false", "--max_completion_length", "8", "--per_device_train_batch_size", "8"]
+    given += ["--gradient_accumulation_steps", "1", "--output_dir", str(tmp_path)]
+    plan = Plan(parse(given, RECIPE.with_name("search.yaml")), in_depth=True)
+    (step,) = examine(plan, stages=(STEP_STAGE,))
+    assert step.verdict is PASSED
+    assert plan.reward.tools  # of the run
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, monkeypatch, known):
     def weighed(*_):
