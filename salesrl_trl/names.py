@@ -1,15 +1,17 @@
 """Every name that a run leaves behind: phases, stages of a reward, tags of figures, files.
 
-Owns the names, and `FIGURES`: the list of what is logged, from which the console's lines, the report, TensorBoard's
-layout, the ledger and a table in docs/ARCHITECTURE.md are made. Standard library only: the report starts without
-torch.
+Owns the names, and `FIGURES`: the list of what is logged, which `figures.toml` holds. The console's lines, the report,
+TensorBoard's layout, the ledger and a table in docs/ARCHITECTURE.md are made from it. Standard library only: the
+report starts without torch.
 """
 
 import itertools
 import re
 import string
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from salesrl_trl.types import Outcome
@@ -178,123 +180,21 @@ BRANCH = "{branch}"
 
 
 class Metric(NamedTuple):
-    """What is logged under one tag, or under a tag for each branch, stage, service and so on."""
+    """What is logged under one tag, or under a tag for each branch, stage, service and so on. `figures.toml` says what
+    each field is."""
 
-    tag: str  # its name. `{branch}`, `{stage}` and other words in braces stand for each branch, each stage.
-    meaning: str  # for the table in docs/ARCHITECTURE.md
-    chart: tuple[str, str] | None = None  # category and title in TensorBoard; with a word in braces, a chart for each
-    console: str = ""  # words before it in the line of a step. Empty: it is not there.
-    report: str = ""  # name of its row in the report. Empty: it has none, or is shown in a way of its own
-    line: str = ""  # part of the ledger's line: `"rewards"`, `"baseline"`, `"meter"` or `"kl"`. Empty: others log it
+    tag: str
+    meaning: str
+    chart: Sequence[str] | None = None
+    console: str = ""
+    report: str = ""
+    line: str = ""
 
 
 CATEGORIES = ("Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason")  # of charts
-_REWARDS, _KL, _TIME, _FAILURES = CATEGORIES
-_KL_CHART = (_KL, "KL of {branch}")
-
-FIGURES = (
-    Metric(reward_of(BRANCH), "mean reward of the branch's scored completions", (_REWARDS, "reward"),
-           console="reward", line="rewards"),
-    Metric(reference_of(BRANCH), "mean judge score of the reference answers beside them", (_REWARDS, "reference"),
-           line="rewards"),
-    Metric(component_of("{component}", BRANCH), "mean of a component of the packaged reward, those of stages of your "
-           "own too, over the branch's completions that have it", (_REWARDS, "component {component}"),
-           line="rewards"),
-    Metric(outcome_of("{outcome}"), "share of completions with this outcome", (_FAILURES, "outcomes"),
-           line="rewards"),
-    Metric(ALL_KL, "the penalty of all branches together, in place of TRL's figure", line="kl"),
-    Metric(kl_of(BRANCH), "the branch's KL, which its band holds: nats, the mean of log pi - log pi_ref over its "
-           "tokens on all ranks (k1); with a lookahead weighted by the ratio to the sampler", _KL_CHART, line="kl"),
-    Metric(kl_of(BRANCH, "_penalty"), "the same as the loss has it: by `kl_estimator`, without the coefficient",
-           line="kl"),
-    Metric(beta_of(BRANCH), "coefficient in the loss", (_KL, "beta"), line="kl"),
-    Metric(kl_of(BRANCH, "_low"), "lower edge of the band, where the branch had rows", _KL_CHART, line="kl"),
-    Metric(kl_of(BRANCH, "_high"), "upper edge of the band", _KL_CHART, line="kl"),
-    Metric(kl_of(BRANCH, "_in_band"), "whether a step's KL lies in the band", line="kl"),
-    Metric(kl_of(BRANCH, "_share_in_band"), "share of the run's steps so far with the KL in the band", line="kl"),
-    Metric(kl_of(BRANCH, "_update_share"), "by how much the branch's rewards count in the update: 1, unless its "
-           "`least_share` acts", line="kl"),
-    Metric(kl_of(BRANCH, "_clamped"), "share of tokens whose log-ratio lies beyond the clamp", line="kl"),
-    Metric(kl_of(BRANCH, "_tokens"), "tokens per optimizer step", line="kl"),
-    Metric(REFERENCE_MISSING, "share of judged completions without a reference score", line="rewards"),
-    Metric(RIGHT_DOCUMENT, "share of answers whose best passage is a document that is known to answer the row; rows "
-           "without one do not count", line="rewards"),
-    Metric(BASELINE_FALLBACK, "share of groups whose hybrid baseline had no reference reward; only with a hybrid "
-           "baseline", line="baseline"),
-    Metric(SINGLE_SCORED, "share of groups of which only one completion could be scored: without a hybrid baseline "
-           "nothing is learned from them", line="rewards"),
-    Metric(SKIPPED_UPDATE, "1 where the batch did not move the policy", (_FAILURES, "outcomes"), line="rewards"),
-    Metric(FAILURE_REASONS + "{reason}", "completions since the last line, by reason; every reason seen so far, in a "
-           "log entry of its own", (_FAILURES, "completions")),
-    Metric(CHANGED_SHARE, "share of the weights with a gradient that the first step changed, and the first ten; in "
-           "log entries of their own"),
-    Metric(time_of("{phase}"), "seconds of a step by phase, mean over ranks ([TIMING.md](TIMING.md))",
-           (_TIME, "seconds")),
-    Metric(STEP_SECONDS, "their sum", (_TIME, "seconds")),
-    Metric(REWARD_SECONDS, "seconds from the first call of a batch to its last answer, on the slowest rank",
-           (_TIME, "rewards"), line="rewards"),
-    Metric(JUDGE_SECONDS, "seconds from the first verdict asked for to the last that came, on the slowest rank",
-           (_TIME, "rewards"), line="rewards"),
-    Metric(REWARD_EXPOSED, f"the part of `{REWARD_SECONDS}` that the trainer waited", (_TIME, "rewards")),
-    Metric(REWARD_HIDDEN, "the rest: it ran behind other work", (_TIME, "rewards")),
-    Metric(stage_of("{stage}", "{share}"), "seconds of a stage of a reward, over completions: `p50`, `p95`, `max`",
-           line="rewards"),
-    Metric(slowest_of("{stage}"), "seconds of a stage for the completion that was scored last", line="rewards"),
-    Metric(EPOCH_TOTALS + "{what}", "an epoch's steps, tokens, failures, seconds by phase, and mean of each figure "
-           "of a branch that the console shows ([TIMING.md](TIMING.md))"),
-    Metric(perf_of("{part}"), "seconds of a step in forward, backward, optimizer and data loading"),
-    *(
-        Metric(tag, meaning, (_TIME, "utilisation"))
-        for tag, meaning in (
-            (MFU_MODEL, "model FLOPs utilisation in the time of the policy's own passes"),
-            (MFU_STEP, "the same in the time of the whole step"),
-            (COMPUTE_RATIO, "share of a step's time in which the accelerator works"),
-            (DATA_LOADING_RATIO, "share of a step's time in which data are loaded"),
-            (GPU_BUSY, "share of the time in which the main rank's GPU ran a kernel, by the driver"),
-        )
-    ),
-    Metric(TOKENS_PER_SECOND, "tokens that were trained on, of all ranks"),
-    Metric(SAMPLES_PER_SECOND, "completions that were trained on, of all ranks"),
-    Metric(DISK_READ, "MB/s of all disks of the main rank's machine, whoever used them", (_TIME, "disks")),
-    Metric(DISK_WRITE, "the same for writing", (_TIME, "disks")),
-    *(Metric(tag, "GiB of the fullest rank", (_TIME, "memory")) for tag in MEMORY),
-    Metric(STALENESS, "optimizer steps between the weights that sampled a completion and those that are first trained "
-           "on it: mean ([PIPELINE.md](PIPELINE.md))", (_TIME, "rollouts ahead"), line="rewards"),
-    Metric(STALENESS_MAX, "the largest", (_TIME, "rollouts ahead"), line="rewards"),
-    Metric(LEFT_OUT, "share of tokens, or completions, that the correction for the sampler's distribution takes out "
-           "of the loss", (_TIME, "importance ratios"), line="rewards"),
-    Metric(BOUNDED, "share of tokens, or completions, with an importance ratio that this correction has bounded",
-           (_TIME, "importance ratios"), line="rewards"),
-    Metric(QUICK_EVAL + REWARD, "mean over the branches of a quick evaluation"),
-    Metric(QUICK_SECONDS, "its seconds"),
-    Metric(quick_of(BRANCH, "{figure}"), "`score`, `truncated`, `length`, `kl`, `beta` of its branches, and figures "
-           "of your own, which are under `quick_eval/<figure>` too", (_REWARDS, "quick evaluation: {figure}")),
-    Metric("bbq_{figure}", "of evaluations of BBQ's rows: `accuracy_ambig`, `accuracy_disambig`, `bias_ambig`, "
-           "`bias_disambig`, and the share of answers that are `unread`; also by category ([DATA.md](DATA.md))"),
-    Metric(usage_of("{provider}", "{usage}"), f"{', '.join(f'`{kind}`' for kind in USAGE)} per generation batch, over "
-           "all ranks", line="rewards"),
-    Metric(BUDGET_CALLS, "requests so far, of all ranks and the runs before, where something is limited or has a "
-           "price"),
-    Metric(BUDGET_USD, "US dollars so far, by their prices"),
-    Metric(BUDGET_FORECAST, "share of the nearest limit that is used after the last step, at the pace so far; where "
-           "something is limited"),
-    Metric(LENGTH_CORRELATION, "correlation of a verdict's score with the answer's length: a judge that likes length"),
-    Metric(POSITION_GAP, "mean score of candidates shown first, less that of candidates shown second"),
-    Metric(agreement_of(BRANCH), "correlation of the judge's scores with the second judge's, on the latest "
-           "completions that were drawn by lot; this and the next two with `judge_meter` alone",
-           (_REWARDS, "the judge's meter"), line="meter"),
-    Metric(JUDGE_DRIFT, "mean score of the judge for fixed answers, less that in the first two looks at them",
-           (_REWARDS, "the judge's meter"), line="meter"),
-    Metric(JUDGE_ALARMS, "alarms so far", (_REWARDS, "the judge's meter"), report="Alarms of the judge's meter",
-           line="meter"),
-    Metric(traffic_of("{service}", "{count}"), "calls, sent, retries and others per generation batch, over all ranks; "
-           "`reward/service/transport.py` says what each counts", line="rewards"),
-    Metric(tool_figure("{tool}", "{figure}"), "`calls` of a tool per generation batch, over all ranks; of them "
-           "`failures` of its service and `errors` of the policy; mean `seconds` of a call"),
-    Metric(episode_figure("{figure}"), "of `@per_episode`, per generation batch over all ranks: `calls` of the "
-           "policy; episodes that have `rewritten` their history; share of sampled tokens that is `untrained` for it"),
-    Metric(saved_by("{cache}"), "calls that were not made", line="rewards"),
-)  # fmt: skip
+FIGURES = tuple(
+    Metric(**figure) for figure in tomllib.loads(Path(__file__).with_name("figures.toml").read_text("utf-8"))["figure"]
+)
 """Every figure beside TRL's own, under `train/`, and as far as they are of completions under `eval/`."""
 
 _WORDS: Mapping[str, Sequence[str]] = {

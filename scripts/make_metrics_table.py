@@ -1,4 +1,4 @@
-"""Make the table of metrics in docs/ARCHITECTURE.md from `salesrl_trl/names.py`.
+"""Make the table of metrics in docs/ARCHITECTURE.md from `salesrl_trl/figures.toml`.
 
     python scripts/make_metrics_table.py
 

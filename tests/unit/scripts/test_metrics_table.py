@@ -27,6 +27,15 @@ def test_every_figure_that_is_logged_is_in_the_list_once():
     assert [name for name in logged if not any(pattern.fullmatch(name) for pattern in patterns)] == []
 
 
+def test_every_name_of_a_figure_is_in_the_list():
+    named = [value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)]
+    named += [value.__self__.replace("{}", "any") for value in vars(names).values() if hasattr(value, "__self__")]
+    patterns = [pattern_of(figure.tag) for figure in FIGURES]
+    tags = [tag for tag in named if "/" in tag and not tag.endswith("/")]
+    assert len(tags) > 40
+    assert [tag for tag in tags if not any(pattern.fullmatch(tag) for pattern in patterns)] == []
+
+
 def test_a_tag_that_looks_like_a_branchs_makes_no_branch(monkeypatch):
     with_kl = ["reward", "reward/a", "reward/b", "reward/of_my_own", "beta/a", "beta/b", "kl/a"]
     assert branches_in(with_kl) == ("a", "b")
