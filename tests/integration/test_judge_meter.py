@@ -32,7 +32,7 @@ def judge(request, *, second_works=True):
     if is_second and not second_works:
         return 500, {}
     found = re.search(r"course \d+ \d+( online)?", user)  # an anchor has none
-    written = found[0] if found else user
+    written = found[0] if found else "an anchor"  # not `user`: its fences have a new nonce in each request
     lot = random.Random(f"{body['model']} {written}")
     score = random.Random(written).choice((0.2, 0.4)) + lot.uniform(-0.08, 0.08) + 0.1
     score += 0.4 * (found is not None and found[1] is not None and not is_second)
@@ -79,7 +79,7 @@ def test_a_word_that_the_second_judge_does_not_like_is_told_without_what_was_wri
     assert lines and "a phrase is in" in lines[0] and "online" not in told
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     assert last["judge_meter/alarms"] >= 1
-    assert abs(last["judge_meter/drift"]) < 0.05
+    assert last["judge_meter/drift"] == pytest.approx(0)  # the judge gives the anchors what it gave at the start
     # The calls: at most a quarter of the first judge's, which also scored the anchors, and the warm-up of each.
     assert 0 < len(asked(services, "second")) <= 0.25 * BATCH * STEPS
 
