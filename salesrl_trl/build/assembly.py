@@ -479,7 +479,9 @@ def _judge_client(
         )
         for provider in configured
     ]
-    return JudgeClient(providers, rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
+    orders = config.judge_orders if config.judge_mode == "group" else 0
+    kind = {"repeats": config.judge_repeats, "orders": orders}
+    return JudgeClient(providers, rubrics, aggregation=config.judge_aggregation, **kind)
 
 
 def _transport(

@@ -5,6 +5,7 @@ Called by `rejudge.__main__`.
 """
 
 import dataclasses
+import logging
 import shutil
 import sqlite3
 import tempfile
@@ -32,6 +33,8 @@ from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
+logger = logging.getLogger(__name__)
+
 AT_ONCE = 256  # completions that are begun together. The judge's own limits hold beside it.
 
 
@@ -55,6 +58,8 @@ def rejudged(
                 action_format=config.action_format(), references=AnswerStore(), **common,
             )  # fmt: skip
         reward.budget = budget
+        if config.judge_mode == "group":
+            logger.info("`judge_mode: group` is left aside: each completion is judged again by a call of its own")
         asked = [{**columns_of(row), "row": place, "prompt": row.prompt} for place, row in enumerate(rows)]
         with closing(RewardLoop(reward)) as reward_loop:
             judged: list[tuple[Reward, CompletionRecord]] = []

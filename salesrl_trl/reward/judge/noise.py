@@ -7,16 +7,16 @@ import itertools
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from salesrl_trl.types import NOTHING_WRITTEN, Action, ActionFormat, Answer, Message, SalesRow
 
 ORDERS = (True, False)  # the candidate first, and second
 MIN_REPEATS = 2  # verdicts on the same input: one alone has no spread
-MIN_ANSWERS = 2
+MIN_ANSWERS, MOST_ANSWERS = 2, 4  # to one conversation
 MIN_CALLS = MIN_ANSWERS * len(ORDERS) * MIN_REPEATS  # fewest verdicts that show noise, order and spread
 
 
@@ -74,6 +74,29 @@ def samples(rubrics: Mapping[str, str], action_format: ActionFormat | None, call
             ]  # fmt: skip
     # 3. Further verdicts on the same.
     return inputs * (calls // len(inputs))
+
+
+def as_groups(samples: Iterable[JudgedSample]) -> list[list[JudgedSample]]:
+    """The verdicts to ask for as calls for all answers to a conversation: in the order of the set, or turned round.
+    `candidate_first` then says whether an answer stands in the first half."""
+    calls: dict[object, list[JudgedSample]] = defaultdict(list)
+    times: Counter[object] = Counter()
+    for sample in samples:
+        verdict = (sample.answer, sample.candidate_first)
+        times[verdict] += 1
+        calls[sample.group, sample.candidate_first, times[verdict]].append(sample)
+    return [
+        [
+            replace(sample, candidate_first=sample.candidate_first == (place < first_half(call)))
+            for place, sample in enumerate(call)
+        ]
+        for call in calls.values()
+    ]
+
+
+def first_half(call: Sequence[JudgedSample]) -> int:
+    """How many of the answers of a call stand before the reference, which is in the middle; of one alone this one."""
+    return (len(call) + 1) // 2
 
 
 def anchors(rubrics: Mapping[str, str], action_format: ActionFormat | None, most: int) -> list[JudgedSample]:
