@@ -140,7 +140,10 @@ def _connected(
     """The packaged tool, if the policy has it, with a client of its own: its event loop is not that of rewards."""
     if parts.search is not None:
         rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
-        parts.search.connect(build_rag(config, replace(parts, rag=rag), rag_base_url, training.world_size))
+        connected = build_rag(
+            config, replace(parts, rag=rag), rag_base_url, training.world_size, name_8b="tool_search"
+        )
+        parts.search.connect(connected)
     try:
         yield
     finally:
@@ -384,9 +387,16 @@ def build_services(
 
 
 def build_rag(
-    config: RewardConfig, parts: RewardParts, base_url: str, processes: int = 1, budget: Budget | None = None
+    config: RewardConfig,
+    parts: RewardParts,
+    base_url: str,
+    processes: int = 1,
+    budget: Budget | None = None,
+    *,
+    name_8b: str = "rag_8b",
 ) -> RagBackend:
-    """Build the client of the RAG service, or that of a user's own. Arguments as in `build_services`."""
+    """Build the client of the RAG service, or that of a user's own. Arguments as in `build_services`. `name_8b`: of
+    the 8B endpoint, in figures and reason codes."""
     if parts.rag is not None:
         _count(parts.rag.transports, budget)
         return parts.rag
@@ -396,7 +406,7 @@ def build_rag(
     patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
     return RagClient(
         base_url,
-        transport_8b=transport("rag_8b", *retrieval),
+        transport_8b=transport(name_8b, *retrieval),
         transport_32b=transport("rag_32b", *retrieval, patience_s=patience_32b_s),
         api_key=parts.rag_key,
     )
