@@ -83,7 +83,7 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl, RunControlSettings
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
-from salesrl_trl.update.stopping import SkipAndStop, Stopping
+from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
 from salesrl_trl.wiring.banner_lines import log_banner
 from salesrl_trl.wiring.closing_report import ClosingReport
@@ -219,6 +219,7 @@ class Components:
             device=trl.accelerator.device,
             capture=trl.capture,
             restore=trl.restore,
+            drop_gradients=trl.drop_gradients,
             can_undo=not trl.is_deepspeed,
         )
         self.reference = Reference(trl.model, trl.ref_model)
@@ -409,7 +410,7 @@ class Components:
             is_cut=lambda: self.run_control.is_spent,
         )
         return [
-            SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
+            self.stopping,
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(
                 args.branches,
