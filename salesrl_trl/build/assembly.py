@@ -140,7 +140,8 @@ def _connected(
     """The packaged tool, if the policy has it, with a client of its own: its event loop is not that of rewards."""
     if parts.search is not None:
         rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
-        parts.search.connect(ServiceClients(config, replace(parts, rag=rag), training.world_size).rag(rag_base_url))
+        clients = ServiceClients(config, replace(parts, rag=rag), training.world_size)
+        parts.search.connect(clients.rag(rag_base_url, name_8b="tool_search"))
     try:
         yield
     finally:
@@ -359,8 +360,9 @@ class ServiceClients:
     processes: int = 1  # which share the limits
     budget: Budget | None = None  # from `budget_of`; nothing is limited or counted without it
 
-    def rag(self, base_url: str) -> RagBackend:
-        """The client of the RAG service, or that of a user's own."""
+    def rag(self, base_url: str, name_8b: str = "rag_8b") -> RagBackend:
+        """The client of the RAG service, or that of a user's own. `name_8b`: of the 8B endpoint, in figures and reason
+        codes."""
         config, parts = self.config, self.parts
         if parts.rag is not None:
             self._count(parts.rag.transports)
@@ -370,7 +372,7 @@ class ServiceClients:
         patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
         return RagClient(
             base_url,
-            transport_8b=self._transport("rag_8b", *limits),
+            transport_8b=self._transport(name_8b, *limits),
             transport_32b=self._transport("rag_32b", *limits, patience_s=patience_32b_s),
             api_key=parts.rag_key,
         )

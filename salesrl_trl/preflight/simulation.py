@@ -16,8 +16,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import stamina
-
 from salesrl_trl.build.assembly import addresses, build_reward
 from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.build.services_plan import ServicesConfig, ServicesPlan, StepSettings
@@ -135,7 +133,6 @@ def run(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare and run. Returns the exit code."""
-    stamina.instrumentation.set_on_retry_hooks([])  # failures are counted by reason, not logged call by call
     argv = sys.argv[1:] if argv is None else argv
     return exit_code_of(argv, functools.partial(prepare_simulation, argv))
 

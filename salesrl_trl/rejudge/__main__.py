@@ -55,8 +55,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     """Read the settings and the record, and check them. What is returned judges, compares, writes and prints."""
     run, settings = _run_of(argv)
 
-    import stamina  # these take seconds
-
+    # these take seconds
     from salesrl_trl.build.checks.dataset import own_records, rows_of
     from salesrl_trl.build.services_plan import StepSettings
     from salesrl_trl.build.settings import parse_part
@@ -65,7 +64,6 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.rejudge.score_changes import Baseline, changes
     from salesrl_trl.types import JUDGE, SALES
 
-    stamina.instrumentation.set_on_retry_hooks([])
     own, data, reward, others = parse_part(settings, (RejudgeConfig, DataConfig, RewardConfig, StepSettings))
     reward = dataclasses.replace(reward, replay=None, judge_meter=None, verbose=[])
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))

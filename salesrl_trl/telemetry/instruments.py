@@ -254,31 +254,29 @@ class Instruments:
             logger.warning(line)
 
 
+@dataclass(eq=False)
 class StepMarks(TrainerCallback):
     """Marks the start of a run, the end of each step, and the end of the run. `prepare`, `begin` and `end` are called
     before the first mark of a run, after it, and when the run has ended."""
 
-    def __init__(
-        self, instruments: Instruments, prepare: Callable[[], None], begin: Callable[[], None], end: Callable[[], None]
-    ) -> None:
-        self._instruments = instruments
-        self._prepare = prepare
-        self._begin = begin
-        self._end = end
+    instruments: Instruments
+    prepare: Callable[[], None]
+    begin: Callable[[], None]
+    end: Callable[[], None]
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
-        self._prepare()
-        self._instruments.timeline.end(StartUp.PREPARE)
-        self._instruments.run_begins(state.global_step, state.max_steps)
-        self._begin()
+        self.prepare()
+        self.instruments.timeline.end(StartUp.PREPARE)
+        self.instruments.run_begins(state.global_step, state.max_steps)
+        self.begin()
 
     def on_step_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
-        self._instruments.timeline.end(Phase.OPTIMIZER)
-        self._instruments.step_ends()
+        self.instruments.timeline.end(Phase.OPTIMIZER)
+        self.instruments.step_ends()
 
     def on_train_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
-        self._end()
-        self._instruments.timeline.stops()
+        self.end()
+        self.instruments.timeline.stops()
 
 
 SHOWN_S = 0.05  # shorter phases are not in the line. The file has all.

@@ -7,9 +7,8 @@ import logging
 
 LINE_FORMAT = "%(asctime)s %(message)s"
 TIME_FORMAT = "%H:%M:%S"
-QUIET = {"httpx": logging.WARNING, "httpx2": logging.WARNING, "openai": logging.WARNING, "stamina": logging.ERROR}
-"""Loggers of clients of services, and the least level that is shown of them. They log each request at INFO. stamina
-warns of each retry, of which `reward.service.transport` has its own line."""
+QUIET = {"httpx": logging.WARNING, "httpx2": logging.WARNING, "openai": logging.WARNING}
+"""Loggers of clients of services, and the least level that is shown of them. They log each request at INFO."""
 
 
 def show_lines() -> None:

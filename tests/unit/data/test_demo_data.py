@@ -59,10 +59,13 @@ def test_generator_reproduces_the_packaged_files(tmp_path):
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
 
 
-def test_the_rows_of_two_tasks_are_those_of_their_generator(tmp_path):
+def test_the_rows_of_other_recipes_are_those_of_their_generators(tmp_path):
     subprocess.run([sys.executable, GENERATOR.with_name("make_two_tasks.py"), "--out", tmp_path], check=True)
-    for name in ("demo_bbq/train", "demo_bbq/heldout", "demo_halueval/train", "demo_halueval/heldout"):
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (DEMO / f"{name}.jsonl").read_bytes()
+    searches = [GENERATOR.with_name("make_search_rows.py"), "--out", tmp_path / "demo_search"]
+    subprocess.run([sys.executable, *searches], check=True)
+    for name in ("demo_bbq", "demo_halueval", "demo_search"):
+        for file in ("train.jsonl", "heldout.jsonl"):
+            assert (tmp_path / name / file).read_bytes() == (DEMO / name / file).read_bytes()
 
 
 def test_only_audience_documents_name_protected_attributes():
