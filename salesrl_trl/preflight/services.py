@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from salesrl_trl.build.assembly import budget_of, build_judge, build_services
+from salesrl_trl.build.assembly import ServiceClients, budget_of
 from salesrl_trl.build.checks.addresses import check_rag
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.checks.reward import check_judges, rag_key_of
@@ -24,18 +24,8 @@ from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, troub
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.judge.judge_client import JudgeClient
-from salesrl_trl.reward.judge.judge_interface import Judge, check_verdicts
-from salesrl_trl.reward.judge.noise import (
-    MIN_CALLS,
-    MOST_ANSWERS,
-    JudgedSample,
-    Noise,
-    as_groups,
-    first_half,
-    noise_of,
-    samples,
-    widest_gap,
-)
+from salesrl_trl.reward.judge.judge_interface import Judge, check_verdicts, judged
+from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.judge_reward import add_places
 from salesrl_trl.reward.rag_answers import RagAnswers
@@ -163,7 +153,7 @@ def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: 
 async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     config, training = plan.config.reward, plan.config.training
     budget = budget_of(config, Path(training.output_dir))  # the run's own: what a preflight asks counts in its folder
-    rag, _ = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
+    rag = ServiceClients(under_load(config), plan.reward, budget=budget).rag(plan.addresses[0])
     stores = (AnswerStore(most=0), AnswerStore(most=0))
     answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *stores)
     batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
@@ -230,8 +220,7 @@ def _judge_targets(
         in_flight[name] = min(math.ceil(verdicts * share), limits_of(name, config).cap)
     count = max(calls_of(plan, number) for number in in_flight.values())
     action_format = None if config.judges_answers else config.action_format()
-    wanted = samples(_rubrics(plan), action_format, max(count * (MOST_ANSWERS if judge.orders else 1), MIN_CALLS))
-    planned = as_groups(wanted) if judge.orders else [[sample] for sample in wanted]
+    planned = samples(_rubrics(plan), action_format, max(count, MIN_CALLS), of_groups=judge.orders > 0)
     if not clients:  # a judge of one's own reads the answers in an order of its own
         planned = [[dataclasses.replace(sample, candidate_first=True) for sample in call] for call in planned]
     timeouts = [provider.timeout_s or 0.0 for provider in config.parsed_judge_providers()]
@@ -241,12 +230,10 @@ def _judge_targets(
         sample, candidates = call[0], [(sample.action, sample.candidate) for sample in call]
         if isinstance(judge, JudgeClient) and client is not None:
             material = judge.material(sample.rubric, sample.row, candidates, sample.reference)
-            order = [*range(first_half(call)), len(call), *range(first_half(call), len(call))]
-            return await client.ask(material, order=order if sample.candidate_first else order[::-1], patient=True)
-        if judge.orders:
-            verdicts = await judge.judge_group(sample.rubric, sample.row, candidates, sample.reference)
-        else:
-            verdicts = [await judge.judge(sample.rubric, sample.row, *candidates[0], sample.reference)]
+            first = {place for place, sample in enumerate(call) if sample.candidate_first}
+            order = [*first, len(call), *({*range(len(call))} - first)]
+            return await client.ask(material, order=order, patient=True)
+        verdicts = await judged(judge, sample.rubric, sample.row, candidates, sample.reference)
         check_verdicts(len(call), True, verdicts)
         return verdicts
 
@@ -266,7 +253,8 @@ def _judge_targets(
 async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     config = plan.config.reward
     budget = budget_of(config, Path(plan.config.training.output_dir))
-    judge = build_judge(under_load(config), plan.reward, plan.addresses[1], budget=budget, for_rewards=True)
+    clients = ServiceClients(under_load(config), plan.reward, budget=budget)
+    judge = clients.judge(plan.addresses[1], for_rewards=True)
     targets, planned, has_load = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, config, findings)

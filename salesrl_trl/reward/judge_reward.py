@@ -16,7 +16,7 @@ from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.judge.judge_interface import Judge, check_verdicts
+from salesrl_trl.reward.judge.judge_interface import Judge, check_verdicts, judged
 from salesrl_trl.reward.judge.meter import METER, SECOND, MeterSettings
 from salesrl_trl.reward.judge.noise import JudgedSample
 from salesrl_trl.reward.judge.verdict import verdicts_from_json, verdicts_to_json
@@ -279,23 +279,23 @@ class JudgeReward(Scorer):
         """What was said of each of these cases, by component. Those of one row and reference are judged together, and
         equal ones as one."""
         results: list[Results] = [{} for _ in cases]
-        groups: dict[tuple[str, str], dict[str, list[int]]] = {}  # by rubric, and by row and reference: equal cases
+        wanted = [self._scoring.rubrics(case.row.branch) for case in cases]
+        groups: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # to equal cases, those of one row and reference
         for place, case in enumerate(cases):
             blank = replace(case, action=NOTHING_WRITTEN, answer=_answer(""))
-            for rubric in self._scoring.rubrics(case.row.branch).values():
-                group = groups.setdefault((rubric, cache_key(_material(rubric, blank))), {})
+            for name, rubric in wanted[place].items():
+                group = groups.setdefault((name, rubric, cache_key(_material(rubric, blank))), {})
                 group.setdefault(cache_key(_material(rubric, case)), []).append(place)
 
-        async def judge(rubric: str, group: Mapping[str, list[int]]) -> None:
+        async def judge(name: str, rubric: str, group: Mapping[str, list[int]]) -> None:
             places = [group[key] for key in sorted(group)]  # so that the same texts are the same call
             said = await self._judged_or_errors(rubric, [cases[equal[0]] for equal in places])
             for equal, result in zip(places, said, strict=True):
                 for place in equal:
-                    wanted = self._scoring.rubrics(cases[place].row.branch)
-                    results[place] |= {name: result for name, of_name in wanted.items() if of_name == rubric}
+                    results[place][name] = result
 
-        await asyncio.gather(*(judge(rubric, group) for (rubric, _), group in groups.items()))
-        return results
+        await asyncio.gather(*(judge(name, rubric, group) for (name, rubric, _), group in groups.items()))
+        return [{name: said[name] for name in names} for said, names in zip(results, wanted, strict=True)]
 
     async def _judged_or_errors(self, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict | ServiceError]:
         """The verdicts on different answers to one row. Where the call for all of them fails, or takes half of the
@@ -312,19 +312,13 @@ class JudgeReward(Scorer):
     async def _ask(self, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict]:
         """Kept verdicts, or those of a call, on a case or on several together."""
         row, reference = _row(rubric, cases[0].row), cases[0].reference
-
-        async def asked() -> Sequence[Verdict]:
-            if len(cases) == 1:
-                return [await self._judge.judge(rubric, row, cases[0].action, cases[0].answer, reference)]
-            candidates = [(case.action, case.answer) for case in cases]
-            return await self._judge.judge_group(rubric, row, candidates, reference)
-
-        def check(verdicts: Sequence[Verdict]) -> None:
-            check_verdicts(len(cases), reference is not None, verdicts)
-
-        orders = [self._judge.orders] * (len(cases) > 1)
+        candidates = [(case.action, case.answer) for case in cases]
         materials = (_material(rubric, case) for case in cases)
-        return await self._verdicts.get(cache_key(self._judge.identity(rubric), *materials, *orders), asked, check)
+        return await self._verdicts.get(
+            cache_key(self._judge.identity(rubric), *materials, *[self._judge.orders] * (len(cases) > 1)),
+            lambda: judged(self._judge, rubric, row, candidates, reference),
+            functools.partial(check_verdicts, len(cases), reference is not None),
+        )
 
 
 def _row(rubric: str, row: SalesRow) -> SalesRow:

@@ -15,7 +15,7 @@ from pathlib import Path
 from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.judge.judge_interface import Judge, JudgeRecord, ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import Candidates, Judge, JudgeRecord, ProviderUsage
 from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.reward.judge.verdict import MESSAGE_VERSION
 from salesrl_trl.reward.service.event_loop import seconds_or_error
@@ -128,7 +128,7 @@ class JudgeClient(Judge):
         return verdict
 
     async def judge_group(
-        self, rubric: str, row: SalesRow, candidates: Sequence[tuple[Action, Answer]], reference: Answer | None
+        self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
     ) -> list[Verdict]:
         return await self._judged(self.material(rubric, row, candidates, reference), self.orders)
 
@@ -136,9 +136,7 @@ class JudgeClient(Judge):
         asked = (self._first_valid(material, order, number) for number, order in enumerate(material.orders(times)))
         return self._merge(await asyncio.gather(*asked, return_exceptions=True))
 
-    def material(
-        self, rubric: str, row: SalesRow, candidates: Sequence[tuple[Action, Answer]], reference: Answer | None
-    ) -> Material:
+    def material(self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None) -> Material:
         """Everything that a provider is asked about. Arguments as in `Judge.judge_group`."""
         return Material(rubric, self._rubrics[rubric], row, candidates, reference)
 
@@ -182,13 +180,9 @@ class JudgeClient(Judge):
                 continue
             for place, (verdict, (_, answer)) in enumerate(zip(verdicts, material.candidates, strict=True)):
                 behind = 2 * order.index(place) + 1 - len(order)  # above 0 in the second half
-                self._records.append(
-                    JudgeRecord(
-                        score=verdict.candidate,
-                        chars=len(answer.text),
-                        candidate_first=None if behind == 0 else behind < 0,
-                    )
-                )
+                first = None if behind == 0 else behind < 0
+                record = JudgeRecord(score=verdict.candidate, chars=len(answer.text), candidate_first=first)
+                self._records.append(record)
             return [replace(verdict, provider=provider.settings.name) for verdict in verdicts]
         assert failure is not None
         raise failure

@@ -14,12 +14,16 @@ Owns what the chain asks of a judge.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.service.event_loop import seconds_or_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+
+Candidates: TypeAlias = Sequence[tuple[Action, Answer]]
+"""Answers to score, and what the policy wrote for each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,7 +60,7 @@ class Judge(ABC):
     orders: int = 0  # calls for the completions of a prompt together; 0: each completion is judged alone
 
     async def judge_group(
-        self, rubric: str, row: SalesRow, candidates: Sequence[tuple[Action, Answer]], reference: Answer | None
+        self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
     ) -> Sequence[Verdict]:
         """Score several candidates to one row together, each with the reference beside it: as `judge`, a verdict for
         each candidate. Where it raises a `ServiceError` they are judged one by one, in the time that is left."""
@@ -120,6 +124,15 @@ class Judge(ABC):
 
     async def aclose(self) -> None:  # noqa: B027  for those that have something to close
         """Close what belongs to the running event loop. The next call opens it again."""
+
+
+async def judged(
+    judge: Judge, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
+) -> Sequence[Verdict]:
+    """The verdicts of one alone, or of several together."""
+    if len(candidates) > 1:
+        return await judge.judge_group(rubric, row, candidates, reference)
+    return [await judge.judge(rubric, row, *candidates[0], reference)]
 
 
 def check_verdicts(count: int, expect_reference: bool, verdicts: Sequence[Verdict]) -> None:

@@ -22,7 +22,7 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.judge.judge_interface import ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import Candidates, ProviderUsage
 from salesrl_trl.reward.judge.verdict import (
     candidate_names,
     judge_message,
@@ -33,7 +33,7 @@ from salesrl_trl.reward.judge.verdict import (
 from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+from salesrl_trl.types import Answer, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Material:
     name: str
     rubric: str
     row: SalesRow
-    candidates: Sequence[tuple[Action, Answer]]  # one alone, or several that are compared with each other
+    candidates: Candidates  # one alone, or several that are compared with each other
     reference: Answer | None
 
     @functools.cached_property
@@ -204,7 +204,11 @@ class ProviderClient:
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
                 verdicts = read_verdict(
-                    _text_of(value), nonce=nonce, expect_reference=expect_reference, criteria=criteria, names=names
+                    _text_of(value),
+                    nonce=nonce,
+                    expect_reference=expect_reference,
+                    criteria=criteria,
+                    count=len(names),
                 )
             except ForeignVerdict:  # another request counts its tokens
                 raise

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
-from salesrl_trl.types import Action, Answer, Criterion, SalesRow, Verdict
+from salesrl_trl.reward.judge.judge_interface import Candidates
+from salesrl_trl.types import Answer, Criterion, SalesRow, Verdict
 
 if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
     from openai.types.shared_params import ResponseFormatJSONSchema
@@ -47,15 +48,8 @@ def _form(of_reference: bool | None, by_criteria: bool, of_group: bool) -> type[
     reference: Any = {True: score, False: None, None: score | None}[of_reference]
     named: Any = create_model("_Named", __config__=_STRICT, name=(str, ...), score=(score, ...))
     scores: dict[str, Any] = {"candidates": (list[named], ...)} if of_group else {"candidate": (score, ...)}
-    words = ("Pair" if of_reference else "Lone", "Group" * of_group, "Criteria" if by_criteria else "Verdict")
-    return create_model(
-        f"_{''.join(words)}Body",
-        __config__=_STRICT,
-        nonce=(str, ...),
-        **scores,
-        reference=(reference, ...),
-        reason=(str, ...),
-    )
+    fields = {"nonce": (str, ...), **scores, "reference": (reference, ...), "reason": (str, ...)}
+    return create_model("_Verdict", __config__=_STRICT, **fields)
 
 
 _INSTRUCTION = """
@@ -83,32 +77,25 @@ def candidate_names(nonce: str, count: int) -> list[str]:
 
 
 def judge_message(
-    row: SalesRow,
-    candidates: Sequence[tuple[Action, Answer]],
-    reference: Answer | None,
-    *,
-    order: Sequence[int],
-    nonce: str,
+    row: SalesRow, candidates: Candidates, reference: Answer | None, *, order: Sequence[int], nonce: str
 ) -> str:
     """The user message: all material in sections, whose fences the nonce marks. `order`: places of the candidates,
     and behind them that of the reference, as they are shown."""
-    names = candidate_names(nonce, len(candidates))
-    actions = [
-        {f"action_{name}": json.dumps(action.as_dict(), ensure_ascii=False)} if action.fields else {}
-        for name, (action, _) in zip(names, candidates, strict=True)
-    ]
-    answers = [{f"candidate_{name}": answer.text} for name, (_, answer) in zip(names, candidates, strict=True)]
     material = {"branch": row.branch, "conversation": row.context, "documents": "\n\n".join(row.documents)}
-    if len(candidates) == 1:
-        material |= dict(zip(("action",), actions[0].values(), strict=False))
-    else:
-        answers = [{**action, **answer} for action, answer in zip(actions, answers, strict=True)]
-    shown = [*answers, *([] if reference is None else [{"reference_answer": reference.text}])]
+    answers = []
+    for name, (action, answer) in zip(candidate_names(nonce, len(candidates)), candidates, strict=True):
+        written = {f"action_{name}": json.dumps(action.as_dict(), ensure_ascii=False)} if action.fields else {}
+        if name == ALONE and written:
+            material["action"] = written.pop(f"action_{name}")
+        answers.append({**written, f"candidate_{name}": answer.text})
+    if reference is not None:
+        answers.append({"reference_answer": reference.text})
     for place in order:
-        material |= shown[place]
+        material |= answers[place]
     return fence(material, nonce)
 
 
+@functools.cache
 def response_format(
     *, expect_reference: bool, by_criteria: bool = False, of_group: bool = False
 ) -> "ResponseFormatJSONSchema":
@@ -135,15 +122,11 @@ def signed_rubric(rubric: str, nonce: str, criteria: Sequence[Criterion] = (), n
 
 
 def read_verdict(
-    content: str,
-    *,
-    nonce: str,
-    expect_reference: bool,
-    criteria: Sequence[Criterion] = (),
-    names: Sequence[str] = (ALONE,),
+    content: str, *, nonce: str, expect_reference: bool, criteria: Sequence[Criterion] = (), count: int = 1
 ) -> list[Verdict]:
     """Read a verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce. One on
-    several candidates has a score for each of `names`, once, and for nobody else. Returns them in this order.
+    several candidates, as many as `count`, has a score under each of their names, once, and under no other name.
+    Returns what it says of each candidate.
 
     With `criteria` it has a score for each, and their weighted mean is the answer's.
 
@@ -151,6 +134,7 @@ def read_verdict(
     before the last object is read. With `expect_reference`, a reference answer was shown and must be scored. Raises
     `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
     """
+    names = candidate_names(nonce, count)
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     last = _last_object(text, MAX_OBJECT_STARTS + len(names))
     if last is _TWICE:
@@ -170,26 +154,21 @@ def read_verdict(
     if scores.keys() != {*names} or len(named) != len(names):
         known = len(scores.keys() & {*names})
         raise _invalid(f"{len(named)} scores, for {known} of {len(names)} candidates", "judge_wrong_candidates")
-    reference = _mean(said["reference"], criteria) if expect_reference else None
-    return [
-        Verdict(
-            candidate=_mean(scores[name], criteria),
-            reference=reference,
-            reason=said["reason"],
-            criteria=tuple(scores[name]) if criteria else (),
-        )
-        for name in names
-    ]
-
-
-def _mean(score: Any, criteria: Sequence[Criterion]) -> float:
-    """A score; by criteria the weighted mean of scores. Raises `JudgeInvalid` unless each criterion has one."""
+    reference = said["reference"] if expect_reference else None
+    if criteria and reference is not None:
+        reference = _mean(reference, criteria)
+    shared = {"reference": reference, "reason": said["reason"]}
     if not criteria:
-        return float(score)
-    if len(score) != len(criteria):
-        raise _invalid(f"{len(score)} scores for {len(criteria)} criteria", "judge_wrong_criteria")
-    weighted = sum(criterion.weight * of_it for criterion, of_it in zip(criteria, score, strict=True))
-    return float(weighted / sum(criterion.weight for criterion in criteria))
+        return [Verdict(candidate=scores[name], **shared) for name in names]
+    return [Verdict(candidate=_mean(scores[name], criteria), criteria=tuple(scores[name]), **shared) for name in names]
+
+
+def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
+    """The weighted mean of scores by criteria. Raises `JudgeInvalid` unless each criterion has one."""
+    if len(scores) != len(criteria):
+        raise _invalid(f"{len(scores)} scores for {len(criteria)} criteria", "judge_wrong_criteria")
+    weighted = sum(criterion.weight * score for criterion, score in zip(criteria, scores, strict=True))
+    return weighted / sum(criterion.weight for criterion in criteria)
 
 
 def verdicts_to_json(verdicts: Sequence[Verdict]) -> object:
@@ -244,8 +223,9 @@ def _faults(error: ValidationError) -> str:
     faults = []
     for detail in error.errors(include_input=False, include_url=False):
         name = detail["loc"][0]
-        known = name in _FIELDS
-        faults.append(f"`{name}`: {detail['msg'].lower()}" if known else "a field stands that was not asked for")
+        faults.append(
+            f"`{name}`: {detail['msg'].lower()}" if name in _FIELDS else "a field stands that was not asked for"
+        )
     return "; ".join(dict.fromkeys(faults))
 
 

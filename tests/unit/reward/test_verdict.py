@@ -107,13 +107,13 @@ def test_the_schema_asks_for_the_references_score_where_there_is_a_reference():
     assert lone["type"] == "null"
 
 
-NAMES = ("gghhii", "jjkkll", "mmnnoo")
+NAMES = candidate_names(NONCE, 3)
 SCORES = [{"name": name, "score": score} for name, score in zip(NAMES, (0.25, 0.5, 1.0), strict=True)]
 
 
 def of_group(scores, criteria=()):
     said = {"nonce": NONCE, "candidates": scores, "reference": None, "reason": ""}
-    return read_verdict(json.dumps(said), nonce=NONCE, expect_reference=False, names=NAMES, criteria=criteria)
+    return read_verdict(json.dumps(said), nonce=NONCE, expect_reference=False, count=len(NAMES), criteria=criteria)
 
 
 def test_each_candidate_of_a_group_has_the_score_under_its_name_in_any_order():
@@ -138,7 +138,7 @@ def test_a_verdict_that_does_not_fit_the_candidates_is_none_for_any_of_them(scor
 
 def test_a_verdict_on_one_is_none_on_a_group_and_the_other_way_round():
     with pytest.raises(JudgeInvalid, match="`candidates`: field required"):
-        read_verdict(SIGNED, nonce=NONCE, expect_reference=True, names=NAMES)
+        read_verdict(SIGNED, nonce=NONCE, expect_reference=True, count=len(NAMES))
     with pytest.raises(JudgeInvalid, match="`candidate`: field required"):
         text(json.dumps({"nonce": NONCE, "candidates": SCORES, "reference": 0.5, "reason": ""}))
 
