@@ -65,7 +65,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.types import JUDGE, SALES
 
     own, data, reward, others = parse_part(settings, (RejudgeConfig, DataConfig, RewardConfig, StepSettings))
-    reward = dataclasses.replace(reward, replay=None)
+    reward = dataclasses.replace(reward, replay=None, judge_meter=None, verbose=[])
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
     rows = rows_of(own_records(data, reward), others.branches, None)  # whichever the run drew

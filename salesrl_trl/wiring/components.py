@@ -109,6 +109,7 @@ class Hooks:
     has_rollout_func: bool
     tools: str | None
     """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
+    tool_names: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     pad_to_multiple_of: int | None  # TRL's setting: padded tensors have a multiple of this many columns
     eos_token_ids: Sequence[int]
@@ -545,7 +546,9 @@ class Components:
 
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
-        agreed(lambda: log_banner(self._args, self.reward))  # an account of the spending may be damaged
+        agreed(
+            lambda: log_banner(self._args, self.reward, self._trl.tool_names)
+        )  # an account of the spending may be damaged
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
         if self._args.record:

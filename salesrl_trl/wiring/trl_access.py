@@ -26,7 +26,7 @@ from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Tokens, TokenSource, logps_arguments
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.names import EPISODE_FIGURES, TOOL_FIGURES, episode_figure, tool_figure
+from salesrl_trl.names import EPISODE_FIGURES, episode_figure, tool_figure, traffic_of
 from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.reward.episodes import PLAYED, kept
 from salesrl_trl.reward.reward_loop import RewardColumn
@@ -34,7 +34,7 @@ from salesrl_trl.rollout.chat_turns import AgentCalls, ChatForm, Sequenced
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output
-from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tried
+from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, drain_traffic, tried
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
@@ -99,6 +99,7 @@ class TRLAccess(GRPOTrainer):
             is_deepspeed=self.is_deepspeed_enabled,
             engine=self.vllm_generation if self.use_vllm else self.generation_config,
             has_rollout_func=self.rollout_func is not None,
+            tool_names=[each.__name__ for each in self.tools],
             tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
             tokenizer=self._tokenizer,
             pad_to_multiple_of=self.pad_to_multiple_of,
@@ -246,18 +247,18 @@ class TRLAccess(GRPOTrainer):
 
         with patched(self, "_talked", talked):
             sampled = self._sample(prompts, first_turns)
-        numbers = [list(counts.values()) for counts in calls.counts.values()]
-        table = torch.tensor(numbers, device=self.accelerator.device).reshape(len(numbers), len(TOOL_FIGURES))
+        traffic = run_coroutine_threadsafe(drain_traffic(self.tools), _loop_of(self)).result()
+        mine = {tool_figure(name, each): count for name, of in calls.counts.items() for each, count in of.items()}
+        mine |= {traffic_of(name, each): count for name, of in traffic.items() for each, count in of.items()}
+        table = torch.tensor([*map(float, mine.values())], device=self.accelerator.device)
         totals: torch.Tensor = self.accelerator.reduce(table, reduction="sum")
-        figures = {
-            tool_figure(name, figure): [total / max(row[0], 1.0) if figure == "seconds" else total]
-            for name, row in zip(calls.counts, totals.tolist(), strict=True)
-            for figure, total in zip(TOOL_FIGURES, row, strict=True)
-        }
+        figures = dict(zip(mine, totals.tolist(), strict=True))
+        for name in calls.counts:
+            figures[tool_figure(name, "seconds")] /= max(figures[tool_figure(name, "calls")], 1.0)
         records = [each.notes.record for each in talked if each.notes.record is not None]
         return replace(
             sampled,
-            metrics={**sampled.metrics, **figures},
+            metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
             spans=[span for each in talked for span in each.notes.spans],
             calls=[record.calls for record in records],
         )
