@@ -59,7 +59,9 @@ class Member(Generic[A, R]):
     place: int
     unit: "_Neighbours[A, R]"
     is_ready: bool = False
-    answer: "asyncio.Future[R]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    has_call: asyncio.Event = field(default_factory=asyncio.Event)
+    call: "asyncio.Task[dict[int, R]] | None" = None
+    others: "set[Member[A, R]]" = field(default_factory=set)  # all that wait for the call, this one too
     started: float = 0.0  # when the call began, on `time.perf_counter`'s scale
     record: CompletionRecord = field(default_factory=CompletionRecord)  # of the call's requests
 
@@ -67,7 +69,14 @@ class Member(Generic[A, R]):
         """Its result of the call, which is made once nobody else can come, and cancelled once nobody waits."""
         self.is_ready = True
         self.unit.settle((self, item))
-        return await self.answer
+        try:
+            await self.has_call.wait()
+            assert self.call is not None
+            return (await asyncio.shield(self.call))[self.place]
+        finally:
+            self.others.discard(self)
+            if self.call is not None and not self.others:
+                self.call.cancel()
 
     def note(self, record: CompletionRecord, path: str) -> None:
         """Add the call's requests to a completion's record, with this path where they have none."""
@@ -110,31 +119,16 @@ class _Neighbours(Generic[A, R]):
         asked, self._ready = sorted(self._ready, key=lambda ready: ready[0].place), []
         if not asked:
             return
-        calling = asyncio.get_running_loop().create_task(self._run(asked), context=self._context)
-        waiting = {member.answer for member, _ in asked}
+        call = asyncio.get_running_loop().create_task(self._run(asked), context=self._context)
+        others = {member for member, _ in asked}
+        for member in others:
+            member.call, member.others = call, others
+            member.has_call.set()
 
-        def answered(answer: "asyncio.Future[R]") -> None:
-            waiting.discard(answer)
-            if not waiting:
-                calling.cancel()
-
-        for answer in [*waiting]:
-            answer.add_done_callback(answered)
-
-    async def _run(self, asked: Sequence[tuple[Member[A, R], A]]) -> None:
+    async def _run(self, asked: Sequence[tuple[Member[A, R], A]]) -> dict[int, R]:
         started, record = time.perf_counter(), CompletionRecord()
         for member, _ in asked:
             member.started, member.record = started, record
-        results: Sequence[R | Exception]
-        try:
-            with noted_in(record):
-                results = await self._call([item for _, item in asked])
-        except Exception as error:  # each of them raises it
-            results = [error] * len(asked)
-        for (member, _), result in zip(asked, results, strict=True):
-            if member.answer.done():
-                continue
-            if isinstance(result, Exception):
-                member.answer.set_exception(result)
-            else:
-                member.answer.set_result(result)
+        with noted_in(record):
+            results = await self._call([item for _, item in asked])
+        return {member.place: result for (member, _), result in zip(asked, results, strict=True)}

@@ -203,12 +203,9 @@ class ProviderClient:
             value = self._completion(answer)
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
+                text, count = _text_of(value), len(names)
                 verdicts = read_verdict(
-                    _text_of(value),
-                    nonce=nonce,
-                    expect_reference=expect_reference,
-                    criteria=criteria,
-                    count=len(names),
+                    text, nonce=nonce, expect_reference=expect_reference, criteria=criteria, count=count
                 )
             except ForeignVerdict:  # another request counts its tokens
                 raise

@@ -223,9 +223,8 @@ def _faults(error: ValidationError) -> str:
     faults = []
     for detail in error.errors(include_input=False, include_url=False):
         name = detail["loc"][0]
-        faults.append(
-            f"`{name}`: {detail['msg'].lower()}" if name in _FIELDS else "a field stands that was not asked for"
-        )
+        known = name in _FIELDS
+        faults.append(f"`{name}`: {detail['msg'].lower()}" if known else "a field stands that was not asked for")
     return "; ".join(dict.fromkeys(faults))
 
 
