@@ -24,7 +24,7 @@ from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, troub
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.judge.judge_client import JudgeClient
-from salesrl_trl.reward.judge.judge_interface import Judge, check_verdicts, judged
+from salesrl_trl.reward.judge.judge_interface import Judge, judged
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.judge_reward import add_places
@@ -233,9 +233,7 @@ def _judge_targets(
             first = {place for place, sample in enumerate(call) if sample.candidate_first}
             order = [*first, len(call), *({*range(len(call))} - first)]
             return await client.ask(material, order=order, patient=True)
-        verdicts = await judged(judge, sample.rubric, sample.row, candidates, sample.reference)
-        check_verdicts(len(call), True, verdicts)
-        return verdicts
+        return await judged(judge, sample.rubric, sample.row, candidates, sample.reference)
 
     targets = {
         name: Target(

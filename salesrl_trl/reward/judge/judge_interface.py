@@ -129,10 +129,13 @@ class Judge(ABC):
 async def judged(
     judge: Judge, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
 ) -> Sequence[Verdict]:
-    """The verdicts of one alone, or of several together."""
+    """The verdicts on one alone, or on several together. Raises as `Judge.judge` does."""
     if len(candidates) > 1:
-        return await judge.judge_group(rubric, row, candidates, reference)
-    return [await judge.judge(rubric, row, *candidates[0], reference)]
+        verdicts = await judge.judge_group(rubric, row, candidates, reference)
+    else:
+        verdicts = [await judge.judge(rubric, row, *candidates[0], reference)]
+    check_verdicts(len(candidates), reference is not None, verdicts)
+    return verdicts
 
 
 def check_verdicts(count: int, expect_reference: bool, verdicts: Sequence[Verdict]) -> None:
