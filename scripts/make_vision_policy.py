@@ -9,6 +9,7 @@ rows of `dataset: demo_pictures` too.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
