@@ -52,9 +52,9 @@ from salesrl_trl.generation.sampler import (
     Handle,
     Sampled,
     Sampler,
+    Streamed,
     Upstream,
     WholeBatch,
-    trl_sampler,
     why_not_conversing,
     why_not_streamed,
 )
@@ -381,7 +381,10 @@ class Components:
             reason = why_not_streamed(
                 use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
             )
-            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=is_served, reason=reason)
+            if reason is None:
+                return Streamed(trl.generate, trl.engine, trl.ask if is_served else None)
+            logger.info(f"off: rewards start as soon as a completion is finished, because {reason}")
+            return WholeBatch(trl.generate, trl.engine)
         upstream = Upstream(
             generate=trl.generate,
             model=trl.unwrapped,
