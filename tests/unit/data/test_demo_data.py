@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl.demo.services.rubric import load_terms
+from salesrl_trl.demo.services.rubric import protected_terms
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "salesrl_trl" / "data" / "demo"
@@ -27,7 +27,7 @@ DOCUMENTS, TRAIN, HELD_OUT, DRAFTS = map(
     read_lines, ("knowledge.jsonl", "train.jsonl", "heldout.jsonl", "drafts.jsonl")
 )
 ROWS = TRAIN + HELD_OUT
-detect = load_terms(DEMO / "protected_terms.json").mentioned_in
+detect = protected_terms().mentioned_in
 
 
 def normalise(text):
