@@ -13,8 +13,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
 from salesrl_trl.data.files import (
+    ARITHMETIC,
     DEMO,
     DEMO_BBQ,
     DEMO_HALUEVAL,
@@ -191,10 +191,8 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     if source == DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
-    elif source in (DEMO_BBQ, DEMO_HALUEVAL, DEMO_SEARCH):
+    elif source in (ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL, DEMO_SEARCH):
         placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
-    elif source == ARITHMETIC:
-        placed = [Placed(record) for record in arithmetic_records(split)]
     elif source == DEMO_PICTURES:
         folder, name = DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
         if not folder.is_dir():
