@@ -97,27 +97,29 @@ class Keeper:
         """Write the package's own files: the KL's state, the identity, the generation batch under way, and
         rollouts in flight. `update` and `micro_step`: steps done. `slices`: of the generation batch under way, as
         TRL keeps them."""
-        is_inside = bool(micro_step % self._args.window)
+        is_inside, flying = bool(micro_step % self._args.window), self._in_flight(micro_step, update)
+        moved = any(rollout.inputs for rollout in flying.values())  # prompts that are to come are this process's
         if self._args.should_save:
-            write_identity(folder, self._identity, is_inside)
+            write_identity(folder, self._identity, is_inside or moved)
             if self._kl is not None:
                 self._kl.save(folder)
         if is_inside and not self._is_skipping():
             self._save_part(folder, UNDER_WAY_FILE, batches=slices)
-        if not self._args.save_rollouts:
+        if not self._args.save_rollouts and not moved:
             return
-        rollouts = {
-            first: {
-                "rows": rollout.rows,
-                "step": rollout.step,
-                "generated": list(rollout.sampled.generated),
-                "metrics": {name: [*map(float, values)] for name, values in rollout.sampled.metrics.items()},
-                "tokens": int(rollout.sampled.tokens),
-                "behaviour_logps": rollout.behaviour_logps,
-            }
-            for first, rollout in self._in_flight(micro_step, update).items()
-            if not rollout.sampled.vision
-        }
+        rollouts = {}
+        for first, rollout in flying.items():
+            content = {"rows": rollout.rows, "inputs": rollout.inputs, "step": rollout.steps}
+            sampled = rollout.sampled if self._args.save_rollouts else None
+            if sampled is not None and not sampled.vision:
+                content |= {
+                    "generated": list(sampled.generated),
+                    "metrics": {name: [*map(float, values)] for name, values in sampled.metrics.items()},
+                    "tokens": int(sampled.tokens),
+                    "behaviour_logps": rollout.behaviour_logps,
+                }
+            if "generated" in content or rollout.inputs:
+                rollouts[first] = content
         self._save_part(folder, ROLLOUTS_FILE, rollouts=rollouts)
 
     def load_parts(self, folder: Path, micro_step: int) -> Batches | None:
@@ -129,9 +131,16 @@ class Keeper:
         self._kept = {}
         if saved is not None:
             for first, kept in saved["rollouts"].items():
-                sampled = Sampled(generated=tuple(kept["generated"]), metrics=kept["metrics"], tokens=kept["tokens"])
+                sampled, rows, steps = None, kept["rows"], kept["step"]
+                if "generated" in kept:
+                    generated = tuple(kept["generated"])
+                    sampled = Sampled(generated=generated, metrics=kept["metrics"], tokens=kept["tokens"])
                 self._kept[first] = KeptRollouts(
-                    rows=kept["rows"], step=kept["step"], sampled=sampled, behaviour_logps=kept["behaviour_logps"]
+                    rows=rows,
+                    steps=steps if isinstance(steps, list) else [steps] * len(rows),  # of an earlier release: one
+                    sampled=sampled,
+                    behaviour_logps=kept.get("behaviour_logps"),
+                    inputs=kept.get("inputs", []),
                 )
             logger.info(f"going on with {len(self._kept)} rollouts in flight")
         if not micro_step % self._args.window:
