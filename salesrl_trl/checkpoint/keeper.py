@@ -109,17 +109,14 @@ class Keeper:
             return
         rollouts = {}
         for first, rollout in flying.items():
-            content = {"rows": rollout.rows, "inputs": rollout.inputs, "step": rollout.steps}
-            sampled = rollout.sampled if self._args.save_rollouts else None
-            if sampled is not None and not sampled.vision:
-                content |= {
-                    "generated": list(sampled.generated),
-                    "metrics": {name: [*map(float, values)] for name, values in sampled.metrics.items()},
-                    "tokens": int(sampled.tokens),
-                    "behaviour_logps": rollout.behaviour_logps,
-                }
-            if "generated" in content or rollout.inputs:
-                rollouts[first] = content
+            content = {name: getattr(rollout, name) for name in ("rows", "steps", "behaviour_logps", "inputs")}
+            sampled = rollout.sampled
+            if sampled is not None and self._args.save_rollouts and not sampled.vision:
+                metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
+                tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
+                rollouts[first] = {**content, "sampled": tokens}
+            elif moved:
+                rollouts[first] = {**content, "sampled": None}
         self._save_part(folder, ROLLOUTS_FILE, rollouts=rollouts)
 
     def load_parts(self, folder: Path, micro_step: int) -> Batches | None:
@@ -131,17 +128,9 @@ class Keeper:
         self._kept = {}
         if saved is not None:
             for first, kept in saved["rollouts"].items():
-                sampled, rows, steps = None, kept["rows"], kept["step"]
-                if "generated" in kept:
-                    generated = tuple(kept["generated"])
-                    sampled = Sampled(generated=generated, metrics=kept["metrics"], tokens=kept["tokens"])
-                self._kept[first] = KeptRollouts(
-                    rows=rows,
-                    steps=steps if isinstance(steps, list) else [steps] * len(rows),  # of an earlier release: one
-                    sampled=sampled,
-                    behaviour_logps=kept.get("behaviour_logps"),
-                    inputs=kept.get("inputs", []),
-                )
+                if "steps" in kept:  # else an earlier release saved it, and they are generated anew
+                    sampled = kept["sampled"] and Sampled(**kept["sampled"])
+                    self._kept[first] = KeptRollouts(**{**kept, "sampled": sampled})
             logger.info(f"going on with {len(self._kept)} rollouts in flight")
         if not micro_step % self._args.window:
             return None

@@ -197,8 +197,8 @@ class SalesGRPOConfig(GRPOConfig):
         )
         refused.check(
             lambda: self.max_staleness == 0 or self.max_staleness >= self.most_lookahead,
-            "`max_staleness` is less than the steps that rollouts are ahead. Expected 0, or at least as many: raise it, "
-            "or lower `rollout_lookahead` and `max_rollout_lookahead`.",
+            "`max_staleness` is below the steps that rollouts are ahead. Expected 0, or at least as many. Raise it, "
+            "or lower the lookahead.",
         )
         refused.each(lambda: trl_settings.load_sampler(self.sampler), self.parsed_record)
         self.is_introduced = False

@@ -1,5 +1,5 @@
 """Which groups are trained on now: of all rollouts in flight (`first_in`), and of a generation batch that is trained
-on part by part (`ScoredGroups`, with its queue of micro-batches). TRL computes advantages."""
+on part by part (`ScoredGroups`). TRL computes advantages."""
 
 import math
 from collections import deque
