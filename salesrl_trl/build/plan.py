@@ -4,8 +4,13 @@
 kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, `config` or `data`.
 """
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property, partial
+from pathlib import Path
+from typing import cast
 
 from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -22,7 +27,9 @@ from salesrl_trl.build.checks.model import (
 from salesrl_trl.build.memory.estimate import Estimate
 from salesrl_trl.build.services_plan import ServicesPlan
 from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
+from salesrl_trl.data.files import read_yaml
 from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
@@ -30,6 +37,16 @@ from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.types import SalesRow
+
+
+def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, object]) -> SalesGRPOConfig:
+    """A copy of settings of training with those of an overlay of `overlays.yaml`, and with further changes."""
+    made = copy.copy(training)  # `replace` would settle settings again that are settled
+    overlays = cast(dict[str, dict[str, object]], read_yaml(Path(__file__).with_name("overlays.yaml")))
+    for name, value in (overlays[overlay] | dict(changes)).items():
+        kind = type(getattr(made, name))
+        setattr(made, name, kind(value) if issubclass(kind, Enum) else value)
+    return made
 
 
 @dataclass

@@ -7,7 +7,7 @@ import copy
 import difflib
 import itertools
 from argparse import SUPPRESS, Action, ArgumentError, Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,11 +92,16 @@ def parse(argv: Sequence[str], default_recipe: Path | None, refused: Refusals | 
     return config
 
 
-def parse_part(argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None) -> tuple[Any, ...]:
+def parse_part(
+    argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None, own: Iterable[str] = ()
+) -> tuple[Any, ...]:
     """Read the settings of a tool: an object of each of the `kinds`. It accepts every recipe and setting of a run, but
-    reads and checks its own alone: training settings, for example, may need a GPU. Raises as `parse`.
+    reads and checks its own alone: training settings, for example, may need a GPU. Raises as `parse`. `own`: names of
+    the tool's other options, for guesses at a misspelt one.
     """
-    return SettingsParser(kinds, names_of_settings()).read(argv, default_recipe)
+    parser = SettingsParser(kinds, names_of_settings())
+    parser.options_beside = {f"--{name}" for name in own}
+    return parser.read(argv, default_recipe)
 
 
 def names_of_settings() -> set[str]:
@@ -130,6 +135,7 @@ class SettingsParser(TrlParser):
         self.values: dict[str, object] = {}
         self._given: set[str] = set()
         self._presets: dict[str, dict[str, object]] = {}
+        self.options_beside = set[str]()
         self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
 
     @property
@@ -154,7 +160,7 @@ class SettingsParser(TrlParser):
         for name in self._unread:
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
         unknown = {name: value for name, value in _arguments(argv).items() if name not in known}
-        guesses = self._with_guesses(unknown, known)
+        guesses = self._with_guesses(unknown, known | self.options_beside)
         self._refused.check(lambda: not unknown, f"unknown arguments: {guesses}. Correct them; `--help` lists all.")
         argv, names = _without_presets(argv, self._refused)
         self._presets = {name: self._checked_recipe(FOLDER / f"{name}.yaml") for name in names}

@@ -217,12 +217,6 @@ def answer_help(argv: Sequence[str], recipe: Path | None = None, own: str = "") 
     raise SystemExit(0 if found else _UNKNOWN)
 
 
-def tool_text(usage: str, description: str, kind: str) -> str:
-    """The first page of a tool. `kind`: dotted path of the class of its own settings."""
-    own = [_entry(setting.name, setting.default, setting.text) for setting in _settings_of(kind, "")]
-    return "\n".join([f"usage: {usage}", "", *_wrapped(description, ""), "", *own, "", *_MORE])
-
-
 _MORE = (
     "  --help GROUP      the settings of a group",
     "  --help SETTING    all about a setting: its text, default, limits, and its value in recipe and presets",

@@ -13,13 +13,14 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
 from salesrl_trl.data.files import (
+    ARITHMETIC,
     DEMO,
     DEMO_BBQ,
     DEMO_HALUEVAL,
     DEMO_PICTURES,
     DEMO_PICTURES_FOLDER,
+    DEMO_SEARCH,
     ENDINGS,
     FILES,
     Placed,
@@ -29,7 +30,6 @@ from salesrl_trl.data.files import (
 )
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
-from salesrl_trl.data.search_rows import DEMO_SEARCH, search_records
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
@@ -191,12 +191,8 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     if source == DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
-    elif source in (DEMO_BBQ, DEMO_HALUEVAL):
+    elif source in (ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL, DEMO_SEARCH):
         placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
-    elif source == ARITHMETIC:
-        placed = [Placed(record) for record in arithmetic_records(split)]
-    elif source == DEMO_SEARCH:
-        placed = [Placed(record) for record in search_records(FILES[split])]
     elif source == DEMO_PICTURES:
         folder, name = DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
         if not folder.is_dir():

@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
@@ -22,8 +21,6 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import Phase
 from salesrl_trl.recording.completion_record import Call
 from salesrl_trl.timing import Span
-
-logger = get_logger(__name__)
 
 
 class Finished(Protocol):
@@ -264,13 +261,24 @@ class WholeBatch:
 
 
 class Streamed(WholeBatch):
-    """vLLM, in this process or as a server: each completion is reported when it is finished."""
+    """vLLM: each completion is reported when it is finished. `ask` is that of a server, which generates while the
+    trainer trains."""
 
     _owner: SalesVLLMGeneration
 
+    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, ask: Ask | None) -> None:
+        super().__init__(generate, owner)
+        self._ask = ask
+
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
+        if ahead and self._ask is not None:
+            return _Asked(self._ask(prompts, finished), prompts, self._collect)
         with self._owner.streamed(finished, len(prompts)):
             return Ready(self._generate(prompts))
+
+    def _collect(self, requests: Requests, prompts: Sequence[object]) -> Sampled:
+        with self._owner.answered(requests):
+            return self._generate(prompts)
 
 
 Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
@@ -286,23 +294,6 @@ class Conversing(WholeBatch):
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
         return self._converse(prompts, finished, ahead)
-
-
-class Background(Streamed):
-    """vLLM's server, which generates while the trainer trains."""
-
-    def __init__(self, generate: Generate, owner: SalesVLLMGeneration, ask: Ask) -> None:
-        super().__init__(generate, owner)
-        self._ask = ask
-
-    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        if not ahead:
-            return super().start(prompts, finished, ahead=ahead)
-        return _Asked(self._ask(prompts, finished), prompts, self._collect)
-
-    def _collect(self, requests: Requests, prompts: Sequence[object]) -> Sampled:
-        with self._owner.answered(requests):
-            return self._generate(prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,13 +355,3 @@ def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: objec
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         return "the tokenizer's response template parses completions: they start when all of a batch are generated"
     return None
-
-
-def trl_sampler(
-    generate: Generate, ask: Ask, owner: SalesVLLMGeneration | GenerationConfig, *, is_served: bool, reason: str | None
-) -> Sampler:
-    """TRL's own generation, over its engine or its settings of sampling. `reason` comes from `why_not_streamed`."""
-    if reason is not None:
-        logger.info(f"off: rewards start as soon as a completion is finished, because {reason}")
-        return WholeBatch(generate, owner)
-    return Background(generate, owner, ask) if is_served else Streamed(generate, owner)

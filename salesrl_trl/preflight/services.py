@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from salesrl_trl.build.assembly import budget_of, build_judge, build_services
+from salesrl_trl.build.assembly import ServiceClients, budget_of
 from salesrl_trl.build.checks.addresses import check_rag
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.build.checks.reward import check_judges, rag_key_of
@@ -153,7 +153,7 @@ def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: 
 async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     config, training = plan.config.reward, plan.config.training
     budget = budget_of(config, Path(training.output_dir))  # the run's own: what a preflight asks counts in its folder
-    rag, _ = build_services(under_load(config), plan.reward, *plan.addresses, budget=budget)
+    rag = ServiceClients(under_load(config), plan.reward, budget=budget).rag(plan.addresses[0])
     stores = (AnswerStore(most=0), AnswerStore(most=0))
     answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *stores)
     batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
@@ -247,7 +247,8 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
 async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     config = plan.config.reward
     budget = budget_of(config, Path(plan.config.training.output_dir))
-    judge = build_judge(under_load(config), plan.reward, plan.addresses[1], budget=budget, for_rewards=True)
+    clients = ServiceClients(under_load(config), plan.reward, budget=budget)
+    judge = clients.judge(plan.addresses[1], for_rewards=True)
     targets, planned, has_load = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, config, findings)

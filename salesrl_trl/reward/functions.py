@@ -58,8 +58,9 @@ class Together:
     def __init__(self, size: int, call: Callable[[Sequence[Sample]], Awaitable[list[Reward]]]) -> None:
         self._size = size
         self._call = call
-        self._calling: asyncio.Task[None] | None = None
-        self.waiting: dict[int, tuple[Sample, asyncio.Future[Reward]]] = {}
+        self._is_full = asyncio.Event()
+        self._calling: asyncio.Task[dict[int, Reward]] | None = None
+        self.waiting: dict[int, Sample] = {}
         """The completions without a reward, by place."""
         self.started = 0.0
         """When the call began, on `time.perf_counter`'s scale."""
@@ -67,35 +68,24 @@ class Together:
 
     async def reward(self, sample: Sample) -> Reward:
         """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
-        answer: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        mine = self.waiting[sample.place] = (sample, answer)
+        self.waiting[sample.place] = sample
         if len(self.waiting) == self._size:
-            asked = [self.waiting[place] for place in sorted(self.waiting)]
             with noted_in(self.record):
-                self._calling = asyncio.ensure_future(self._run(asked))
+                self._calling = asyncio.ensure_future(self._run(dict(sorted(self.waiting.items()))))
+            self._is_full.set()
         try:
-            return await answer
+            await self._is_full.wait()
+            assert self._calling is not None
+            return (await asyncio.shield(self._calling))[sample.place]
         finally:
-            if self.waiting.get(sample.place) is mine:
+            if self.waiting.get(sample.place) is sample:
                 del self.waiting[sample.place]
             if self._calling is not None and not self.waiting:
                 self._calling.cancel()
 
-    async def _run(self, asked: Sequence[tuple[Sample, asyncio.Future[Reward]]]) -> None:
+    async def _run(self, asked: dict[int, Sample]) -> dict[int, Reward]:
         self.started = time.perf_counter()
-        rewards: list[Reward] = []
-        failed: BaseException | None = None
-        try:
-            rewards = await self._call([sample for sample, _ in asked])
-        except Exception as error:  # each of them raises it
-            failed = error
-        for place, (_, answer) in enumerate(asked):
-            if answer.done():
-                continue
-            if failed is not None:
-                answer.set_exception(failed)
-            else:
-                answer.set_result(rewards[place])
+        return dict(zip(asked, await self._call([*asked.values()]), strict=True))
 
 
 class RewardFunction(Scorer):

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import stamina
 from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ServiceError
@@ -82,5 +81,4 @@ async def main(url, path, kind, most):
 
 
 if __name__ == "__main__":
-    stamina.instrumentation.set_on_retry_hooks([])  # which write a line each
     asyncio.run(main(**json.loads(sys.argv[1])))
