@@ -36,7 +36,7 @@ from transformers import (
 from salesrl_trl.data.files import demo_path, load_documents
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import load_drafts, load_rows
-from salesrl_trl.data.templates import action_text, build_prompt
+from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.rag_app import search_text
@@ -159,7 +159,7 @@ def demonstrations(conversations: int, seed: int) -> Iterator[dict[str, Any]]:
         for position, record in enumerate(build_split("train", ROWS_AT_ONCE, set(map(normalise, held_out)), 0, rng)):
             prompt = build_prompt(parse_row(record, position, BRANCHES, "the generator"), PROMPT_STYLE)
             for draft in record["draft_actions"]:
-                action = action_text(Action(fields=draft))
+                action = json.dumps(draft, ensure_ascii=False)
                 yield {"prompt": prompt, "completion": [{"role": "assistant", "content": action}]}
 
 

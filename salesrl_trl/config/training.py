@@ -110,6 +110,10 @@ class SalesGRPOConfig(GRPOConfig):
     """Above 0 the run chooses its lookahead itself, at most this one, from `rollout_lookahead` on: the least number
     with which training hardly waits for rewards. It is measured again all the time, and a line says when it changes.
     0 keeps `rollout_lookahead`."""
+    max_staleness: NumberOrNone = 0
+    """Above the lookahead: the most optimizer steps between the weights that sampled a group and the step that trains
+    on it. A step then trains on the first whole groups in flight that are scored, and on any that can't wait. Every
+    row still comes once an epoch, and groups are as old on average. 0, or the lookahead, keeps the order of rows."""
     scored_groups_first: bool = True
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
@@ -179,6 +183,11 @@ class SalesGRPOConfig(GRPOConfig):
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
             "`use_vllm: false`.",
         )
+        refused.check(
+            lambda: self.max_staleness == 0 or self.max_staleness >= self.most_lookahead,
+            "`max_staleness` is below the steps that rollouts are ahead. Expected 0, or at least as many. Raise it, "
+            "or lower the lookahead.",
+        )
         refused.each(lambda: trl_settings.load_sampler(self.sampler), self.parsed_record)
         self.is_introduced = False
         """Whether a banner has said what the run consists of."""
@@ -215,6 +224,7 @@ class SalesGRPOConfig(GRPOConfig):
             "`vllm_mode` is colocate": "vllm_(server|group)_.*" * is_colocated,
             "`save_strategy` is no": "save_(steps|total_limit|only_model)|load_best_.*" * is_unsaved,
             "`record` is false": "record_settings" * (not self.record),
+            "`rollout_lookahead` is 0": "" if self.most_lookahead else "max_staleness",
             "neither `beta` nor `branch_kl` has a coefficient": "" if self.beta or self.branch_kl else "kl_.*",
         }
         self.machine_notes += ranges.without_effect(self, reasons) * (self.mode == "train")

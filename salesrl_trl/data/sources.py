@@ -14,7 +14,6 @@ from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data import files
-from salesrl_trl.data.arithmetic import ARITHMETIC, arithmetic_records
 from salesrl_trl.data.files import ENDINGS, FILES, Placed, Record, demo_records, read_file
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
@@ -22,7 +21,7 @@ from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
-PACKAGED = (files.DEMO, files.DEMO_PICTURES, ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
+PACKAGED = (files.DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 
@@ -179,15 +178,13 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     if source == files.DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
-    elif source in (files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH):
-        placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
-    elif source == ARITHMETIC:
-        placed = [Placed(record) for record in arithmetic_records(split)]
     elif source == files.DEMO_PICTURES:
         folder, name = files.DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
         if not folder.is_dir():
             raise DataError(f"there is no {folder} here. Expected it to be made before: scripts/demo_pictures.py.")
         placed = read_file(folder / FILES[split])
+    elif source in PACKAGED:
+        placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
     elif is_file(source):
         check_source(source)
         path = Path(source).expanduser()

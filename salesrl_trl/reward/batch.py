@@ -165,6 +165,7 @@ class RewardBatch:
         self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
         self.times = TimeRange()  # may be read from any thread
+        self.ended = [0.0] * len(self.rows)  # when each was settled, on the same scale
         self.waits: list[tuple[float, float]] = []
         self._context = here()  # of the thread that begins the batch: the main one
         self._score = score
@@ -261,20 +262,25 @@ class RewardBatch:
         for place, completion in zip(range(len(self)), completions, strict=True):
             self.start(place, completion, token_ids[place] if token_ids else ())
 
+    def take_over(self, parts: Sequence[tuple["RewardBatch", range]]) -> None:
+        """Take settled completions out of other batches, which were waited for together. From any thread. The time is
+        the longest that one of them took, from the first call of its own batch."""
+        for name in ("rewards", "rows", "stages", "ended", "_samples", "_failed"):
+            setattr(self, name, [getattr(other, name)[place] for other, places in parts for place in places])
+        for other, places in parts:  # each stage is told once
+            other.stages[places.start : places.stop] = [StageTimes(other._tracks[place]) for place in places]
+        taken = (max(other.ended[place] for place in places) - (other.times.first or 0.0) for other, places in parts)
+        self.times = TimeRange(first=max(self.ended) - max(taken), last=max(self.ended))
+        self.waits = parts[0][0].waits[-1:]
+
     async def settled(self, groups: Sequence[Sequence[int]]) -> None:
         """Wait until all places of one of the groups are settled. One waiter at a time. A waiter that is cancelled
         cancels the whole batch."""
-        began = time.perf_counter()
-        try:
-            while groups and not any(self.is_settled(group) for group in groups):
-                self._changed = asyncio.get_running_loop().create_future()
-                await self._changed
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        finally:
-            self._changed = None
-            self.waits.append((began, time.perf_counter()))
+        await settled([self], lambda: self.has_settled(groups))
+
+    def has_settled(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether all places of one of the groups are settled, or there is none. From any thread."""
+        return not groups or any(map(self.is_settled, groups))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -321,8 +327,8 @@ class RewardBatch:
 
     def _settle(self, place: int, reward: Reward) -> None:
         self._tasks.pop(place, None)
+        self.ended[place] = self.times.last = time.perf_counter()
         self.rewards[place] = reward
-        self.times.last = time.perf_counter()
         if self.times.first is None:  # it was cut off before anything began
             self.times.first = self.times.last
         sample = self._samples[place]
@@ -334,6 +340,26 @@ class RewardBatch:
         """Cancel what is under way for a place, if there is something."""
         task = self._tasks.pop(place, None)
         return task is not None and task.cancel()
+
+
+async def settled(batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
+    """Wait until `is_enough`: it is asked again when a reward of these batches is in. One waiter at a time. A waiter
+    that is cancelled cancels the batches."""
+    began = time.perf_counter()
+    try:
+        while not is_enough():
+            changed = asyncio.get_running_loop().create_future()
+            for batch in batches:
+                batch._changed = changed
+            await changed
+    except asyncio.CancelledError:
+        for batch in batches:
+            batch.cancel()
+        raise
+    finally:
+        for batch in batches:
+            batch._changed = None
+            batch.waits.append((began, time.perf_counter()))
 
 
 def completion_text(completion: Completion) -> str:

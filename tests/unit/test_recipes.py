@@ -309,7 +309,7 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
         """The steps of the record after a run from this checkpoint, and its id."""
         recorder = recorder_of(args, {}, checkpoint, run)
         for step in steps:
-            recorder.record(Batch(step=step, mode="train", number=0, staleness=0, entries=[ENTRY],
+            recorder.record(Batch(step=step, mode="train", number=0, entries=[ENTRY],
                                   advantages=lambda: [0.0]))  # fmt: skip
         recorder.close()
         return [each.step for each in recorded(tmp_path)], run_of(record_file(tmp_path, 0))
