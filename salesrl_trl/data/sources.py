@@ -13,28 +13,15 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-from salesrl_trl.data.files import (
-    ARITHMETIC,
-    DEMO,
-    DEMO_BBQ,
-    DEMO_HALUEVAL,
-    DEMO_PICTURES,
-    DEMO_PICTURES_FOLDER,
-    DEMO_SEARCH,
-    ENDINGS,
-    FILES,
-    Placed,
-    Record,
-    demo_records,
-    read_file,
-)
+from salesrl_trl.data import files
+from salesrl_trl.data.files import DEMO, ENDINGS, FILES, Placed, Record, demo_records, read_file
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
-PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL, DEMO_SEARCH)
+PACKAGED = (DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 
@@ -191,10 +178,10 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     if source == DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
-    elif source in (ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL, DEMO_SEARCH):
+    elif source in (files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH):
         placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
-    elif source == DEMO_PICTURES:
-        folder, name = DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
+    elif source == files.DEMO_PICTURES:
+        folder, name = files.DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
         if not folder.is_dir():
             raise DataError(f"there is no {folder} here. Expected it to be made before: scripts/demo_pictures.py.")
         placed = read_file(folder / FILES[split])

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from salesrl_trl.ground.surroundings import here
@@ -132,6 +132,7 @@ class TimeRange:
         return 0.0 if self.first is None else max(self.last - self.first, 0.0)
 
 
+@dataclass(eq=False)
 class RewardBatch:
     """The rewards of one batch while they come in.
 
@@ -142,39 +143,27 @@ class RewardBatch:
     is the batch's number among those in flight; each lane has tracks of its own in the trace.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Example],
-        score: Callable[[Sample, StageTimes], Awaitable[Reward]],
-        *,
-        deadline_s: float,
-        faults: FaultLog,
-        lines: SampleLines,
-        number: int = 0,
-        lane: int = 0,
-        group: int = 1,
-        unit: int = 1,
-        origin: Origin | None = None,
-        late: Callable[[], str] = lambda: "deadline",
-    ) -> None:
-        self.rows = list(rows)
-        self.number = number
-        self.lane = lane
+    rows: list[Example]
+    score: Callable[[Sample, StageTimes], Awaitable[Reward]]
+    _: KW_ONLY
+    deadline_s: float
+    faults: FaultLog
+    lines: SampleLines
+    number: int = 0
+    lane: int = 0
+    group: int = 1
+    unit: int = 1
+    origin: Origin | None = None
+    late: Callable[[], str] = lambda: "deadline"
+
+    def __post_init__(self) -> None:
         self.rewards: list[Reward | None] = [None] * len(self.rows)
         """The rewards so far, by place. May be read from any thread."""
-        self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
+        self._tracks = [f"reward {place}" + f" ahead {self.lane}" * bool(self.lane) for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
         self.times = TimeRange()  # may be read from any thread
         self.waits: list[tuple[float, float]] = []
         self._context = here()  # of the thread that begins the batch: the main one
-        self._score = score
-        self._deadline_s = deadline_s
-        self._faults = faults
-        self._lines = lines
-        self._group = group
-        self._unit = unit
-        self._origin = origin
-        self._late = late
         self._samples: list[Sample | None] = [None] * len(self.rows)
         self._failed: list[str | None] = [None] * len(self.rows)  # why the completion at a place gets no number
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
@@ -202,10 +191,10 @@ class RewardBatch:
         self._failed[place] = failed
         self._samples[place] = Sample(
             row=self.rows[place], completion=completion, token_ids=token_ids, batch=self.number, place=place,
-            size=len(self), group=self._group, origin=self._origin,
+            size=len(self), group=self.group, origin=self.origin,
         )  # fmt: skip
-        first = place - place % self._unit
-        unit = range(first, min(first + self._unit, len(self)))
+        first = place - place % self.unit
+        unit = range(first, min(first + self.unit, len(self)))
         if known is not None or first not in self._whole:
             self._whole[first] = asyncio.get_running_loop().create_future()
         # 2. Begin to score it, or all of its unit anew. A cut off batch scores no more.
@@ -215,7 +204,7 @@ class RewardBatch:
             if self._drop(other) or self.rewards[other] is not None:  # of another text, or beside one
                 self.rewards[other] = None
                 self.stages[other] = StageTimes(self._tracks[other])
-            why = self._cut_off or (self._failed[other] if self._unit == 1 else None)
+            why = self._cut_off or (self._failed[other] if self.unit == 1 else None)
             if why is not None:  # others of its unit may want to see it
                 self._settle(other, missing(Outcome.INFRA, why, {}))
                 continue
@@ -229,20 +218,20 @@ class RewardBatch:
     async def _scored(self, sample: Sample, whole: "asyncio.Future[None]") -> None:
         stages = self.stages[sample.place]
         # 1. Score it at once, while others are still generated.
-        with deadline(self._deadline_s):
-            scoring = asyncio.ensure_future(self._score(sample, stages))
+        with deadline(self.deadline_s):
+            scoring = asyncio.ensure_future(self.score(sample, stages))
         scoring.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one that is late
         try:
             # 2. Its time runs from the moment at which all that are scored together are there.
             either: list[asyncio.Future[Any]] = [scoring, whole]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([scoring], timeout=self._deadline_s)
+            await asyncio.wait([scoring], timeout=self.deadline_s)
             if scoring.done():
                 # 3. It was scored, or its code raised an error: then it is missing, and the place is logged once.
-                reward = self._faults.conclude(scoring)
+                reward = self.faults.conclude(scoring)
             else:
                 # 4. It is late. What does not end when it is cancelled is left behind.
-                reason = self._late()
+                reason = self.late()
                 await cancel([scoring])
                 reward = missing(Outcome.INFRA, reason, stages.seconds)
         finally:
@@ -326,7 +315,7 @@ class RewardBatch:
         if self.times.first is None:  # it was cut off before anything began
             self.times.first = self.times.last
         sample = self._samples[place]
-        self._lines.scored(self.rows[place], None if sample is None else sample.text, reward)
+        self.lines.scored(self.rows[place], None if sample is None else sample.text, reward)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 

@@ -165,7 +165,7 @@ class Scorer(ABC):
     ) -> RewardBatch:
         """A batch of completions to these rows, none of which is started yet. `watched`: where `score` runs."""
         return RewardBatch(
-            rows,
+            [*rows],
             self.score if watched is None else partial(watched.call, self.score),
             deadline_s=self.deadline_s,
             faults=self.faults,
