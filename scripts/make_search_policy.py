@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from make_arithmetic_policy import build_model, build_tokenizer  # beside this file
+from make_search_rows import answer_of, course_and_topic, search_records
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl.chat_template_utils import qwen3_template
 
 from salesrl_trl.data.files import demo_records
-from salesrl_trl.data.search_rows import answer_of, course_and_topic, search_records
 from salesrl_trl.demo.packaged import SEARCH_POLICY
 from salesrl_trl.ground.shutdown import end_tidily
 

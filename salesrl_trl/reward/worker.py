@@ -15,8 +15,6 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import stamina
-
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.remote import Channel, InHand, Scored
@@ -117,7 +115,6 @@ if __name__ == "__main__":
         signal.signal(terminating, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("salesrl_trl").setLevel(int(sys.argv[2]))
-    stamina.instrumentation.set_on_retry_hooks([])  # the transport has lines of its own
     hide_lines()
     asyncio.run(serve(int(sys.argv[1])))
     sys.stdout.flush()

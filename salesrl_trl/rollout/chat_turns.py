@@ -91,10 +91,11 @@ class ChatForm:
         return full[len(prefix) :] if full[: len(prefix)] == prefix else None
 
     def read(self, ids: list[int], prefix: list[int], tools: Tools) -> Message:
-        """The message of a turn, with its tool calls."""
+        """The message of a turn, with its tool calls. Without `tools` what looks like a call is text."""
         if _reads_calls(self.tokenizer):
             message: Message = parse_response(self.tokenizer, ids, prefix=prefix, tools=tools)
-            return message
+            if tools or not message.get("tool_calls"):
+                return message
         return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
 
 

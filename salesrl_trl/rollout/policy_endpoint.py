@@ -45,6 +45,7 @@ class PolicyEndpoint:
             [
                 web.post("/v1/chat/completions", self._guarded(self._complete)),
                 web.get("/v1/models", self._guarded(_models)),
+                web.route("*", "/{others:.*}", self._guarded(_nowhere)),
             ]
         )
         self._runner, self._loop = (
@@ -112,9 +113,10 @@ class PolicyEndpoint:
         for name in sorted(asked.keys() - _READ):
             if asked[name] is not None and asked[name] != _USUAL.get(name):
                 self._tell(f"off: `{name}` in requests of episodes. The policy samples with the run's own settings")
-        most, count = asked.get("max_completion_tokens") or asked.get("max_tokens"), asked.get("n") or 1
         started = await _in_thread(calls.start, asked["messages"], asked.get("tools") or None)
-        turns = await asyncio.gather(*(_in_thread(calls.turn, started, most) for _ in range(count)))
+        turns = await asyncio.gather(
+            *(_in_thread(calls.turn, started, asked["max_tokens"]) for _ in range(asked["n"]))
+        )
         answer = _answer(calls, turns, has_logprobs=bool(asked.get("logprobs")))
         calls.answered += turns  # not those of a request that was left
         if not asked.get("stream"):
@@ -132,6 +134,11 @@ async def _models(request: web.Request, calls: AgentCalls) -> web.Response:
     return web.json_response({"object": "list", "data": [model]})
 
 
+async def _nowhere(request: web.Request, calls: AgentCalls) -> web.StreamResponse:
+    words = f"{request.method} {request.path} is not here. Expected POST /v1/chat/completions or GET /v1/models."
+    raise Refused(words, code="not_found", status=404)
+
+
 async def _in_thread(function: Callable[..., Any], *arguments: object) -> Any:
     return await asyncio.wrap_future(THREADS.submit(function, *arguments))
 
@@ -142,21 +149,22 @@ async def _body(request: web.Request) -> dict[str, Any]:
         asked: dict[str, Any] = dict(await request.json())
     except (ValueError, TypeError):
         raise Refused("The body is no JSON object.") from None
-    messages, count = asked.get("messages"), asked.get("n") or 1
-    most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 1
+    given = {name: value for name, value in asked.items() if value is not None}
+    messages, count = given.get("messages"), given.get("n", 1)
+    most = given.get("max_completion_tokens", given.get("max_tokens"))
     refusals = {
         "`messages`: expected a list of messages.":
             not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages),
         "`tools`: expected a list of functions.": not isinstance(asked.get("tools") or [], list),
         f"`n`: expected a number from 1 to {MOST_CHOICES}.": not (type(count) is int and 1 <= count <= MOST_CHOICES),
-        "`max_tokens`: expected a number above 0.": not (type(most) is int and most > 0),
+        "`max_tokens`: expected a number above 0.": most is not None and not (type(most) is int and most > 0),
         "`stop`: a turn of the policy ends with its own token.": bool(asked.get("stop")),
         "`top_logprobs`: the log-probs of sampled tokens alone are there.": bool(asked.get("top_logprobs")),
     }  # fmt: skip
     for words, holds in refusals.items():
         if holds:
             raise Refused(words)
-    return asked
+    return {**asked, "n": count, "max_tokens": most}
 
 
 def _answer(calls: AgentCalls, turns: Sequence[Sequenced], *, has_logprobs: bool) -> dict[str, Any]:

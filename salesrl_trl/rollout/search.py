@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from salesrl_trl.reward.rag_client import RagBackend
-from salesrl_trl.rollout.tools import tool
+from salesrl_trl.rollout.tools import ToolSettings, tool
 from salesrl_trl.types import DEFAULT_FORMAT, Action, RequestIds
 
 
@@ -38,8 +38,9 @@ class Search:
         self.function: Callable[[str], Awaitable[str]] = search
 
     def connect(self, rag: RagBackend) -> None:
-        """Ask this service from now on. The transport of its 8B endpoint has retries and limits."""
+        """Ask this service from now on. The transport of its 8B endpoint has retries, limits and counts."""
         self._rag = rag
+        ToolSettings.of(self.function).counted[:] = [rag.transports["rag_8b"]]
 
     def close(self) -> None:
         """Close the connections, on the event loop that opened them."""

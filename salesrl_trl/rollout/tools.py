@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -41,6 +42,12 @@ class ToolSettings:
     deadline_s: float | None = None
     on_failure: OnFailure = "leave_out"
     example: Mapping[str, Any] | None = None
+    counted: list[Transport]
+    """Those whose traffic is the tool's: `transport`, or what the tool itself calls by."""
+
+    @classmethod
+    def of(cls, tool: Callable[..., Any]) -> "ToolSettings":
+        return getattr(tool, _SETTINGS, None) or cls(counted=[])
 
 
 @overload
@@ -87,7 +94,10 @@ def tool(
         raise ConfigError(f"`deadline_s` of a tool is {deadline_s}. Expected seconds above 0, or `None`.")
 
     def with_settings(function: F) -> F:
-        settings = ToolSettings(transport=transport, deadline_s=deadline_s, on_failure=on_failure, example=example)
+        settings = ToolSettings(
+            transport=transport, deadline_s=deadline_s, on_failure=on_failure, example=example,
+            counted=[] if transport is None else [transport],
+        )  # fmt: skip
         setattr(function, _SETTINGS, settings)
         return function
 
@@ -153,7 +163,7 @@ class ToolCalls:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def _call(self, tool: Callable[..., Any], notes: ConversationNotes, /, **arguments: Any) -> Any:
-        settings: ToolSettings = getattr(tool, _SETTINGS, ToolSettings())
+        settings = ToolSettings.of(tool)
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
         began, track, has_failed = time.perf_counter(), notes.call_track(), True
         task = asyncio.current_task()
@@ -257,12 +267,20 @@ async def _within(settings: ToolSettings, service: str, tool: Callable[..., Any]
     return result
 
 
+async def drain_traffic(tools: Iterable[Callable[..., Any]]) -> dict[str, Counter[str]]:
+    """The traffic of all transports of tools since the last time, by service. On the event loop of their calls."""
+    traffic: dict[str, Counter[str]] = {}
+    for transport in dict.fromkeys(transport for tool in tools for transport in ToolSettings.of(tool).counted):
+        traffic.setdefault(transport.service, Counter()).update(transport.drain_traffic())
+    return traffic
+
+
 async def tried(tools: Sequence[Callable[..., Any]]) -> dict[str, float | ServiceError]:
     """Call each tool that has an example once, all at once. Returns by name the seconds, or the error; NaN for a tool
     without one."""
 
     async def once(tool: Callable[..., Any]) -> float | ServiceError:
-        settings: ToolSettings = getattr(tool, _SETTINGS, ToolSettings())
+        settings = ToolSettings.of(tool)
         if settings.example is None:
             return math.nan
         return await seconds_or_error(

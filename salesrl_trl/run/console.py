@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import stamina
 import transformers
 
 from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
@@ -42,7 +41,6 @@ def set_up_logging(level: int = logging.INFO) -> None:
     logging.getLogger("salesrl_trl").setLevel(level)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM reads every attribute
     transformers.utils.logging.disable_progress_bar()
-    stamina.instrumentation.set_on_retry_hooks([])  # the transport has lines of its own
     hide_lines()
 
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 
@@ -31,36 +32,24 @@ def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None
         trainer.add_callback(callback)
 
 
+@dataclass(eq=False)
 class StepLine(TrainerCallback):
     """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
     judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason, and `batches`
     the number of generation batches. `are_actions`: whether completions are actions, which may be invalid. With a
     large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
 
-    def __init__(
-        self,
-        branches: Sequence[str],
-        providers: Sequence[str] | None,
-        failures: Callable[[], Mapping[str, int]],
-        *,
-        batches: Callable[[], int],
-        are_actions: bool = True,
-    ) -> None:
-        self._branches = branches
-        self._batches = batches
-        self._providers = providers
-        self._failures = failures
-        self._are_actions = are_actions
-        self._started = self._last = time.perf_counter()
-        self._last_step = 0
-        self._alive: tuple[float, int] = (self._last, 0)  # time and step of the last line of any kind
-        self._after_first: tuple[float, int] | None = None
+    branches: Sequence[str]
+    providers: Sequence[str] | None
+    failures: Callable[[], Mapping[str, int]]
+    batches: Callable[[], int]
+    are_actions: bool = True
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._started = self._last = time.perf_counter()
         self._last_step = state.global_step
-        self._alive = (self._last, self._last_step)
-        self._after_first = None
+        self._alive = (self._last, self._last_step)  # time and step of the last line of any kind
+        self._after_first: tuple[float, int] | None = None
 
     def on_step_end(self, _: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
         (since, first), step = self._alive, state.global_step
@@ -86,11 +75,11 @@ class StepLine(TrainerCallback):
             self._after_first = (now, step)
         else:
             average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
-        line = step_line(step, state.max_steps, logs, self._branches, self._failures(), seconds, self._are_actions)
+        line = step_line(step, state.max_steps, logs, self.branches, self.failures(), seconds, self.are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
-        if self._providers is not None:
-            logger.info(judge_line(step, logs, self._providers, self._batches()))
+        if self.providers is not None:
+            logger.info(judge_line(step, logs, self.providers, self.batches()))
         self._last, self._last_step, self._alive = now, step, (now, step)
 
 
@@ -170,11 +159,14 @@ def clock(seconds: float) -> str:
 
 def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1) -> str:
     """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
-    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`."""
+    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`. Where
+    groups are judged together, a verdict is one call's."""
     counts = {name: round((logs.get(names.usage_of(name, "verdicts")) or 0) * batches) for name in providers}
     saved = (logs.get(names.saved_by("answers")) or 0) * batches
     why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""
     none = "" if any(counts.values()) else f" (no new verdict since the last line{why})"
+    if singly := (logs.get(names.JUDGED_SINGLY) or 0) * batches:
+        none += f" ({singly:,.0f} completions judged one by one: the call for their group failed)"
     return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
 
 
@@ -186,23 +178,16 @@ def figure(value: object) -> str:
 TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
 
 
+@dataclass(eq=False)
 class EpochLine(TrainerCallback):
     """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
     failures by reason. Steps after an epoch's last log line count in the next epoch. Every rank logs the same names at
     each epoch; failures by reason have an entry of their own, because new reasons may come. `failures` returns those
     since the last line; `log` gives figures to the trackers."""
 
-    def __init__(
-        self,
-        branches: Sequence[str],
-        failures: Callable[[], Mapping[str, int]],
-        log: Callable[[dict[str, float | None]], None],
-    ) -> None:
-        self._branches = branches
-        self._failures = failures
-        self._log = log
-        self._last_step, self._tokens = 0, 0.0
-        self._start_over()
+    branches: Sequence[str]
+    failures: Callable[[], Mapping[str, int]]
+    log: Callable[[dict[str, float | None]], None]
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._last_step, self._tokens = state.global_step, float(state.num_input_tokens_seen)
@@ -213,7 +198,7 @@ class EpochLine(TrainerCallback):
         self._seconds = dict.fromkeys((*map(names.time_of, Phase), names.STEP_SECONDS), 0.0)
         self._sums: dict[str, tuple[float, int]] = {}  # sum over steps, and steps
         for tag in (listed.tag for listed in names.FIGURES if listed.console):
-            tags = names.of_branches(tag, self._branches).values() if names.BRANCH in tag else [tag]
+            tags = names.of_branches(tag, self.branches).values() if names.BRANCH in tag else [tag]
             self._sums |= dict.fromkeys(tags, (0.0, 0))
         self._counts = Counter[str]()
 
@@ -227,7 +212,7 @@ class EpochLine(TrainerCallback):
             value = logs.get(name)
             if value is not None:
                 self._sums[name] = (total + value * steps, count + steps)
-        self._counts.update(self._failures())
+        self._counts.update(self.failures())
         self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
 
     def on_epoch_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
@@ -241,10 +226,10 @@ class EpochLine(TrainerCallback):
                 **self._means(),
                 **self._seconds,
             }
-            self._log({f"{names.EPOCH_TOTALS}{name}": value for name, value in totals.items()})
+            self.log({f"{names.EPOCH_TOTALS}{name}": value for name, value in totals.items()})
             if self._counts:
                 start = f"{names.EPOCH_TOTALS}{names.FAILURE_REASONS}"
-                self._log({f"{start}{reason}": float(count) for reason, count in self._counts.items()})
+                self.log({f"{start}{reason}": float(count) for reason, count in self._counts.items()})
         self._start_over()
 
     def _means(self) -> dict[str, float | None]:
@@ -255,7 +240,7 @@ class EpochLine(TrainerCallback):
         wall = self._seconds[names.STEP_SECONDS]
         parts = (
             f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
-            *figures_shown(self._means(), self._branches),
+            *figures_shown(self._means(), self.branches),
             f"{(self._tokens - self._first_tokens) / 1e6:.2f} M tokens",
             f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
             failures_shown(self._counts),

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -40,22 +40,18 @@ class RunControlSettings:
     output_dir: str = ""
 
 
+@dataclass(eq=False)
 class RunControl:
     """Decides for one run, and after `restart` for the next. `places` has the address of each service, by the name
     with which its reason codes begin. `spent` says what was spent, `is_reached` whether a limit is, by the account."""
 
-    def __init__(
-        self,
-        settings: RunControlSettings,
-        places: Mapping[str, str] | None = None,
-        spent: Callable[[], str] = str,
-        is_reached: Callable[[], bool] = bool,
-    ) -> None:
-        self._settings = settings
-        self._places = places or {}
-        self._spent = spent
-        self._is_reached = is_reached
-        self.wanted_fraction = settings.min_valid_reward_fraction
+    settings: RunControlSettings
+    places: Mapping[str, str] = field(default_factory=dict)
+    spent: Callable[[], str] = str
+    is_reached: Callable[[], bool] = bool
+
+    def __post_init__(self) -> None:
+        self.wanted_fraction = self.settings.min_valid_reward_fraction
         self.restart()
 
     def restart(self) -> None:
@@ -98,11 +94,11 @@ class RunControl:
     def is_refused_by_budget(self, reasons: Iterable[str]) -> bool:
         """Whether the budget left completions of this rank without a reward, by the account too: a function may return
         that reason code, and a replayed record may hold it."""
-        return BudgetSpent.default_code in reasons and self._is_reached()
+        return BudgetSpent.default_code in reasons and self.is_reached()
 
     def urgency(self) -> int:
         """This rank's reason to end the run: 2 if it was asked to stop, 1 if batches are skipped for too long."""
-        is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self._settings.max_outage_s
+        is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self.settings.max_outage_s
         return 2 if self.requested is not None else int(is_long)
 
     def record_urgency(self, urgency: int) -> None:
@@ -115,7 +111,7 @@ class RunControl:
         """End the run after this optimizer step if too many batches in a row were skipped, or for too long. `is_last`:
         training ends with this step anyway."""
         skipped, missing = self._skipped_in_a_row, self._missing
-        limit = self._settings.max_skipped_generations
+        limit = self.settings.max_skipped_generations
         most = min(limit, SKIPPED_AT_END) if is_last else limit
         is_skipped = skipped >= most or self._is_out_too_long
         rank = max(self._failing, key=self._failing.__getitem__, default=0)
@@ -138,8 +134,8 @@ class RunControl:
                 f"{self._failing[rank]} generation batches in a row had no scored completion on rank {rank}, so that "
                 "the run learns from the other ranks' alone"
             )
-        failed = [name for name in self._places if any(reason.startswith(f"{name}_") for reason in missing)]
-        where = "".join(f"{name} is {self._places[name]}. " for name in failed)
+        failed = [name for name in self.places if any(reason.startswith(f"{name}_") for reason in missing)]
+        where = "".join(f"{name} is {self.places[name]}. " for name in failed)
         advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
         self.error = TooFewRewardsError(
             f"{what}. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint was saved; "
@@ -190,7 +186,7 @@ class RunControl:
         )
 
     def _budget_spent(self, what_next: str) -> RunStopped:
-        return RunStopped(f"the budget is spent: {self._spent()}. {what_next}.")
+        return RunStopped(f"the budget is spent: {self.spent()}. {what_next}.")
 
     def stopped_by(self, reason: str | None, step: int, *, is_new: bool) -> str:
         if not is_new:
@@ -198,7 +194,7 @@ class RunControl:
         return f"stopped by {reason} after {step} steps. The state was saved; go on with {self._resume(step)}."
 
     def _resume(self, step: int) -> str:
-        return f"--resume_from_checkpoint {Path(self._settings.output_dir) / f'{CHECKPOINT_FOLDERS}{step}'}"
+        return f"--resume_from_checkpoint {Path(self.settings.output_dir) / f'{CHECKPOINT_FOLDERS}{step}'}"
 
 
 def _counted(missing: Counter[str]) -> str:

@@ -31,14 +31,17 @@ STOPPED = "stopped"  # reason code of completions that were given up because the
 
 
 @dataclass(eq=False, kw_only=True)
-class Stopping:
-    """Stops a run early, with a checkpoint."""
+class Stopping(TrainerCallback):
+    """Stops a run early, with a checkpoint: one that was asked to stop, can't be scored, or diverged. Keeps a skipped
+    batch from moving the policy by momentum. Under DeepSpeed the optimizer steps inside `backward`, before this:
+    momentum still moves the weights there."""
 
     run_control: RunControl
     cut_off: Callable[[str], None]  # ends rewards and calls of tools that are out, with this reason code
     device: torch.device
     capture: Callable[[], StepSnapshot]  # the state at the end of an optimizer step
     restore: Callable[[StepSnapshot], None]
+    drop_gradients: Callable[[], None]  # sets all gradients to `None`
     can_undo: bool  # whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not
     survived: BaseException | None = None  # after this error a checkpoint was saved
     _snapshot: StepSnapshot | None = None
@@ -51,10 +54,6 @@ class Stopping:
     def forget(self) -> None:
         self._snapshot, self._moves, self.survived = None, False, None
         self._held, self._interrupted = 0, False
-
-    def begin(self) -> None:
-        self._snapshot = self.capture()
-        self._first = self._snapshot.step
 
     def request(self, reason: str) -> None:
         """End training on all ranks, with a checkpoint. From a signal handler too. `reason`: what asked, such as
@@ -90,15 +89,25 @@ class Stopping:
             lambda: self.run_control.requested, lambda reason: self.request(f"{reason} of another process")
         )
 
-    def begin_step(self) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self._snapshot = self.capture()
+        self._first = self._snapshot.step
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self._moves = not self.can_undo
 
-    def optimizer_moves(self) -> None:
-        self._moves = True
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+        if self.run_control.drain_moves():
+            self._moves = True
+        else:
+            self.drop_gradients()
 
-    def end_step(self) -> None:
-        """An optimizer step has ended. Stop if any rank was asked to, or if the budget is spent, and undo the step if
-        that cut it off; a collective."""
+    def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
+        self.run_control.record_line(logs)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Stop if any rank was asked to, or if the budget is spent, and undo the step if that cut it off; a
+        collective."""
         self._agree()
         # the same on all ranks: they have gathered the reasons
         ends = self.run_control.requested is not None or self.run_control.is_spent
@@ -107,6 +116,15 @@ class Stopping:
         step = self.settle()
         if ends:
             self.run_control.stop(step, is_new=step > self._first)
+        self.run_control.end_step(state.global_step, is_last=state.global_step >= state.max_steps)
+        if self.run_control.error is not None:
+            control.should_save = state.global_step > 0
+            control.should_training_stop = True
+            control.should_evaluate = False  # nothing could be scored
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.run_control.error is not None:  # the epoch was left in its middle, and the step's end has saved
+            control.should_evaluate = control.should_save = False
 
     def settle(self) -> int:
         """What follows an optimizer step is done; random draws belong to the next. Returns the steps done."""
@@ -173,44 +191,6 @@ class Stopping:
 def _lost(error: BaseException, why: str) -> BaseException:
     logger.warning(f"no checkpoint was saved when the run ended, because {why}. Go on from the one before.")
     return RunStopped(f"stopped by {error}. {why}") if isinstance(error, StopRequested) else error
-
-
-class SkipAndStop(TrainerCallback):
-    """Keeps a skipped batch from moving the policy by momentum, and ends a run that can't be scored or that diverged.
-    Under DeepSpeed the optimizer steps inside `backward`, before this: momentum still moves the weights there.
-    `drop_gradients` sets all gradients to `None`."""
-
-    def __init__(self, run_control: RunControl, drop_gradients: Callable[[], None], stopping: Stopping) -> None:
-        self._run_control = run_control
-        self._drop_gradients = drop_gradients
-        self._stopping = stopping
-
-    def on_train_begin(self, *_: object, **__: object) -> None:
-        self._stopping.begin()
-
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        self._stopping.begin_step()
-
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-        if self._run_control.drain_moves():
-            self._stopping.optimizer_moves()
-        else:
-            self._drop_gradients()
-
-    def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
-        self._run_control.record_line(logs)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        self._stopping.end_step()
-        self._run_control.end_step(state.global_step, is_last=state.global_step >= state.max_steps)
-        if self._run_control.error is not None:
-            control.should_save = state.global_step > 0
-            control.should_training_stop = True
-            control.should_evaluate = False  # nothing could be scored
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        if self._run_control.error is not None:  # the epoch was left in its middle, and the step's end has saved
-            control.should_evaluate = control.should_save = False
 
 
 POLL_S = 0.25  # seconds between two looks. A look is one small message to the first process.

@@ -28,7 +28,7 @@ def shown(lines: Sequence[Line]) -> list[str]:
     return [f"[Run] {name:<12} {text}" for name, text in lines]
 
 
-def log_banner(args: SalesGRPOConfig, reward: Scorer) -> None:
+def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str] = ()) -> None:
     """Log the banner of a script, unless a recipe has logged its own. The main process does."""
     if args.is_introduced or args.process_index:
         return
@@ -39,6 +39,7 @@ def log_banner(args: SalesGRPOConfig, reward: Scorer) -> None:
     lines = shown(
         [
             *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
+            *(("tool", name) for name in tools),
             *training_lines(args),
             ("budget", budget_text(reward.budget)),
             record_line(args),

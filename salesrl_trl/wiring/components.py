@@ -32,6 +32,7 @@ from salesrl_trl.config.rollouts import (
     passes_of,
     sampling_warnings,
     why_in_trls_order,
+    why_in_turn,
     why_not_divisible,
 )
 from salesrl_trl.config.trl_settings import load_sampler
@@ -52,9 +53,9 @@ from salesrl_trl.generation.sampler import (
     Handle,
     Sampled,
     Sampler,
+    Streamed,
     Upstream,
     WholeBatch,
-    trl_sampler,
     why_not_conversing,
     why_not_streamed,
 )
@@ -83,7 +84,7 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl, RunControlSettings
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
-from salesrl_trl.update.stopping import SkipAndStop, Stopping
+from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import WeightChange, raise_adapters
 from salesrl_trl.wiring.banner_lines import log_banner
 from salesrl_trl.wiring.closing_report import ClosingReport
@@ -109,6 +110,7 @@ class Hooks:
     has_rollout_func: bool
     tools: str | None
     """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
+    tool_names: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     pad_to_multiple_of: int | None  # TRL's setting: padded tensors have a multiple of this many columns
     eos_token_ids: Sequence[int]
@@ -218,6 +220,7 @@ class Components:
             device=trl.accelerator.device,
             capture=trl.capture,
             restore=trl.restore,
+            drop_gradients=trl.drop_gradients,
             can_undo=not trl.is_deepspeed,
         )
         self.reference = Reference(trl.model, trl.ref_model)
@@ -234,9 +237,17 @@ class Components:
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
+        if args.max_staleness > args.most_lookahead > 0:
+            talks = trl.tools is not None or self.episode is not None
+            if (turn := why_in_turn(args, at_once, talks, trl.reads_pictures)) is None:
+                self.pipeline.max_staleness = args.max_staleness
+            else:
+                logger.info(f"`max_staleness` has no effect here, because {turn}")
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
+        if self.pipeline.goes_by_groups:
+            reason = "`max_staleness` lets a step begin when all its groups are scored"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
             logger.info(f"`scored_groups_first` is off here, because {reason}")
@@ -379,7 +390,10 @@ class Components:
             reason = why_not_streamed(
                 use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
             )
-            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=is_served, reason=reason)
+            if reason is None:
+                return Streamed(trl.generate, trl.engine, trl.ask if is_served else None)
+            logger.info(f"off: rewards start as soon as a completion is finished, because {reason}")
+            return WholeBatch(trl.generate, trl.engine)
         upstream = Upstream(
             generate=trl.generate,
             model=trl.unwrapped,
@@ -408,7 +422,7 @@ class Components:
             is_cut=lambda: self.run_control.is_spent,
         )
         return [
-            SkipAndStop(self.run_control, trl.drop_gradients, self.stopping),
+            self.stopping,
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(
                 args.branches,
@@ -541,7 +555,9 @@ class Components:
 
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
-        agreed(lambda: log_banner(self._args, self.reward))  # an account of the spending may be damaged
+        agreed(
+            lambda: log_banner(self._args, self.reward, self._trl.tool_names)
+        )  # an account of the spending may be damaged
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
         if self._args.record:

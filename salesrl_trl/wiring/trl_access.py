@@ -26,7 +26,7 @@ from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Tokens, TokenSource, logps_arguments
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.names import EPISODE_FIGURES, TOOL_FIGURES, episode_figure, tool_figure
+from salesrl_trl.names import EPISODE_FIGURES, episode_figure, tool_figure, traffic_of
 from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.reward.episodes import PLAYED, kept
 from salesrl_trl.reward.reward_loop import RewardColumn
@@ -34,7 +34,7 @@ from salesrl_trl.rollout.chat_turns import AgentCalls, ChatForm, Sequenced
 from salesrl_trl.rollout.pipeline import Rollout
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output
-from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tried
+from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, drain_traffic, tried
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
@@ -47,16 +47,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Talked:
-    """A conversation that has ended, as TRL's `_tool_call_loop` returns it."""
+    """A conversation that has ended."""
 
     first: Turn
-    mask: list[int]  # 1 for tokens of the policy, 0 for those of tools' results
-    completion: list[Any]
-    completion_ids: list[int]
-    logprobs: list[float] | None
-    calls: int
-    failures: int
-    images: list[Any]
+    loop: tuple[Any, ...]  # what TRL's `_tool_call_loop` returns for it: lists of one entry, and counts
     notes: ConversationNotes
 
 
@@ -80,7 +74,6 @@ class TRLAccess(GRPOTrainer):
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
     _talked: "Sequence[Talked] | None" = None  # what conversations became, while TRL asks for their tool calls
     _last_loaded_step: int
-    _one_conversation: "_OneConversation | None" = None
     _chat_form: ChatForm | None = None  # of episodes
     _has_told_rewritten = False
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
@@ -99,6 +92,7 @@ class TRLAccess(GRPOTrainer):
             is_deepspeed=self.is_deepspeed_enabled,
             engine=self.vllm_generation if self.use_vllm else self.generation_config,
             has_rollout_func=self.rollout_func is not None,
+            tool_names=[each.__name__ for each in self.tools],
             tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
             tokenizer=self._tokenizer,
             pad_to_multiple_of=self.pad_to_multiple_of,
@@ -177,17 +171,22 @@ class TRLAccess(GRPOTrainer):
         copies: list[Any] = copy.deepcopy(prompts)
         ids, images, fields = self._tokenize_prompts(copies)
         calls = self.components.begin_calls(each.__name__ for each in self.tools)
-        trainer = _OneConversation.of(self)
+        trainer = self._one_conversation
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
             talked = trainer.talk(place, copies[place], ids[place], first, ask, calls)
             if not batch.is_given_up:
-                finished(place, talked.completion_ids, talked.completion, talked.notes.failed)
+                _, [completion], [completion_ids], *_ = talked.loop
+                finished(place, completion_ids, completion, talked.notes.failed)
             return talked
 
         batch = Conversations(len(ids), talk, self._turns(), end_calls=lambda: calls.cut_off("given_up"))
         self._begin(batch, ids, images, fields, ahead)
         return _Talking(batch, self._end, functools.partial(self._sample_talks, prompts, calls), not self.use_vllm)
+
+    @functools.cached_property
+    def _one_conversation(self) -> "_OneConversation":
+        return _OneConversation(self)
 
     def _turns(self) -> AskedTurns:
         return self.vllm_generation.turns if self.use_vllm else AskedTurns()
@@ -246,18 +245,18 @@ class TRLAccess(GRPOTrainer):
 
         with patched(self, "_talked", talked):
             sampled = self._sample(prompts, first_turns)
-        numbers = [list(counts.values()) for counts in calls.counts.values()]
-        table = torch.tensor(numbers, device=self.accelerator.device).reshape(len(numbers), len(TOOL_FIGURES))
+        traffic = run_coroutine_threadsafe(drain_traffic(self.tools), _loop_of(self)).result()
+        mine = {tool_figure(name, each): count for name, of in calls.counts.items() for each, count in of.items()}
+        mine |= {traffic_of(name, each): count for name, of in traffic.items() for each, count in of.items()}
+        table = torch.tensor([*map(float, mine.values())], device=self.accelerator.device)
         totals: torch.Tensor = self.accelerator.reduce(table, reduction="sum")
-        figures = {
-            tool_figure(name, figure): [total / max(row[0], 1.0) if figure == "seconds" else total]
-            for name, row in zip(calls.counts, totals.tolist(), strict=True)
-            for figure, total in zip(TOOL_FIGURES, row, strict=True)
-        }
+        figures = dict(zip(mine, totals.tolist(), strict=True))
+        for name in calls.counts:
+            figures[tool_figure(name, "seconds")] /= max(figures[tool_figure(name, "calls")], 1.0)
         records = [each.notes.record for each in talked if each.notes.record is not None]
         return replace(
             sampled,
-            metrics={**sampled.metrics, **figures},
+            metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
             spans=[span for each in talked for span in each.notes.spans],
             calls=[record.calls for record in records],
         )
@@ -424,12 +423,6 @@ class _OneConversation:
         self._tokenizer = _Locked(copy.deepcopy(trainer._tokenizer))
         self._loop = _loop_of(trainer)
 
-    @classmethod
-    def of(cls, trainer: TRLAccess) -> "_OneConversation":
-        """The only one of this trainer."""
-        made = trainer._one_conversation = trainer._one_conversation or cls(trainer)
-        return made
-
     def talk(self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
         one, trainer = copy.copy(self._trainer), self._trainer
         notes = ConversationNotes(
@@ -457,20 +450,10 @@ class _OneConversation:
         one._sync_tool_dicts, one._async_tool_dicts = [{}], [calls.of(functions, notes)]
         ids, logps = first
         message = parse_response(self._tokenizer, ids, prefix=prompt_ids, tools=tools)
-        mask, completions, completion_ids, logprobs, called, errors, images = GRPOTrainer._tool_call_loop(
+        loop = GRPOTrainer._tool_call_loop(
             one, [prompt], [prompt_ids], [list(ids)], [[message]], None if logps is None else [list(logps)], None, {}
         )
-        return Talked(
-            first=first,
-            mask=mask[0],
-            completion=completions[0],
-            completion_ids=completion_ids[0],
-            logprobs=None if logprobs is None else logprobs[0],
-            calls=called,
-            failures=errors,
-            images=images[0],
-            notes=notes,
-        )
+        return Talked(first=first, loop=loop, notes=notes)
 
 
 def _loop_of(trainer: TRLAccess) -> Any:

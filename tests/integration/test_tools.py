@@ -11,6 +11,7 @@ import torch
 import trl
 from datasets import Dataset
 from support.keyed import make_tiny_policy
+from support.ranks import of_one_machine, run_ranks
 from support.scripted import settings, steps_of
 from support.viewing import asked, served
 from transformers import AutoTokenizer
@@ -198,3 +199,23 @@ def test_a_tool_that_fails_with_its_example_ends_the_start(caller, tmp_path, mon
 
     with pytest.raises(ConfigError, match=r"the tool `add` failed with its `example` \(tool_add_unavailable\)"):
         lines_of(SalesGRPOTrainer, SalesGRPOConfig, caller, tmp_path, [turns], tools=[gone])
+
+
+def test_an_environment_and_its_services_are_counted_alike_on_two_ranks(caller, tmp_path):
+    program = Path(__file__).with_name("tools_on_ranks.py")
+    one, other = run_ranks(of_one_machine(), (program, caller, tmp_path), tmp_path, 240, OMP_NUM_THREADS="1")
+    for mine, theirs in zip(one, other, strict=True):
+        same = {name for name in mine if not name.startswith(("time/", "perf/"))} - {"step_time"}
+        assert mine.keys() == theirs.keys() == one[0].keys()
+        assert {name: mine[name] for name in same} == pytest.approx({name: theirs[name] for name in same}, nan_ok=True)
+    # rank 1 puts four times and asks two prices; rank 0 from the second step on
+    counts = {name: [line[name] for line in one] for name in one[0] if name.startswith(("tools/p", "services/"))}
+    assert counts["tools/put/calls"] == [4, 8, 8]
+    assert counts["tools/put/failures"] == [0, 4, 0]
+    assert counts["tools/price/calls"] == [2, 2, 4]
+    assert counts["services/shelf/calls"] == [6, 10, 12]
+    failed = [counts[f"services/shelf/{name}"] for name in ("failures", "held_back")]
+    assert [sum(each) for each in zip(*failed, strict=True)] == [0, 4, 0]
+    assert [line["outcome/infra"] for line in one] == [0, 0.5, 0]
+    told = (tmp_path / "stderr0.txt").read_text()
+    assert all(words in told for words in ("failures tool_put_http_503=4", "tool         put", "tool         price"))

@@ -14,7 +14,19 @@ ORDER = (
     *("errors", "timing", "types", "ground", "names"),
     *("data", "recording", "generation", "shared_prompts", "demo", "telemetry", "evaluation", "kl", "reward"),
     *("view", "update", "rollout", "config", "checkpoint", "wiring", "trainer"),
-    *("build", "run", "preflight", "train", "env", "evaluate", "rejudge", "report", "translate", "__main__"),
+    *(
+        "build",
+        "run",
+        "preflight",
+        "train",
+        "env",
+        "evaluate",
+        "rejudge",
+        "report",
+        "forecast",
+        "translate",
+        "__main__",
+    ),
 )
 WHOLE_RUN = {"build", "run", "preflight", "train", "env", "evaluate", "rejudge", "translate", "__main__"}
 """Above the trainer the packages are for readers. Their modules form no circle, as all others."""

@@ -11,10 +11,9 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
-
-import stamina
 
 from salesrl_trl.errors import (
     AccessDenied,
@@ -177,25 +176,17 @@ class Transport:
         return Bill(self._quota)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
-        try:
-            return await self._once(attempt, patience_s)  # the usual case, without the machinery of retries
-        except ServiceError as error:
-            failed: ServiceError | None = error
-        retries = stamina.retry_context(
-            on=_Retries(
-                self._max_attempts, patient, patience_s, self._breaker, self._retry_lines.get().record
-            ).backoff,
-            attempts=None,
-            timeout=None,
-        )
-        async for retry in retries:
-            with retry:
-                if failed is not None:
-                    first, failed = failed, None
-                    raise first
-                self._traffic["retries"] += 1
+        retries = _Retries(self._max_attempts, patient, patience_s, self._breaker)
+        while True:
+            try:
                 return await self._once(attempt, patience_s)
-        raise AssertionError("stamina ends by returning or raising")
+            except ServiceError as error:
+                wait_s = retries.wait_s(error)
+                if wait_s is None:
+                    raise
+                self._retry_lines.get().record(error, retries.failures, wait_s)
+            await asyncio.sleep(wait_s)
+            self._traffic["retries"] += 1
 
     async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
         probe = await self._admitted(patience_s)
@@ -364,59 +355,46 @@ class _RetryLines:
             logger.info(f"[Retry] {self._service}: {held_back:,} more within {RETRY_LINES_S:g} s, without a line each")
 
 
+@dataclass(slots=True)
 class _Retries:
-    """Decides for one call whether to try again, and after how many seconds. `record` is told of each retry."""
+    """Decides for one call whether to try again, and after how many seconds."""
 
-    def __init__(
-        self,
-        max_attempts: int,
-        patient: bool,
-        patience_s: float,
-        breaker: Breaker,
-        record: Callable[[ServiceError, int, float], None],
-    ) -> None:
-        self._record = record
-        self._max_attempts = max_attempts
-        self._patient = patient
-        self._max_overloads = MAX_OVERLOADS if patient else 1
-        self._patience_s = patience_s
-        self._breaker = breaker
-        self._failures = 0
-        self._overloads = 0
-        self._down_since = float("inf")
+    max_attempts: int
+    patient: bool
+    patience_s: float
+    breaker: Breaker
+    failures: int = 0
+    overloads: int = 0
+    down_since: float = float("inf")
 
-    def backoff(self, error: Exception) -> bool | float:
-        """`False` to give up, or the seconds to wait."""
+    def wait_s(self, error: ServiceError) -> float | None:
+        """The seconds to wait; `None` to give up."""
         if isinstance(error, ServiceOverloaded):
-            self._overloads += 1
+            self.overloads += 1
             wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
             if wait_s < RETRY_WAIT_INITIAL_S:  # a service that turns calls away can't mean "now"
-                wait_s = self._usual_s(self._overloads)
-            goes_on = self._overloads < self._max_overloads
-            if error.is_outage and self._patience_s:  # the service says it is down: patience as for other outages
+                wait_s = _usual_s(self.overloads)
+            goes_on = self.overloads < (MAX_OVERLOADS if self.patient else 1)
+            if error.is_outage and self.patience_s:  # the service says it is down: patience as for other outages
                 moment = now()
-                self._down_since = min(self._down_since, moment - self._breaker.down_for_s(moment))
-                left_s = self._patience_s - (moment - self._down_since)
-                return self._unless_too_late(error, min(wait_s, left_s), goes_on and left_s > 0)
-            if error.is_outage:
-                self._failures += 1
-                goes_on = goes_on and self._failures < self._max_attempts
-            return self._unless_too_late(error, wait_s, goes_on)
-        if not isinstance(error, ServiceError) or not error.worth_retrying:
-            return False
-        self._failures += 1
-        goes_on = self._failures < self._max_attempts and not _out_of_patience(self._breaker, self._patience_s)
-        if isinstance(error, AccessDenied):  # give up if another service can be asked, or if access was never given
-            goes_on = goes_on and self._patient and not self._breaker.is_hopeless
-        return self._unless_too_late(error, self._usual_s(self._failures), goes_on)
-
-    def _usual_s(self, times: int) -> float:
-        return float(min(RETRY_WAIT_INITIAL_S * 2 ** (times - 1), RETRY_WAIT_MAX_S))
-
-    def _unless_too_late(self, error: ServiceError, wait_s: float, goes_on: bool) -> bool | float:
+                self.down_since = min(self.down_since, moment - self.breaker.down_for_s(moment))
+                left_s = self.patience_s - (moment - self.down_since)
+                wait_s, goes_on = min(wait_s, left_s), goes_on and left_s > 0
+            elif error.is_outage:
+                self.failures += 1
+                goes_on = goes_on and self.failures < self.max_attempts
+        elif not error.worth_retrying:
+            return None
+        else:
+            self.failures += 1
+            wait_s = _usual_s(self.failures)
+            goes_on = self.failures < self.max_attempts and not _out_of_patience(self.breaker, self.patience_s)
+            if isinstance(error, AccessDenied):  # given up if another service can be asked, or access was never given
+                goes_on = goes_on and self.patient and not self.breaker.is_hopeless
         wait_s += random.uniform(0, RETRY_JITTER_S)
         error.out_of_time = goes_on and wait_s >= remaining_s()
-        if not goes_on or error.out_of_time:
-            return False
-        self._record(error, self._failures, wait_s)
-        return wait_s
+        return wait_s if goes_on and not error.out_of_time else None
+
+
+def _usual_s(times: int) -> float:
+    return float(min(RETRY_WAIT_INITIAL_S * 2 ** (times - 1), RETRY_WAIT_MAX_S))

@@ -3,9 +3,9 @@
 import pytest
 
 from salesrl_trl.data.files import demo_path, demo_records, load_documents
-from salesrl_trl.data.search_rows import course_and_topic, search_records
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.rubric import ProtectedTerms, judge_sections
+from scripts.make_search_rows import course_and_topic
 
 TERMS = ProtectedTerms(substrings=(), whole_words=(), patterns=())
 FILES = ("train.jsonl", "heldout.jsonl")
@@ -18,7 +18,7 @@ def index():
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_query_of_course_and_topic_finds_the_document_and_one_of_less_mostly_does_not(file, index):
-    asked = [record for record in search_records(file) if record["documents"]]
+    asked = [record for record in demo_records(f"demo_search/{file}") if record["documents"]]
     rows = {row["id"]: row for row in demo_records(file)}
 
     def share(query):
@@ -32,7 +32,7 @@ def test_a_query_of_course_and_topic_finds_the_document_and_one_of_less_mostly_d
 
 @pytest.mark.parametrize("file", FILES)
 def test_the_reference_has_a_full_score_and_one_with_another_figure_has_not(file):
-    for record in search_records(file):
+    for record in demo_records(f"demo_search/{file}"):
         sections = {
             "branch": "all",
             "documents": "\n\n".join(record["documents"]),
@@ -48,7 +48,7 @@ def test_the_reference_has_a_full_score_and_one_with_another_figure_has_not(file
 
 
 def test_a_greeting_asks_nothing_and_no_row_is_in_both_files():
-    train, held_out = map(search_records, FILES)
+    train, held_out = (demo_records(f"demo_search/{file}") for file in FILES)
     greetings = [record for record in (*train, *held_out) if not record["documents"]]
     assert 0.2 < len(greetings) / len(train + held_out) < 0.4
     assert not any("?" in record["prompt"][-1]["content"] for record in greetings)

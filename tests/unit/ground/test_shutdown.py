@@ -9,7 +9,7 @@ from support.forked import COLD_PYTHON, python
 from salesrl_trl.ground.process import child_environment
 
 ROOT = Path(__file__).parents[3]
-SLOW = ("accelerate", "datasets", "numpy", "stamina", "torch", "transformers", "trl")
+SLOW = ("accelerate", "datasets", "numpy", "torch", "transformers", "trl")
 """Modules whose import takes long."""
 ADDRESS = ("--base-url", "http://127.0.0.1:9")
 

@@ -193,7 +193,10 @@ def test_the_key_of_an_open_episode_alone_is_answered_and_is_in_no_log(endpoint,
         ({"messages": ASKED, "n": 0.5}, "n"),
         ({"messages": ASKED, "n": 1000}, "n"),
         ({"messages": ASKED, "stop": ["Observation:"]}, "stop"),
+        ({"messages": ASKED, "n": 0}, "n"),
         ({"messages": ASKED, "max_tokens": -1}, "max_tokens"),
+        ({"messages": ASKED, "max_tokens": 0}, "max_tokens"),
+        ({"messages": ASKED, "max_completion_tokens": 0, "max_tokens": 5}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "long " * 5000}]}, "room"),
     ],
 )
@@ -202,6 +205,34 @@ def test_a_request_that_cannot_be_answered_is_refused_with_its_reason(endpoint, 
     with pytest.raises(openai.BadRequestError, match=words):
         policy.talk(endpoint, lambda create: create(model="any", **{"messages": ASKED, "extra_body": body}))
     assert policy.asked == []
+
+
+def test_without_tools_what_looks_like_a_call_is_text_and_trains_as_it_was_sampled(endpoint, tokenizer):
+    policy = Policy(tokenizer, [CALL, "On."])
+
+    async def agent(create):
+        answer = (await create(model="any", messages=ASKED)).choices[0]
+        said = [*ASKED, answer.message.model_dump(), {"role": "user", "content": "And?"}]
+        await create(model="any", messages=said)
+        return answer
+
+    answer = policy.talk(endpoint, agent)
+    assert (answer.finish_reason, answer.message.content, answer.message.tool_calls) == ("stop", CALL, None)
+    [trained] = policy.calls.ends()
+    assert trained.ids[: len(policy.sampled[0])] == policy.sampled[0]
+
+
+def test_an_address_that_is_not_there_is_answered_with_those_that_are(endpoint, tokenizer):
+    policy = Policy(tokenizer, [])
+
+    async def asked():
+        with endpoint.open(policy.calls) as key:
+            async with openai.AsyncOpenAI(base_url=endpoint.address, api_key=key, max_retries=0) as client:
+                for ask in (client.responses.create(model="any", input="Hi"), client.models.retrieve("policy")):
+                    with pytest.raises(openai.NotFoundError, match=r"/v1/chat/completions.* /v1/models"):
+                        await ask
+
+    asyncio.run(asked())
 
 
 def test_a_turn_is_cut_where_the_request_or_the_run_ends_it(endpoint, tokenizer):

@@ -15,6 +15,7 @@ from salesrl_trl.types import Answer, Passage
 
 class Rag(RagBackend):
     def __init__(self):
+        self.transports = {"rag_8b": None}
         self.asked, self.closed_on = [], None
 
     async def chat_8b(self, context, action, score_threshold, top_k, *, ids):

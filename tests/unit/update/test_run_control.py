@@ -11,9 +11,9 @@ from salesrl_trl.update.run_control import RunControl, RunControlSettings
 NONE_MISSING: Counter[str] = Counter()
 
 
-def control_of(most=3, places=None, is_reached=bool, **settings):
+def control_of(most=3, places=(), is_reached=bool, **settings):
     kept = {"min_valid_reward_fraction": 0.5, "max_skipped_generations": most, "output_dir": "runs/a"}
-    return RunControl(RunControlSettings(**kept, **settings), places, is_reached=is_reached)
+    return RunControl(RunControlSettings(**kept, **settings), dict(places), is_reached=is_reached)
 
 
 @pytest.fixture

@@ -1,14 +1,20 @@
-"""The packaged rows of `recipes/search.py`: questions of the demo's customers in English, and greetings without one.
+#!/usr/bin/env python3
+"""Writes the packaged rows of `recipes/search.py`: questions of the demo's customers in English, and greetings.
 
-A question needs its document of the demo's catalogue. A greeting needs none. The policy answers itself, and may search
-before (`rollout.search`). `sources` makes rows of the records.
+    .venv/bin/python scripts/make_search_rows.py [--out FOLDER]
+
+They are the dataset `demo_search`. A question needs its document of the demo's catalogue. A greeting needs none. The
+policy answers itself, and may search before (`rollout.search`).
 """
 
+import argparse
+import json
 import re
+from pathlib import Path
 
-from salesrl_trl.data.files import Record, demo_records
+from salesrl_trl.data.files import DEMO_SEARCH, FILES, Record, demo_path, demo_records
+from salesrl_trl.ground.shutdown import end_tidily
 
-DEMO_SEARCH = "demo_search"  # the name, as a dataset
 TOPIC_WORDS = {"job": "job help", "trial": "trial lesson"}  # in queries. Other topics are one word, their name
 GREETINGS = 3  # every so many-th row that can be one is a greeting: its first message, which asks nothing yet
 
@@ -59,3 +65,19 @@ def _record(row: Record, turns: list[dict[str, str]], reference: str, documents:
     prompt = [{"role": roles[turn["role"]], "content": turn["content"]} for turn in turns]
     good = " ".join(course_and_topic(row)) if documents else ""
     return {"id": row["id"], "prompt": prompt, "reference": reference, "documents": documents, "query": good}
+
+
+def main() -> None:
+    """Write the dataset, a file for each split."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=demo_path(DEMO_SEARCH), help="folder to write to")
+    out: Path = parser.parse_args().out
+    out.mkdir(exist_ok=True)
+    for file in FILES.values():
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in search_records(file)]
+        (out / file).write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    end_tidily()
+    main()
