@@ -39,14 +39,6 @@ PRESET = "preset"  # an argument of the command line, and no setting: names of o
 MOST_NAMES = 12  # unknown names in a message
 PATHS = ("output_dir", "resume_from_checkpoint", "model_name_or_path")
 """Settings of TRL and transformers that may be paths of this machine."""
-FIRST = (
-    "model_name_or_path", "dataset", "eval_dataset", "held_out_share", "reward_funcs", "max_steps", "learning_rate",
-    "num_generations", "max_completion_length", "output_dir", "resume_from_checkpoint", "use_peft", "lora_r",
-    "vllm_max_model_length", "dataset_format", "columns", "prompt_template", "branches", "rubric_dir", "branch_kl",
-    "beta", "branch_reward_weights", "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env",
-    "allow_stand_ins", "knowledge_file",
-)  # fmt: skip
-"""The settings of the README's table of one's own, which `--help` shows first."""
 
 
 def all_kinds() -> tuple[type, ...]:

@@ -93,27 +93,26 @@ class Keeper:
         """Write the package's own files: the KL's state, the identity, the generation batch under way, and
         rollouts in flight. `update` and `micro_step`: steps done. `slices`: of the generation batch under way, as
         TRL keeps them."""
-        is_inside = bool(micro_step % self.args.window)
+        is_inside, flying = bool(micro_step % self.args.window), self.in_flight(micro_step, update)
+        moved = any(rollout.inputs for rollout in flying.values())  # prompts that are to come are this process's
         if self.args.should_save:
-            write_identity(folder, self._identity, is_inside)
+            write_identity(folder, self._identity, is_inside or moved)
             if self.kl is not None:
                 self.kl.save(folder)
         if is_inside and not self.is_skipping():
             self._save_part(folder, UNDER_WAY_FILE, batches=slices)
-        if not self.args.save_rollouts:
+        if not self.args.save_rollouts and not moved:
             return
-        rollouts = {
-            first: {
-                "rows": rollout.rows,
-                "step": rollout.step,
-                "generated": list(rollout.sampled.generated),
-                "metrics": {name: [*map(float, values)] for name, values in rollout.sampled.metrics.items()},
-                "tokens": int(rollout.sampled.tokens),
-                "behaviour_logps": rollout.behaviour_logps,
-            }
-            for first, rollout in self.in_flight(micro_step, update).items()
-            if not rollout.sampled.vision
-        }
+        rollouts = {}
+        for first, rollout in flying.items():
+            content = {name: getattr(rollout, name) for name in ("rows", "steps", "behaviour_logps", "inputs")}
+            sampled = rollout.sampled
+            if sampled is not None and self.args.save_rollouts and not sampled.vision:
+                metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
+                tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
+                rollouts[first] = {**content, "sampled": tokens}
+            elif moved:
+                rollouts[first] = {**content, "sampled": None}
         self._save_part(folder, ROLLOUTS_FILE, rollouts=rollouts)
 
     def load_parts(self, folder: Path, micro_step: int) -> Batches | None:
@@ -125,10 +124,9 @@ class Keeper:
         self._kept = {}
         if saved is not None:
             for first, kept in saved["rollouts"].items():
-                sampled = Sampled(generated=tuple(kept["generated"]), metrics=kept["metrics"], tokens=kept["tokens"])
-                self._kept[first] = KeptRollouts(
-                    rows=kept["rows"], step=kept["step"], sampled=sampled, behaviour_logps=kept["behaviour_logps"]
-                )
+                if "steps" in kept:  # else an earlier release saved it, and they are generated anew
+                    sampled = kept["sampled"] and Sampled(**kept["sampled"])
+                    self._kept[first] = KeptRollouts(**{**kept, "sampled": sampled})
             logger.info(f"going on with {len(self._kept)} rollouts in flight")
         if not micro_step % self.args.window:
             return None

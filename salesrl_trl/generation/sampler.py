@@ -90,6 +90,22 @@ class Sampled:
         generated = (*generated[:6], [image or [] for image in images], *generated[7:])
         return cls(generated=generated, metrics=metrics, tokens=tokens, vision=vision)
 
+    @classmethod
+    def joined(cls, parts: Sequence[tuple["Sampled", range]], figures: "Sampled") -> "Sampled":
+        """Completions of several batches, each at these places, without pictures. `figures`: the batch whose figures
+        and tokens it has."""
+
+        def column(values: Sequence[Any]) -> Any:
+            first = values[0]
+            if isinstance(first, Mapping):  # of a `rollout_func`
+                return {name: column([value[name] for value in values]) for name in first}
+            if not isinstance(first, list) or not first:
+                return first
+            return [value[place] for value, (_, places) in zip(values, parts, strict=True) for place in places]
+
+        generated = tuple(column(values) for values in zip(*(sampled.generated for sampled, _ in parts), strict=True))
+        return cls(generated=generated, metrics=figures.metrics, tokens=figures.tokens)
+
     @property
     def prompt_ids(self) -> list[list[int]]:
         return self.generated[0]  # type: ignore[no-any-return]

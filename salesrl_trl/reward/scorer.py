@@ -87,6 +87,7 @@ class RewardNames:
     places: Mapping[str, str] = field(default_factory=dict)  # the address of each service, with its model
     required: tuple[tuple[str, ...], ...] = ()
     """Services of which one of each tuple has to answer: without it nothing could be scored."""
+    judges_groups: bool = False  # whether a judge scores the completions of a prompt together
     meter: MeterSettings | None = None  # of the meter over the judge, if there is one
 
     @property
@@ -165,7 +166,7 @@ class Scorer(ABC):
     ) -> RewardBatch:
         """A batch of completions to these rows, none of which is started yet. `watched`: where `score` runs."""
         return RewardBatch(
-            [*rows],
+            rows,
             self.score if watched is None else partial(watched.call, self.score),
             deadline_s=self.deadline_s,
             faults=self.faults,
