@@ -23,7 +23,7 @@ from salesrl_trl.data.files import demo_path
 from salesrl_trl.data.sources import load_rows
 from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.demo.packaged import PROMPT_STYLE
-from salesrl_trl.demo.services.rubric import load_terms, supported
+from salesrl_trl.demo.services.rubric import protected_terms, supported
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.types import Action, SalesRow
 
@@ -52,7 +52,7 @@ def shares(
     rows: Sequence[SalesRow], records: Sequence[dict[str, Any]], completions: Sequence[str]
 ) -> dict[str, float]:
     """The share of rows whose action is right, for each property of an action."""
-    terms = load_terms(demo_path("protected_terms.json"))
+    terms = protected_terms()
     courses = course_names()
     tests: dict[str, list[bool]] = {}
     for row, record, completion in zip(rows, records, completions, strict=True):

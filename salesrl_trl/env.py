@@ -12,18 +12,17 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
 from salesrl_trl.build import software
 from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.run.run_record import Difference, differences, settings_text
-from salesrl_trl.run.tools import ToolParser, print_failure
+from salesrl_trl.run.tools import print_failure
 
-PROGRAM = "python -m salesrl_trl.env"
 DIFFERENT, BAD_INPUT = 1, 2
 _VARIABLES = re.compile(
     r"ACCELERATE|CUDA|DS_|FLASH|HF_|HIP_|HUGGING|JAX_|LD_LIBRARY_PATH|MASTER_|MKL_|NCCL_|NVIDIA_|OMP_|PYTHON"
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the facts or the differences. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        options, settings = _parser().parse_known_args(argv)
+        options, settings = parser_of("env").parse_known_args(argv)
         if settings and options.diff:
             # a value may be a key
             names = ", ".join(argument.split("=")[0] for argument in settings if argument.startswith("-"))
@@ -129,19 +128,6 @@ def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
     plain = without_keys(parse(argv, None).recipe)
     assert isinstance(plain, dict)
     return plain
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser(
-        prog=PROGRAM,
-        usage="%(prog)s [--config RECIPE.yaml] [--SETTING VALUE ...] [--json] | --diff RUN_A RUN_B",
-        description="Code, versions, GPUs and environment here, and the settings of a recipe if one is given.",
-        allow_abbrev=False,
-    )
-    differ = "what two runs differ in, by their folders; exit code 1 if anything"
-    parser.add_argument("--diff", nargs=2, type=Path, metavar="RUN", help=differ)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
+from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.preflight.runner import prepare
-from salesrl_trl.preflight.simulation import SimulationConfig
 from salesrl_trl.preflight.simulation import main as simulate
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.run import signals
@@ -112,10 +112,10 @@ def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> i
     training = config.training
     completions = training.per_device_train_batch_size * training.gradient_accumulation_steps
     recipe = [] if any(argument.startswith("--config") for argument in argv) else ["--config", str(default_recipe)]
-    shape = {"prompts_per_step": max(completions // training.num_generations, 1)}
-    if 0 < training.max_steps < SimulationConfig.steps:
-        shape["steps"] = training.max_steps
-    return simulate([*recipe, *argv, *(part for name, value in shape.items() for part in (f"--{name}", str(value)))])
+    shape = ["--prompts_per_step", str(max(completions // training.num_generations, 1))]
+    if training.max_steps > 0:
+        shape += ["--steps", str(min(training.max_steps, parser_of("simulate").get_default("steps")))]
+    return simulate([*recipe, *argv, *shape])
 
 
 def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:

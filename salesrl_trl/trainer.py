@@ -17,6 +17,7 @@ Owns the overrides, each of which says what it changes. `wiring.trl_access` has 
 import copy
 import functools
 import inspect
+import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -264,16 +265,8 @@ class SalesGRPOTrainer(TRLAccess):
         if not self.tools:
             raise ConfigError(NO_TOOLS.format("a `rollout_func`"))
         if (talked := self._talked) is not None:
-            logprobs = [each.logprobs for each in talked if each.logprobs is not None]
-            return (
-                [each.mask for each in talked],
-                [each.completion for each in talked],
-                [each.completion_ids for each in talked],
-                logprobs or None,
-                sum(each.calls for each in talked),
-                sum(each.failures for each in talked),
-                [each.images for each in talked],
-            )
+            parts = zip(*(each.loop for each in talked), strict=True)  # lists, counts, and perhaps no log-probs
+            return tuple(None if None in part else functools.reduce(operator.add, part) for part in parts)
         with patched(self.components, "calls_tools", True):
             return super()._tool_call_loop(*args, **kwargs)
 

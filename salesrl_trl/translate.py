@@ -18,9 +18,9 @@ import yaml
 from salesrl_trl.build.coming_from import beside, converted, flat, flow, known_as, names, processes, updates, value_of
 from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
+from salesrl_trl.ground.command_line import exit_code
+from salesrl_trl.ground.shutdown import end_tidily
 
-PROGRAM = "python -m salesrl_trl.translate"
 _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{([\w.]+)(?::?[-=]([^${}]*))?\})")
 _PRODUCT = re.compile(r"\$\(\(\s*(\d+)\s*\*\s*(\d+)\s*\)\)")
@@ -128,23 +128,17 @@ def _part(title: str, comments: Sequence[str], lines: Sequence[str] = ()) -> lis
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the recipe. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="A recipe of a verl configuration, as far as it goes.")
-    parser.add_argument("file", type=Path, help="a YAML of verl, or a script that starts it")
-    parser.add_argument("--processes", type=int, help="GPUs to train on; defaults to those of verl")
-    parser.add_argument("--output", type=Path, metavar="RECIPE.yaml", help="defaults to the standard output")
-    args = parser.parse_args(argv)
-    try:
-        given = read(args.file)
-        if args.processes:
-            given |= {"trainer.n_gpus_per_node": args.processes, "trainer.nnodes": 1}
-        text = recipe(given, args.file.name)
-        if args.output:
-            args.output.write_text(text, "utf-8")
-    except (ConfigError, OSError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    return exit_code("translate", argv, _write)
+
+
+def _write(args: argparse.Namespace) -> None:
+    given = read(args.file)
+    if args.processes:
+        given |= {"trainer.n_gpus_per_node": args.processes, "trainer.nnodes": 1}
+    text = recipe(given, args.file.name)
+    if args.output:
+        args.output.write_text(text, "utf-8")
     print(f"{args.output}: look at its comments" if args.output else text)
-    return 0
 
 
 if __name__ == "__main__":

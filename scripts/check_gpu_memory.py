@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from salesrl_trl.ground.command_line import ToolParser
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, end_tidily
 
 if __name__ == "__main__":
@@ -30,7 +31,7 @@ from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.preflight.memory import Scales, settle_precision
-from salesrl_trl.run.tools import ToolParser, print_failure, strict_json
+from salesrl_trl.run.tools import print_failure, strict_json
 
 SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
 SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.

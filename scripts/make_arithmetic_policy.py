@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM, set_seed
 from transformers import Qwen2Config as Config
 
-from salesrl_trl.data.arithmetic import arithmetic_records
+from salesrl_trl.data.files import ARITHMETIC, FILES, demo_records
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.ground.shutdown import end_tidily
 
@@ -57,7 +57,9 @@ def main() -> None:
     model.config.use_cache = True  # the trainer turned it off
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    shares = {split: share_of_right(model, tokenizer, arithmetic_records(split)) for split in ("train", "heldout")}
+    shares = {
+        split: share_of_right(model, tokenizer, demo_records(f"{ARITHMETIC}/{file}")) for split, file in FILES.items()
+    }
     (args.out / "figures.json").write_text(json.dumps(shares, indent=2) + "\n", encoding="utf-8")
     print(f"{args.out}: {model.num_parameters():,} parameters, {args.steps} steps, seed {args.seed}: {shares}")
 
@@ -109,7 +111,7 @@ def demonstrations(seed: int) -> Dataset:
     """Questions of the training rows, each with several answers."""
     rng = random.Random(f"arithmetic {seed}")
     rows = []
-    for record in arithmetic_records("train"):
+    for record in demo_records(f"{ARITHMETIC}/{FILES['train']}"):
         for _ in range(ANSWERS):
             answer = int(record["answer"]) + (rng.choice(ERRORS) if rng.random() < WRONG else 0)
             rows.append({"prompt": record["prompt"], "completion": [{"role": "assistant", "content": str(answer)}]})

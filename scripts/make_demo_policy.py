@@ -36,11 +36,11 @@ from transformers import (
 from salesrl_trl.data.files import demo_path, load_documents
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import load_drafts, load_rows
-from salesrl_trl.data.templates import action_text, build_prompt
+from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.rag_app import search_text
-from salesrl_trl.demo.services.rubric import judge_sections, load_terms
+from salesrl_trl.demo.services.rubric import judge_sections, protected_terms
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.reward.parsing import parse_action
 from salesrl_trl.types import Action, InvalidAction, SalesRow
@@ -159,14 +159,14 @@ def demonstrations(conversations: int, seed: int) -> Iterator[dict[str, Any]]:
         for position, record in enumerate(build_split("train", ROWS_AT_ONCE, set(map(normalise, held_out)), 0, rng)):
             prompt = build_prompt(parse_row(record, position, BRANCHES, "the generator"), PROMPT_STYLE)
             for draft in record["draft_actions"]:
-                action = action_text(Action(fields=draft))
+                action = json.dumps(draft, ensure_ascii=False)
                 yield {"prompt": prompt, "completion": [{"role": "assistant", "content": action}]}
 
 
 def figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> dict[str, float]:
     """Shares of valid actions and of right documents, and the mean reward by branch, over sampled actions."""
     index = KnowledgeIndex(load_documents(demo_path("knowledge.jsonl")))
-    terms = load_terms(demo_path("protected_terms.json"))
+    terms = protected_terms()
     valid, right = [], []
     rewards: dict[str, list[float]] = {branch: [] for branch in BRANCHES}
     rows = load_rows("demo", "heldout", BRANCHES, most)

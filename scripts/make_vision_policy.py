@@ -9,6 +9,7 @@ rows of `dataset: demo_pictures` too.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, read_lin
 from salesrl_trl.data.processor import NoVideos, videos_left_out
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.data.templates import action_text, build_prompt
+from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, VISION_POLICY, packaged_tokenizer
-from salesrl_trl.types import Action, Prompt, SalesRow
+from salesrl_trl.types import Prompt, SalesRow
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -177,7 +178,7 @@ def readings() -> "Dataset":
 
 def demonstrations() -> "Dataset":
     pairs = [(row, draft) for row, record in _training_rows() for draft in record["draft_actions"]]
-    answers = [[{"role": "assistant", "content": action_text(Action(fields=draft))}] for _, draft in pairs]
+    answers = [[{"role": "assistant", "content": json.dumps(draft, ensure_ascii=False)}] for _, draft in pairs]
     return _with_answers([build_prompt(row, PROMPT_STYLE) for row, _ in pairs], [row for row, _ in pairs], answers)
 
 

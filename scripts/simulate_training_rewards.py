@@ -14,19 +14,13 @@ interrupted. docs/SERVICES.md says more.
 
 import sys
 
-from salesrl_trl.build.settings_help import answer_help, tool_text
+from salesrl_trl.build.settings_help import answer_help
+from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import end_tidily
 
 if __name__ == "__main__":
     end_tidily()
-    answer_help(
-        sys.argv[1:],
-        own=tool_text(
-            "scripts/simulate_training_rewards.py [--config RECIPE.yaml] [--SETTING VALUE ...]",
-            "The load of a training run on a RAG service and a judge, without a model or a GPU. Takes every setting.",
-            "salesrl_trl.preflight.simulation.SimulationConfig",
-        ),
-    )
+    answer_help(sys.argv[1:], own=parser_of("simulate").format_help())
     from salesrl_trl.preflight.simulation import main  # takes seconds
 
     sys.exit(main())

@@ -7,9 +7,8 @@ Owns the wiring, and the budget of a run's folder. `train`, `evaluate`, `rejudge
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +107,12 @@ def open_reward(
         _connected(config, parts, rag_base_url, training),
     ):
 
-        def packaged(path: str) -> Scorer:
-            build: Callable[..., JudgeReward] = partial(build_judge_reward, config, parts)
-            if path == SALES:
-                build = partial(build_reward, config, parts, rows, rag_base_url)
-            reward = build(
+        def packaged() -> Scorer:
+            reward = build_reward(
+                config,
+                parts,
+                rows,
+                rag_base_url,
                 judge_base_url,
                 output_dir=Path(training.output_dir),
                 processes=training.world_size,
@@ -123,7 +123,7 @@ def open_reward(
             return placed(reward, None if config.asks_nobody else training.reward_process, stays)
 
         paths, own = config.reward_funcs or [SALES], parts.functions
-        rewards = [own[path] if path in own else packaged(path) for path in paths]
+        rewards = [own[path] if path in own else packaged() for path in paths]
         weights = training.reward_weights or [1.0] * len(rewards)
         replay = config.parsed_replay()
         if replay is None:
@@ -140,10 +140,8 @@ def _connected(
     """The packaged tool, if the policy has it, with a client of its own: its event loop is not that of rewards."""
     if parts.search is not None:
         rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
-        connected = build_rag(
-            config, replace(parts, rag=rag), rag_base_url, training.world_size, name_8b="tool_search"
-        )
-        parts.search.connect(connected)
+        clients = ServiceClients(config, replace(parts, rag=rag), training.world_size)
+        parts.search.connect(clients.rag(rag_base_url, name_8b="tool_search"))
     try:
         yield
     finally:
@@ -163,32 +161,34 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
     if not (config.embeds_rag or config.embeds_judge):
         yield config.rag_base_url or NOWHERE, config.judge_base_url or NOWHERE
         return
-    if services is None and "WORLD_SIZE" not in os.environ:
-        with EmbeddedServices(documents=_documents(config)) as mine:
-            _log_embedded(config, mine)
-            yield config.rag_base_url or mine.rag_base_url, config.judge_base_url or mine.judge_base_url
-        return
+    with contextlib.ExitStack() as stack:
+        if services is None and "WORLD_SIZE" not in os.environ:
+            here = stack.enter_context(EmbeddedServices(documents=_documents(config)))
+            _log_embedded(config, here)
+        else:
+            here = _of_this_node(config, services or stack.enter_context(launched_services(config)))
+        yield config.rag_base_url or here.rag_base_url, config.judge_base_url or here.judge_base_url
+
+
+def _of_this_node(config: RewardConfig, services: EmbeddedServices) -> ServiceAddresses:
     from accelerate import PartialState  # brings torch, which a process alone does not need
     from accelerate.utils import gather_object
 
     state = PartialState()
-    with contextlib.ExitStack() as stack:
-        if services is None:
-            services = stack.enter_context(launched_services(config))
-        started: ServiceAddresses | SalesRLError | None = None
-        if state.is_local_main_process:
-            try:
-                started = services.start()
-                _log_embedded(config, started)
-            except SalesRLError as error:
-                started = error
-        everywhere: list[ServiceAddresses | SalesRLError | None] = gather_object([started])
-        for result in everywhere:
-            if isinstance(result, SalesRLError):
-                raise result
-        here = everywhere[state.process_index - state.local_process_index]  # of this node's main process
-        assert isinstance(here, ServiceAddresses)
-        yield config.rag_base_url or here.rag_base_url, config.judge_base_url or here.judge_base_url
+    started: ServiceAddresses | SalesRLError | None = None
+    if state.is_local_main_process:
+        try:
+            started = services.start()
+            _log_embedded(config, started)
+        except SalesRLError as error:
+            started = error
+    everywhere = gather_object([started])
+    for result in everywhere:
+        if isinstance(result, SalesRLError):
+            raise result
+    here = everywhere[state.process_index - state.local_process_index]  # of this node's main process
+    assert isinstance(here, ServiceAddresses)
+    return here
 
 
 def placed(chain: JudgeReward, in_a_process: bool | None, on_cpu: bool) -> JudgeReward | RemoteReward:
@@ -212,68 +212,48 @@ def build_reward(
     rag_base_url: str,
     judge_base_url: str,
     *,
-    output_dir: Path,
-    processes: int = 1,
-    process_index: int = 0,
-    records: bool = False,
-    keeps_references: bool = True,
-) -> SalesReward:
-    """Build the reward chain. `output_dir`: folder of the run's own cache of answers. `keeps_references`: whether 32B
-    answers of other runs are taken and left for them, if the settings say so too."""
-    budget = budget_of(config, output_dir, processes)
-    rag, judge = build_services(config, parts, rag_base_url, judge_base_url, processes, budget, for_rewards=True)
-    answers = references = None  # the embedded service has a new address in every run, so its answers are not kept
-    if config.rag_base_url is not None or config.rag is not None:
-        answers = output_dir / f"answers.rank{process_index}.sqlite"
-        references = cache_dir() / "references.sqlite" if keeps_references and config.cache_answers else None
-    chain = SalesReward(
-        # services and judge see text; a child process gets a copy
-        [replace(row, images=(), columns={}) for row in rows],
-        rag,
-        judge,
-        parts.scoring,
-        stages=parts.stages,
-        score_threshold=config.rag_score_threshold,
-        top_k=config.rag_top_k,
-        deadline_s=config.reward_deadline_s,
-        action_format=config.action_format(),
-        announces=process_index == 0,
-        lines=SampleLines(config.verbose),
-        records=records,
-        answers=AnswerStore(answers) if config.cache_answers else AnswerStore(most=0),
-        references=AnswerStore(references),
-        second=_second_judge(config, parts, processes, budget, config.action_format()),
-    )
-    chain.budget = budget
-    return chain
-
-
-def build_judge_reward(
-    config: RewardConfig,
-    parts: RewardParts,
-    judge_base_url: str,
-    *,
     output_dir: Path | None,
     processes: int = 1,
     process_index: int = 0,
     records: bool = False,
+    keeps_references: bool = True,
 ) -> JudgeReward:
-    """Build the reward of a policy that answers directly. Arguments as in `build_reward`. Without an `output_dir`
-    nothing is kept."""
+    """Build the packaged reward: the chain, or with `judge` in `reward_funcs` the judge alone, which needs no rows.
+
+    `output_dir`: folder of the run's own cache of answers; nothing is kept or counted without one.
+    `keeps_references`: whether 32B answers of other runs are taken and left for them, if the settings say so too.
+    """
     budget = None if output_dir is None else budget_of(config, output_dir, processes)
-    path = None
-    if output_dir is not None and not config.embeds_judge:  # the embedded one has a new address in every run
-        path = output_dir / f"answers.rank{process_index}.sqlite"
-    reward = JudgeReward(
-        build_judge(config, parts, judge_base_url, processes, budget, for_rewards=True),
-        parts.scoring,
-        deadline_s=config.reward_deadline_s,
-        stages=parts.stages,
-        lines=SampleLines(config.verbose),
-        records=records,
-        answers=AnswerStore(path) if config.cache_answers else AnswerStore(most=0),
-        second=_second_judge(config, parts, processes, budget, None),
-    )
+    clients, direct = ServiceClients(config, parts, processes, budget), config.judges_answers
+    # an embedded service has a new address in every run, so its answers are not kept
+    is_kept = not (config.embeds_judge if direct else config.rag_base_url is None and config.rag is None)
+    path = output_dir / f"answers.rank{process_index}.sqlite" if output_dir is not None and is_kept else None
+    common: dict[str, Any] = {
+        "deadline_s": config.reward_deadline_s,
+        "stages": parts.stages,
+        "lines": SampleLines(config.verbose),
+        "records": records,
+        "answers": AnswerStore(path) if config.cache_answers else AnswerStore(most=0),
+        "second": clients.second_judge(None if direct else config.action_format()),
+    }
+    judge = clients.judge(judge_base_url, for_rewards=True)
+    if direct:
+        reward = JudgeReward(judge, parts.scoring, **common)
+    else:
+        is_left = is_kept and keeps_references and config.cache_answers
+        reward = SalesReward(
+            # services and judge see text; a child process gets a copy
+            [replace(row, images=(), columns={}) for row in rows],
+            clients.rag(rag_base_url),
+            judge,
+            parts.scoring,
+            score_threshold=config.rag_score_threshold,
+            top_k=config.rag_top_k,
+            action_format=config.action_format(),
+            announces=process_index == 0,
+            references=AnswerStore(cache_dir() / "references.sqlite" if is_left else None),
+            **common,
+        )
     reward.budget = budget
     return reward
 
@@ -312,9 +292,11 @@ def judge_reward(
     rubrics = {ALL: rubric} if isinstance(rubric, str) else dict(rubric or {})
     parts = read_reward(config, [*rubrics] or [ALL], rubrics=rubrics)
     processes, index = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
-    return build_judge_reward(
+    return build_reward(
         config,
         parts,
+        (),
+        NOWHERE,
         config.judge_base_url or NOWHERE,
         output_dir=Path(output_dir) if output_dir else None,
         processes=processes,
@@ -369,156 +351,113 @@ def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
         )
 
 
-def build_services(
-    config: RewardConfig,
-    parts: RewardParts,
-    rag_base_url: str,
-    judge_base_url: str,
-    processes: int = 1,
-    budget: Budget | None = None,
-    *,
-    for_rewards: bool = False,
-) -> tuple[RagBackend, Judge]:
-    """Build the clients of the services, without a connection. `judge_base_url` is not used with `judge_providers`.
-    `processes` share the limits. `budget`: from `budget_of`; nothing is limited or counted without it. `for_rewards`:
-    the judge is without the provider that is only the second judge of `judge_meter`."""
-    rag = build_rag(config, parts, rag_base_url, processes, budget)
-    return rag, build_judge(config, parts, judge_base_url, processes, budget, for_rewards=for_rewards)
+@dataclass(frozen=True)
+class ServiceClients:
+    """Makes the clients of the services, without a connection."""
 
+    config: RewardConfig
+    parts: RewardParts
+    processes: int = 1  # which share the limits
+    budget: Budget | None = None  # from `budget_of`; nothing is limited or counted without it
 
-def build_rag(
-    config: RewardConfig,
-    parts: RewardParts,
-    base_url: str,
-    processes: int = 1,
-    budget: Budget | None = None,
-    *,
-    name_8b: str = "rag_8b",
-) -> RagBackend:
-    """Build the client of the RAG service, or that of a user's own. Arguments as in `build_services`. `name_8b`: of
-    the 8B endpoint, in figures and reason codes."""
-    if parts.rag is not None:
-        _count(parts.rag.transports, budget)
-        return parts.rag
-    transport = partial(_transport, config, processes, budget)
-    retrieval = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
-    # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if its score counts.
-    patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
-    return RagClient(
-        base_url,
-        transport_8b=transport(name_8b, *retrieval),
-        transport_32b=transport("rag_32b", *retrieval, patience_s=patience_32b_s),
-        api_key=parts.rag_key,
-    )
-
-
-def build_judge(
-    config: RewardConfig,
-    parts: RewardParts,
-    base_url: str,
-    processes: int = 1,
-    budget: Budget | None = None,
-    *,
-    for_rewards: bool = False,
-) -> Judge:
-    """Build the client of the judges, or that of a user's own. Arguments as in `build_services`."""
-    if parts.judge is not None:
-        _count(parts.judge.transports, budget)
-        return parts.judge
-    meter = config.parsed_judge_meter() if for_rewards else None
-    configured = [one for one in config.parsed_judge_providers() if meter is None or one.name != meter.second]
-    providers = configured or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)]
-    return _judge_client(config, parts, providers, parts.rubrics, processes, budget)
-
-
-def _second_judge(
-    config: RewardConfig,
-    parts: RewardParts,
-    processes: int,
-    budget: Budget | None,
-    action_format: ActionFormat | None,
-) -> SecondJudge | None:
-    """The second judge of `judge_meter`, with the answers that are judged again and again."""
-    meter = config.parsed_judge_meter()
-    if meter is None:
-        return None
-    rubrics = {name: text for name, text in parts.rubrics.items() if name in parts.scoring.weights}
-    if meter.rubric_dir is not None:
-        rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
-    providers = [provider for provider in config.parsed_judge_providers() if provider.name == meter.second]
-    fixed = anchors({name: name for name in rubrics}, action_format, ANCHORS)
-    settings = MeterSettings(
-        share=meter.share,
-        anchor_steps=meter.anchor_steps,
-        anchors=len(fixed),
-        stops=meter.on_alarm == "stop",
-        shows_text="completions" in config.verbose,
-    )
-    judge = _judge_client(config, parts, providers, rubrics, processes, budget)
-    return SecondJudge(judge=judge, anchors=fixed, settings=settings)
-
-
-def _judge_client(
-    config: RewardConfig,
-    parts: RewardParts,
-    configured: Sequence[JudgeProviderConfig],
-    rubrics: Mapping[str, str],
-    processes: int,
-    budget: Budget | None,
-) -> JudgeClient:
-    providers = [
-        from_fields(
-            JudgeProvider,
-            provider,
-            transport=_transport(
-                config,
-                processes,
-                budget,
-                f"{JUDGE}_{provider.name}" if config.judge_providers else JUDGE,
-                provider.max_concurrency or config.judge_max_concurrency,
-                provider.timeout_s or config.judge_timeout_s,
-                config.parsed_attempts().judge,
-                price=Price(
-                    prompt_token=provider.usd_per_million_prompt_tokens / 1e6,
-                    completion_token=provider.usd_per_million_completion_tokens / 1e6,
-                    max_completion_tokens=provider.max_completion_tokens,
-                ),
-                tokens_per_minute=provider.tokens_per_minute,
-            ),
-            api_key=parts.judge_keys[provider.name],
+    def rag(self, base_url: str, name_8b: str = "rag_8b") -> RagBackend:
+        """The client of the RAG service, or that of a user's own. `name_8b`: of the 8B endpoint, in figures and reason
+        codes."""
+        config, parts = self.config, self.parts
+        if parts.rag is not None:
+            self._count(parts.rag.transports)
+            return parts.rag
+        limits = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
+        # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if it counts.
+        patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
+        return RagClient(
+            base_url,
+            transport_8b=self._transport(name_8b, *limits),
+            transport_32b=self._transport("rag_32b", *limits, patience_s=patience_32b_s),
+            api_key=parts.rag_key,
         )
-        for provider in configured
-    ]
-    return JudgeClient(providers, rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
 
+    def judge(self, base_url: str, *, for_rewards: bool = False) -> Judge:
+        """The client of the judges, or that of a user's own. `base_url` is not used with `judge_providers`.
+        `for_rewards`: without the provider that is only the second judge of `judge_meter`."""
+        config, own = self.config, self.parts.judge
+        if own is not None:
+            self._count(own.transports)
+            return own
+        meter = config.parsed_judge_meter() if for_rewards else None
+        providers = [one for one in config.parsed_judge_providers() if meter is None or one.name != meter.second]
+        providers = providers or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)]
+        return self._judges(providers, self.parts.rubrics)
 
-def _transport(
-    config: RewardConfig,
-    processes: int,
-    budget: Budget | None,
-    service: str,
-    max_concurrency: int,
-    timeout_s: float,
-    max_attempts: int,
-    *,
-    patience_s: float | None = None,
-    price: Price = FREE,
-    tokens_per_minute: float | None = None,
-) -> Transport:
-    return Transport(
-        service,
-        max_concurrency=max(max_concurrency // processes, 1),
-        attempt_timeout_s=timeout_s,
-        max_attempts=max_attempts,
-        initial_concurrency=config.initial_concurrency,
-        outage_patience_s=config.outage_patience_s if patience_s is None else patience_s,
-        hedge_fraction=config.hedge_fraction,
-        quota=None if budget is None else budget.quota(service, price, tokens_per_minute),
-    )
+    def second_judge(self, action_format: ActionFormat | None) -> SecondJudge | None:
+        """The second judge of `judge_meter`, with the answers that are judged again and again."""
+        config, scoring = self.config, self.parts.scoring
+        meter = config.parsed_judge_meter()
+        if meter is None:
+            return None
+        rubrics = {name: text for name, text in self.parts.rubrics.items() if name in scoring.weights}
+        if meter.rubric_dir is not None:
+            rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
+        providers = [provider for provider in config.parsed_judge_providers() if provider.name == meter.second]
+        fixed = anchors({name: name for name in rubrics}, action_format, ANCHORS)
+        settings = MeterSettings(
+            share=meter.share,
+            anchor_steps=meter.anchor_steps,
+            anchors=len(fixed),
+            stops=meter.on_alarm == "stop",
+            shows_text="completions" in config.verbose,
+        )
+        return SecondJudge(judge=self._judges(providers, rubrics), anchors=fixed, settings=settings)
 
+    def _judges(self, providers: Sequence[JudgeProviderConfig], rubrics: Mapping[str, str]) -> JudgeClient:
+        config = self.config
+        clients = [
+            from_fields(
+                JudgeProvider,
+                provider,
+                transport=self._transport(
+                    f"{JUDGE}_{provider.name}" if config.judge_providers else JUDGE,
+                    provider.max_concurrency or config.judge_max_concurrency,
+                    provider.timeout_s or config.judge_timeout_s,
+                    config.parsed_attempts().judge,
+                    price=Price(
+                        prompt_token=provider.usd_per_million_prompt_tokens / 1e6,
+                        completion_token=provider.usd_per_million_completion_tokens / 1e6,
+                        max_completion_tokens=provider.max_completion_tokens,
+                    ),
+                    tokens_per_minute=provider.tokens_per_minute,
+                ),
+                api_key=self.parts.judge_keys[provider.name],
+            )
+            for provider in providers
+        ]
+        orders = config.judge_orders if config.judge_mode == "group" else 0
+        times = {"repeats": config.judge_repeats, "orders": orders}
+        return JudgeClient(clients, rubrics, aggregation=config.judge_aggregation, **times)
 
-def _count(transports: Mapping[str, Transport], budget: Budget | None) -> None:
-    """Let the budget count what a user's own client sends."""
-    for name, transport in transports.items():
-        if budget is not None:
-            transport.count_by(budget.quota(name))
+    def _transport(
+        self,
+        service: str,
+        max_concurrency: int,
+        timeout_s: float,
+        max_attempts: int,
+        price: Price = FREE,
+        tokens_per_minute: float | None = None,
+        patience_s: float | None = None,
+    ) -> Transport:
+        return Transport(
+            service,
+            max_concurrency=max(max_concurrency // self.processes, 1),
+            attempt_timeout_s=timeout_s,
+            max_attempts=max_attempts,
+            initial_concurrency=self.config.initial_concurrency,
+            outage_patience_s=self.config.outage_patience_s if patience_s is None else patience_s,
+            hedge_fraction=self.config.hedge_fraction,
+            quota=None if self.budget is None else self.budget.quota(service, price, tokens_per_minute),
+        )
+
+    def _count(self, transports: Mapping[str, Transport]) -> None:
+        """Let the budget count what a user's own client sends."""
+        for name, transport in transports.items():
+            if self.budget is not None:
+                transport.count_by(self.budget.quota(name))

@@ -4,25 +4,26 @@
 kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, `config` or `data`.
 """
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property, partial
+from pathlib import Path
+from typing import cast
 
 from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from salesrl_trl.build.checks import model as policy_checks
 from salesrl_trl.build.checks.addresses import check_vllm_server
 from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of, rows_of
-from salesrl_trl.build.checks.model import (
-    check_model,
-    generation_config_of,
-    load_tokenizer,
-    positions_of,
-    reads_pictures,
-)
 from salesrl_trl.build.memory.estimate import Estimate
 from salesrl_trl.build.services_plan import ServicesPlan
 from salesrl_trl.build.settings import RunConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
+from salesrl_trl.data.files import read_yaml
 from salesrl_trl.data.form import Records
 from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
@@ -30,6 +31,16 @@ from salesrl_trl.data.processor import load_processor
 from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.types import SalesRow
+
+
+def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, object]) -> SalesGRPOConfig:
+    """A copy of settings of training with those of an overlay of `overlays.yaml`, and with further changes."""
+    made = copy.copy(training)  # `replace` would settle settings again that are settled
+    overlays = cast(dict[str, dict[str, object]], read_yaml(Path(__file__).with_name("overlays.yaml")))
+    for name, value in (overlays[overlay] | dict(changes)).items():
+        kind = type(getattr(made, name))
+        setattr(made, name, kind(value) if issubclass(kind, Enum) else value)
+    return made
 
 
 @dataclass
@@ -74,12 +85,12 @@ class Plan(ServicesPlan):
 
     @cached_property
     def model_config(self) -> PretrainedConfig:
-        return check_model(*self._source)
+        return policy_checks.check_model(*self._source)
 
     @cached_property
     def processor(self) -> ProcessorMixin | None:
         """The processor of a policy that reads pictures. `None` for one that reads text alone."""
-        return load_processor(*self._source) if reads_pictures(self.model_config) else None
+        return load_processor(*self._source) if policy_checks.reads_pictures(self.model_config) else None
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -88,13 +99,13 @@ class Plan(ServicesPlan):
             tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
             tokenizer.chat_template = tokenizer.chat_template or self.processor.chat_template
             return tokenizer
-        return load_tokenizer(*self._source)
+        return policy_checks.load_tokenizer(*self._source)
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
         """The policy's generation settings, from its configuration if need be."""
-        name, revision, _ = self._source
-        return generation_config_of(name, revision) or GenerationConfig.from_model_config(self.model_config)
+        own = policy_checks.generation_config_of(*self._source[:2])
+        return own or GenerationConfig.from_model_config(self.model_config)
 
     @property
     def _source(self) -> tuple[str, str | None, bool]:
@@ -114,7 +125,7 @@ class Plan(ServicesPlan):
             )
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
-        return prompt_limit(self.config.data, training, positions_of(self.model_config), server_room)
+        return prompt_limit(self.config.data, training, policy_checks.positions_of(self.model_config), server_room)
 
     @cached_property
     def train(self) -> FittingPrompts:

@@ -7,7 +7,7 @@ import copy
 import difflib
 import itertools
 from argparse import SUPPRESS, Action, ArgumentError, Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,14 +39,6 @@ PRESET = "preset"  # an argument of the command line, and no setting: names of o
 MOST_NAMES = 12  # unknown names in a message
 PATHS = ("output_dir", "resume_from_checkpoint", "model_name_or_path")
 """Settings of TRL and transformers that may be paths of this machine."""
-FIRST = (
-    "model_name_or_path", "dataset", "eval_dataset", "held_out_share", "reward_funcs", "max_steps", "learning_rate",
-    "num_generations", "max_completion_length", "output_dir", "resume_from_checkpoint", "use_peft", "lora_r",
-    "vllm_max_model_length", "dataset_format", "columns", "prompt_template", "branches", "rubric_dir", "branch_kl",
-    "beta", "branch_reward_weights", "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env",
-    "allow_stand_ins", "knowledge_file",
-)  # fmt: skip
-"""The settings of the README's table of one's own, which `--help` shows first."""
 
 
 def all_kinds() -> tuple[type, ...]:
@@ -92,11 +84,16 @@ def parse(argv: Sequence[str], default_recipe: Path | None, refused: Refusals | 
     return config
 
 
-def parse_part(argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None) -> tuple[Any, ...]:
+def parse_part(
+    argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None, own: Iterable[str] = ()
+) -> tuple[Any, ...]:
     """Read the settings of a tool: an object of each of the `kinds`. It accepts every recipe and setting of a run, but
-    reads and checks its own alone: training settings, for example, may need a GPU. Raises as `parse`.
+    reads and checks its own alone: training settings, for example, may need a GPU. Raises as `parse`. `own`: names of
+    the tool's other options, for guesses at a misspelt one.
     """
-    return SettingsParser(kinds, names_of_settings()).read(argv, default_recipe)
+    parser = SettingsParser(kinds, names_of_settings())
+    parser.options_beside = {f"--{name}" for name in own}
+    return parser.read(argv, default_recipe)
 
 
 def names_of_settings() -> set[str]:
@@ -130,6 +127,7 @@ class SettingsParser(TrlParser):
         self.values: dict[str, object] = {}
         self._given: set[str] = set()
         self._presets: dict[str, dict[str, object]] = {}
+        self.options_beside = set[str]()
         self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
 
     @property
@@ -154,7 +152,7 @@ class SettingsParser(TrlParser):
         for name in self._unread:
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
         unknown = {name: value for name, value in _arguments(argv).items() if name not in known}
-        guesses = self._with_guesses(unknown, known)
+        guesses = self._with_guesses(unknown, known | self.options_beside)
         self._refused.check(lambda: not unknown, f"unknown arguments: {guesses}. Correct them; `--help` lists all.")
         argv, names = _without_presets(argv, self._refused)
         self._presets = {name: self._checked_recipe(FOLDER / f"{name}.yaml") for name in names}

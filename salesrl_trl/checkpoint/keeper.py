@@ -8,6 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -36,35 +37,30 @@ logger = get_logger(__name__)
 Batches = list[dict[str, object]]  # the slices of a generation batch, as TRL keeps them
 
 
+@dataclass(eq=False)
 class Keeper:
-    """Saves the checkpoints of one run. `kl`: its state is part of one. `identity`: gives the run's identity from its
+    """Saves the checkpoints of one run, with the state of `kl`. `identity_of` gives the run's identity from its
     training dataset. `is_skipping`: the generation batch under way is left out of the loss, and so of a checkpoint.
     `in_flight`: `Pipeline.in_flight`."""
 
-    def __init__(
-        self,
-        args: SalesGRPOConfig,
-        kl: BranchedKL | None,
-        identity: Callable[[object], Identity],
-        is_skipping: Callable[[], bool],
-        in_flight: Callable[[int, int], Mapping[int, KeptRollouts]],
-    ) -> None:
-        self._args = args
-        self._kl = kl
-        self._identity_of = identity
-        self._is_skipping = is_skipping
-        self._in_flight = in_flight
+    args: SalesGRPOConfig
+    kl: BranchedKL | None
+    identity_of: Callable[[object], Identity]
+    is_skipping: Callable[[], bool]
+    in_flight: Callable[[int, int], Mapping[int, KeptRollouts]]
+
+    def __post_init__(self) -> None:
         self._kept: dict[int, KeptRollouts] = {}
-        self._output_dir = Path(args.output_dir)
-        self._is_main, self._leads_node = args.process_index == 0, args.local_process_index == 0
+        self._output_dir = Path(self.args.output_dir)
+        self._is_main, self._leads_node = self.args.process_index == 0, self.args.local_process_index == 0
         self._last: Path | None = None
         self.run = ""  # its id, once it has begun
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
         """A run begins, or goes on from the checkpoint that is returned; a collective. `asked` is as in `whole.find`.
         Raises `ConfigError` if the run can't go on from it."""
-        self._identity = self._identity_of(dataset)
-        self._last = choose_on_all_ranks(asked, self._args, self._identity)
+        self._identity = self.identity_of(dataset)
+        self._last = choose_on_all_ranks(asked, self.args, self._identity)
         self.run = agreed(lambda: _run_of(self._last, self._output_dir))
         self._clear()
         return None if self._last is None else str(self._last)
@@ -84,7 +80,7 @@ class Keeper:
         fresh = self._output_dir / SAVING_FOLDER / folder.name
         self._clear()
         PartialState().wait_for_everyone()
-        with patched(self._args, "output_dir", str(fresh.parent)):
+        with patched(self.args, "output_dir", str(fresh.parent)):
             self._on_all_ranks(folder, write)
         self._on_all_ranks(folder, lambda: self._finish(fresh, folder, state) if self._is_main else None)
         # With a shared disk, the folder is in its place now. Else each machine has one of its own left.
@@ -97,44 +93,42 @@ class Keeper:
         """Write the package's own files: the KL's state, the identity, the generation batch under way, and
         rollouts in flight. `update` and `micro_step`: steps done. `slices`: of the generation batch under way, as
         TRL keeps them."""
-        is_inside = bool(micro_step % self._args.window)
-        if self._args.should_save:
-            write_identity(folder, self._identity, is_inside)
-            if self._kl is not None:
-                self._kl.save(folder)
-        if is_inside and not self._is_skipping():
+        is_inside, flying = bool(micro_step % self.args.window), self.in_flight(micro_step, update)
+        moved = any(rollout.inputs for rollout in flying.values())  # prompts that are to come are this process's
+        if self.args.should_save:
+            write_identity(folder, self._identity, is_inside or moved)
+            if self.kl is not None:
+                self.kl.save(folder)
+        if is_inside and not self.is_skipping():
             self._save_part(folder, UNDER_WAY_FILE, batches=slices)
-        if not self._args.save_rollouts:
+        if not self.args.save_rollouts and not moved:
             return
-        rollouts = {
-            first: {
-                "rows": rollout.rows,
-                "step": rollout.step,
-                "generated": list(rollout.sampled.generated),
-                "metrics": {name: [*map(float, values)] for name, values in rollout.sampled.metrics.items()},
-                "tokens": int(rollout.sampled.tokens),
-                "behaviour_logps": rollout.behaviour_logps,
-            }
-            for first, rollout in self._in_flight(micro_step, update).items()
-            if not rollout.sampled.vision
-        }
+        rollouts = {}
+        for first, rollout in flying.items():
+            content = {name: getattr(rollout, name) for name in ("rows", "steps", "behaviour_logps", "inputs")}
+            sampled = rollout.sampled
+            if sampled is not None and self.args.save_rollouts and not sampled.vision:
+                metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
+                tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
+                rollouts[first] = {**content, "sampled": tokens}
+            elif moved:
+                rollouts[first] = {**content, "sampled": None}
         self._save_part(folder, ROLLOUTS_FILE, rollouts=rollouts)
 
     def load_parts(self, folder: Path, micro_step: int) -> Batches | None:
         """Go on with the state of the KL. Returns the generation batch under way, if there is one; a collective.
         Without a batch TRL generates one, which is a collective: `None` on all ranks if any has none."""
-        if self._kl is not None:
-            self._kl.load(folder)
+        if self.kl is not None:
+            self.kl.load(folder)
         saved = self._load_part(folder, ROLLOUTS_FILE)
         self._kept = {}
         if saved is not None:
             for first, kept in saved["rollouts"].items():
-                sampled = Sampled(generated=tuple(kept["generated"]), metrics=kept["metrics"], tokens=kept["tokens"])
-                self._kept[first] = KeptRollouts(
-                    rows=kept["rows"], step=kept["step"], sampled=sampled, behaviour_logps=kept["behaviour_logps"]
-                )
+                if "steps" in kept:  # else an earlier release saved it, and they are generated anew
+                    sampled = kept["sampled"] and Sampled(**kept["sampled"])
+                    self._kept[first] = KeptRollouts(**{**kept, "sampled": sampled})
             logger.info(f"going on with {len(self._kept)} rollouts in flight")
-        if not micro_step % self._args.window:
+        if not micro_step % self.args.window:
             return None
         saved = self._load_part(folder, UNDER_WAY_FILE)
         if saved is None:
@@ -148,17 +142,17 @@ class Keeper:
     def _save_part(self, folder: Path, name: str, **content: object) -> None:
         """Save this process's part, with the `arrangement` of batches that it holds for."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / name.format(rank=self._args.process_index)
-        torch.save({"arrangement": self._args.arrangement, **content}, path)
+        path = folder / name.format(rank=self.args.process_index)
+        torch.save({"arrangement": self.args.arrangement, **content}, path)
 
     def _load_part(self, folder: Path, name: str) -> dict[str, Any] | None:
         """This process's part. `None` on all ranks if any has none of this arrangement; a collective."""
-        path = folder / name.format(rank=self._args.process_index)
+        path = folder / name.format(rank=self.args.process_index)
         state: dict[str, Any] | None = None
         if path.is_file():
-            state = torch.load(path, map_location=self._args.device, weights_only=True)
-        is_usable = state is not None and state["arrangement"] == self._args.arrangement
-        return None if on_any_rank(not is_usable, self._args.device) else state
+            state = torch.load(path, map_location=self.args.device, weights_only=True)
+        is_usable = state is not None and state["arrangement"] == self.args.arrangement
+        return None if on_any_rank(not is_usable, self.args.device) else state
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
         """The rollouts in flight that `load_parts` has read, once."""
@@ -198,13 +192,13 @@ class Keeper:
         if state.best_model_checkpoint == str(fresh):
             state.best_model_checkpoint = str(folder)
             state.save_to_json(str(fresh / STATE_FILE))
-        processes, has_optimizer = PartialState().num_processes, not self._args.save_only_model
+        processes, has_optimizer = PartialState().num_processes, not self.args.save_only_model
         seal(fresh, processes=processes, has_optimizer=has_optimizer, output_dir=self._output_dir, run=self.run)
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
         """Delete the oldest whole checkpoints, but neither the best nor the last one."""
-        limit = self._args.save_total_limit or 0
+        limit = self.args.save_total_limit or 0
         if limit <= 0:
             return
         manifests = {folder: read(folder) for folder in folders(self._output_dir)}

@@ -4,7 +4,6 @@ Owns the manifest: size and digest of each file, and the checkpoint's number amo
 folder that lacks a file of its manifest, or has other bytes.
 """
 
-import difflib
 import fnmatch
 import functools
 import hashlib
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, nearest
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE
 
@@ -155,8 +154,7 @@ def find(
     checkpoint = Path(str(asked)).expanduser()
     if not checkpoint.is_dir():
         found_names = [path.name for path in folders(folder)]
-        near = difflib.get_close_matches(checkpoint.name, found_names, n=1)
-        guess = f" Did you mean {Path(output_dir) / near[0]}?" if near else ""
+        guess = nearest(checkpoint.name, found_names)
         held = f"{output_dir} holds {', '.join(found_names)}" if found_names else f"{output_dir} holds none"
         raise ConfigError(f"`resume_from_checkpoint` is {str(asked)!r}, where there is no checkpoint.{guess} {held}.")
     if without_manifest and not (checkpoint / MANIFEST_FILE).exists():

@@ -11,10 +11,11 @@ import math
 import re
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
 MORE_THAN_0, LESS_THAN_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
-_THREE_YEARS_S = 1e8
 
 
 class Range(NamedTuple):
@@ -57,43 +57,23 @@ Limit = Annotated[float, Range(MORE_THAN_0, math.inf)]
 """Infinite for none."""
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
-KL_COEFFICIENT = Range(0, 100, "rewards lie between 0 and 1, and beside such a coefficient they count for nothing")
-_SHARE = Range(0, 1)
-_SEED = Range(0, 2**32 - 1, "numpy takes no larger one")
-EVERY = Range(MORE_THAN_0)
-"""Steps from one log, checkpoint or evaluation to the next. A number below 1 is a share of the run."""
-TRAINING = {
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-         "steps_per_generation", "generation_batch_size", "num_iterations", "max_completion_length",
-         "vllm_max_model_length", "vllm_tensor_parallel_size"),
-        Range(1),
-    ),
-    **dict.fromkeys(("warmup_steps", "eval_delay", "epsilon", "epsilon_high", "entropy_coef"), Range(0)),
-    **dict.fromkeys(("label_smoothing_factor", "ref_model_mixup_alpha", "top_entropy_quantile"), _SHARE),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), Range(0, LESS_THAN_1, "a moment has to forget")),
-    **dict.fromkeys(("seed", "data_seed"), _SEED),
-    "num_train_epochs": Range(MORE_THAN_0),
-    "learning_rate": Range(0, 100, "AdamW moves each weight by about so much in a step"),
-    "weight_decay": Range(0, 1, "it is a share of the weights, times `learning_rate`"),
-    "adam_epsilon": Range(0, 1, "beside it the moments count for nothing"),
-    "max_grad_norm": Range(0, math.inf),  # infinite, as 0: no limit
-    "temperature": Range(MORE_THAN_0, 10, "above it tokens are drawn almost evenly from the whole vocabulary"),
-    "top_p": Range(MORE_THAN_0, 1, "1 is all tokens"),
-    "min_p": _SHARE,
-    "repetition_penalty": Range(MORE_THAN_0, 10, "above it no token comes twice"),
-    "beta": KL_COEFFICIENT,
-    "vllm_gpu_memory_utilization": Range(MORE_THAN_0, 1, "1 is the whole GPU"),
-    "vllm_server_timeout": Range(0, _THREE_YEARS_S, "these are seconds"),
-    "ddp_timeout": Range(1, _THREE_YEARS_S, "these are seconds"),
-}  # fmt: skip
-"""Of `GRPOConfig`."""
-LORA = {
-    "lora_r": Range(1),
-    "lora_alpha": Range(1, 10_000, "an adapter's output is multiplied by `lora_alpha` / `lora_r`"),
-    "lora_dropout": Range(0, LESS_THAN_1, "it is the share of inputs that are left out"),
-}
-"""Of `ModelConfig`."""
+
+
+def _range(why: str = "", **ends: float) -> Range:
+    """The range of an entry of `ranges.toml`, whose head says what the ends are."""
+    least = ends["least"] if "least" in ends else math.nextafter(ends["above"], math.inf)
+    most = math.nextafter(ends["below"], -math.inf) if "below" in ends else ends.get("most", sys.float_info.max)
+    return Range(least, most, why)
+
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+TRAINING, EVERY, LORA = (
+    {name: _range(**entry) for name, entry in _TABLES[part].items()} for part in ("training", "every", "lora")
+)
+"""Of `GRPOConfig`; of its numbers of steps, some of which may be unused; of `ModelConfig`."""
+RESHAPING: dict[str, list[object]] = _TABLES["reshaping"]
+"""Sampling parameters that reshape the distribution of tokens, and the values with which they do not."""
+KL_COEFFICIENT = TRAINING["beta"]
 
 
 def check_ranges(config: object, ranges: dict[str, Range]) -> None:

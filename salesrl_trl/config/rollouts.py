@@ -118,6 +118,20 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
     return _first(reasons)
 
 
+def why_in_turn(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, reads_pictures: bool) -> str | None:
+    """The first reason why groups can't go by themselves (`max_staleness`); `None` if there is none. `whole_batch`: as
+    in `why_not_divisible`. `talks`: whether completions are conversations with tools, or episodes."""
+    size = args.per_device_train_batch_size * args.steps_per_generation
+    reasons = {
+        str(whole_batch): whole_batch is not None,
+        "conversations of a batch are collected together": talks,
+        "pictures of a batch are encoded together": reads_pictures,
+        "a group lies on two processes": size % args.num_generations,
+        "sequences are split over processes": getattr(args, "parallelism_config", None) is not None,
+    }
+    return _first(reasons)
+
+
 def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
     """Possible reasons for a difference between the log-probs of vLLM and of the trainer."""
     hints = "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "

@@ -7,23 +7,11 @@ from typing import Annotated, Any, cast
 
 from trl import GRPOConfig
 
-from salesrl_trl.config import trl_settings
+from salesrl_trl.config import ranges, trl_settings
 from salesrl_trl.config.checks import check, check_path, check_url, load_object, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
-from salesrl_trl.config.ranges import (
-    KL_COEFFICIENT,
-    Count,
-    Limit,
-    NumberOrNone,
-    Range,
-    Share,
-    check_names,
-    check_range,
-    check_settings,
-    entry_of,
-    without_effect,
-)
+from salesrl_trl.config.ranges import Count, Limit, NumberOrNone, Range, Share, check_settings, entry_of
 from salesrl_trl.config.telemetry import RecordSettings
 from salesrl_trl.config.trl_settings import RUN_MODES
 from salesrl_trl.errors import ConfigError, Refusals, hide
@@ -122,6 +110,10 @@ class SalesGRPOConfig(GRPOConfig):
     """Above 0 the run chooses its lookahead itself, at most this one, from `rollout_lookahead` on: the least number
     with which training hardly waits for rewards. It is measured again all the time, and a line says when it changes.
     0 keeps `rollout_lookahead`."""
+    max_staleness: NumberOrNone = 0
+    """Above the lookahead: the most optimizer steps between the weights that sampled a group and the step that trains
+    on it. A step then trains on the first whole groups in flight that are scored, and on any that can't wait. Every
+    row still comes once an epoch, and groups are as old on average. 0, or the lookahead, keeps the order of rows."""
     scored_groups_first: bool = True
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
@@ -191,6 +183,11 @@ class SalesGRPOConfig(GRPOConfig):
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
             "`use_vllm: false`.",
         )
+        refused.check(
+            lambda: self.max_staleness == 0 or self.max_staleness >= self.most_lookahead,
+            "`max_staleness` is below the steps that rollouts are ahead. Expected 0, or at least as many. Raise it, "
+            "or lower the lookahead.",
+        )
         refused.each(lambda: trl_settings.load_sampler(self.sampler), self.parsed_record)
         self.is_introduced = False
         """Whether a banner has said what the run consists of."""
@@ -227,9 +224,10 @@ class SalesGRPOConfig(GRPOConfig):
             "`vllm_mode` is colocate": "vllm_(server|group)_.*" * is_colocated,
             "`save_strategy` is no": "save_(steps|total_limit|only_model)|load_best_.*" * is_unsaved,
             "`record` is false": "record_settings" * (not self.record),
+            "`rollout_lookahead` is 0": "" if self.most_lookahead else "max_staleness",
             "neither `beta` nor `branch_kl` has a coefficient": "" if self.beta or self.branch_kl else "kl_.*",
         }
-        self.machine_notes += without_effect(self, reasons) * (self.mode == "train")
+        self.machine_notes += ranges.without_effect(self, reasons) * (self.mode == "train")
 
     def to_dict(self) -> dict[str, object]:
         """The settings as trackers get them: without keys."""
@@ -287,7 +285,7 @@ class SalesGRPOConfig(GRPOConfig):
             with refused:
                 path = f"branch_kl.{branch}"
                 targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
-                check_range(f"{path}.beta", targets[branch].beta, KL_COEFFICIENT)
+                ranges.check_range(f"{path}.beta", targets[branch].beta, ranges.KL_COEFFICIENT)
         refused.tell()
         return targets if any(target.beta for target in targets.values()) else {}
 
@@ -312,7 +310,7 @@ class SalesGRPOConfig(GRPOConfig):
             if path is not None:
                 make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
             else:
-                check_names("kl_law_settings", arguments, ("max_step", COOLDOWN))
+                ranges.check_names("kl_law_settings", arguments, ("max_step", COOLDOWN))
             try:
                 law = make(**arguments)
             except TypeError as error:

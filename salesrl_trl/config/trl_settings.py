@@ -14,7 +14,7 @@ from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import check, load_object, structure
-from salesrl_trl.config.ranges import EVERY, TRAINING, check_ranges
+from salesrl_trl.config.ranges import EVERY, RESHAPING, TRAINING, check_ranges
 from salesrl_trl.errors import ConfigError, Refusals
 
 if TYPE_CHECKING:
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 RUN_MODES = ("train", "rollouts", "rewards")
 _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores made-up texts."
 
-_EVERY = ("logging", "save", "eval")  # each happens every so many steps, if its strategy is `steps`
-
 
 def check_numbers(args: GRPOConfig) -> None:
     """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges."""
-    every, refused = (f"{name}_steps" for name in _EVERY if getattr(args, f"{name}_strategy") == "steps"), Refusals()
+    of_steps = {name: getattr(args, name.replace("_steps", "_strategy")) == "steps" for name in EVERY}
+    every, refused = {name: EVERY[name] for name, is_used in of_steps.items() if is_used}, Refusals()
     with refused.of(args, "num_train_epochs"):
         epochs = args.num_train_epochs
         check(epochs != 0, f"`num_train_epochs` is {epochs!r}. Expected a number, more than 0. {_WITHOUT_UPDATES}")
-    refused.each(lambda: check_ranges(args, TRAINING | dict.fromkeys(every, EVERY)))
+    refused.each(lambda: check_ranges(args, TRAINING | every))
     with refused.of(args, "max_steps"):
         steps = args.max_steps
         check(
@@ -174,28 +173,13 @@ def follow(figures: Mapping[str, float | None], args: GRPOConfig, schedule: Any)
 QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 """Formats that vLLM makes of 16-bit weights while it reads them."""
 
-RESHAPING: dict[str, tuple[object, ...]] = {
-    "top_p": (None, 1),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
-    "structured_outputs": (None,),
-}
-"""Sampling parameters that reshape the distribution of tokens, and the values with which they do not."""
-
 
 def reshaped_sampling(args: GRPOConfig) -> list[str]:
     """Settings that make the distribution of tokens another one than softmax(logits / temperature), such as
     `"`top_p: 0.9`"`."""
     extra = args.generation_kwargs or {}
     values = {name: extra.get(name, getattr(args, name, None)) for name in RESHAPING}
-    named = [f"`{name}: {value}`" for name, value in values.items() if value not in RESHAPING[name]]
+    named = [f"`{name}: {value}`" for name, value in values.items() if value not in (None, *RESHAPING[name])]
     return named + ["`vllm_structured_outputs_regex`"] * bool(args.vllm_structured_outputs_regex)
 
 

@@ -21,6 +21,7 @@ from salesrl_trl.errors import DataError
 DEMO = "demo"  # name of the packaged conversations, as a dataset
 DEMO_PICTURES = "demo_pictures"
 DEMO_BBQ, DEMO_HALUEVAL = "demo_bbq", "demo_halueval"  # the rows of `recipes/dual.py`, by `scripts/make_two_tasks.py`
+ARITHMETIC = "arithmetic"  # those of `recipes/own.py`, by `scripts/make_arithmetic_rows.py`
 DEMO_SEARCH = "demo_search"  # those of `recipes/search.py`, by `scripts/make_search_rows.py`
 DEMO_PICTURES_FOLDER = Path("runs") / DEMO_PICTURES  # where `scripts/demo_pictures.py` writes that dataset
 FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # of the demo's datasets, by split

@@ -5,7 +5,6 @@ message. White space around both is dropped. The packaged ones are in the folder
 """
 
 import functools
-import json
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -17,7 +16,7 @@ import jinja2.sandbox
 
 from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import ConfigError, nearest
-from salesrl_trl.types import DEFAULT_FORMAT, Action, Prompt, SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, Prompt, SalesRow
 
 SYSTEM = "system"  # the only block that a template may have
 CONTENT_FIELDS = ("context", "conversation", "prompt", "columns")
@@ -139,8 +138,3 @@ def build_prompt(row: SalesRow, prompt: str | PromptTemplate | None = "instruct"
         turns = [{"role": _ROLES[message.role], "content": message.content} for message in row.conversation]
         return turns if row.prompt is None else row.prompt
     return (packaged_template(prompt) if isinstance(prompt, str) else prompt).messages(row)
-
-
-def action_text(action: Action) -> str:
-    """The action as the policy learns to write it: one line of JSON, with the keys in their order."""
-    return json.dumps(action.as_dict(), ensure_ascii=False)

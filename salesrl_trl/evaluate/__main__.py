@@ -18,20 +18,20 @@ from pathlib import Path
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
+from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.run.launch import begin_run
-from salesrl_trl.run.tools import ToolParser, finite
+from salesrl_trl.run.tools import finite
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SAMPLES = 4
 TOO_FEW = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print, and write the file. Returns the exit code."""
     argv, out = sys.argv[1:] if argv is None else argv, sys.stdout
-    answer_help(argv, own=_parser().format_help())
+    answer_help(argv, own=parser_of("evaluate").format_help())
     from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
     from salesrl_trl.run.console import exit_with, set_log_level, set_up_logging
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # for lines of other libraries
         failing_as = EXIT_BAD_INPUT
         try:
-            options, settings = _parser().parse_known_args(argv)
+            options, settings = parser_of("evaluate").parse_known_args(argv)
             _check(options)
             from salesrl_trl.build.assembly import launched_services
             from salesrl_trl.evaluate.evaluation_text import text_of
@@ -98,27 +98,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(
                 f"`--output` is {options.output!r}. Expected a file in a folder that is there and may be written to."
             )
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser(
-        prog="python -m salesrl_trl.evaluate",
-        usage="%(prog)s [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [--rows N] [--output FILE.json] "
-        "[--SETTING VALUE ...]",
-        description="Rewards of a policy on the held-out rows, greedy and sampled, by branch, with intervals; of two "
-        "policies also their difference, row by row. Takes every setting of a recipe, and should get those of the "
-        "run; `--help NAME` tells of one. Trains and saves nothing. docs/EVALUATION.md has an example.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--policy", metavar="DIR", nargs="+", action="extend", default=[],
-        help="folder (a run's output_dir, its best, a checkpoint, a LoRA adapter) or model id; two are compared. "
-             "Default: the recipe's own policy")  # fmt: skip
-    add("--samples", metavar="N", type=int, default=DEFAULT_SAMPLES,
-        help=f"sampled answers to each row; 0 for greedy ones alone. Default: {DEFAULT_SAMPLES}")  # fmt: skip
-    add("--rows", metavar="N", type=int, help="held-out rows, spread evenly over branches. Default: all")
-    add("--output", metavar="FILE.json", help="write the figures and each row's rewards here; no text of customers")
-    return parser
 
 
 if __name__ == "__main__":

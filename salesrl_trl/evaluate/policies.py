@@ -9,11 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
-
-from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.plan import Plan, overlaid
 from salesrl_trl.build.settings import RunConfig, parse
-from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
@@ -21,27 +18,6 @@ from salesrl_trl.evaluation.quick import spread
 from salesrl_trl.preflight.runner import prepare
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-_NOTHING_IS_TRAINED: dict[str, object] = {
-    "mode": "rollouts",  # checks ask for no memory of an optimizer
-    "held_out_eval": True,
-    "num_generations_eval": 1,  # each answer is a row of its own
-    "branch_kl": None,  # without coefficients there is no reference model
-    "beta": 0.0,
-    "rollout_lookahead": 0,
-    "scored_groups_first": False,
-    "gradient_checkpointing": False,
-    "vllm_importance_sampling_correction": False,  # it would take a forward pass of every answer
-    "log_completions": False,
-    "held_out_examples": 0,
-    "disable_tqdm": True,
-    "report_to": [],
-    "eval_strategy": IntervalStrategy.NO,
-    "save_strategy": SaveStrategy.NO,
-    "push_to_hub": False,
-    "load_best_model_at_end": False,
-    "resume_from_checkpoint": None,
-}
-"""Settings of training that differ from those of the run. All others are the run's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,18 +67,10 @@ def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe
     return config
 
 
-def evaluated(training: SalesGRPOConfig, output_dir: str) -> SalesGRPOConfig:
-    """The run's settings of training, for an evaluation that writes into `output_dir` alone."""
-    made = copy.copy(training)  # `replace` would settle settings again that are settled
-    for name, value in (_NOTHING_IS_TRAINED | {"output_dir": output_dir}).items():
-        setattr(made, name, value)
-    return made
-
-
 def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
     """Check all that can be checked before a model is loaded. The plans have the same held-out rows, all or so many.
     Raises `SalesRLError` if a setting, a file or a policy is not as expected."""
-    training = evaluated(config.training, output_dir)
+    training = overlaid(config.training, "evaluation", {"output_dir": output_dir})
     if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":
         raise ConfigError(
             "two policies are named with `vllm_mode: server`, and a server gets the weights of one trainer. Expected "

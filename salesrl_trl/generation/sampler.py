@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
@@ -22,8 +21,6 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import Phase
 from salesrl_trl.recording.completion_record import Call
 from salesrl_trl.timing import Span
-
-logger = get_logger(__name__)
 
 
 class Finished(Protocol):
@@ -92,6 +89,22 @@ class Sampled:
             return cls(generated=generated, metrics=metrics, tokens=tokens)
         generated = (*generated[:6], [image or [] for image in images], *generated[7:])
         return cls(generated=generated, metrics=metrics, tokens=tokens, vision=vision)
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple["Sampled", range]], figures: "Sampled") -> "Sampled":
+        """Completions of several batches, each at these places, without pictures. `figures`: the batch whose figures
+        and tokens it has."""
+
+        def column(values: Sequence[Any]) -> Any:
+            first = values[0]
+            if isinstance(first, Mapping):  # of a `rollout_func`
+                return {name: column([value[name] for value in values]) for name in first}
+            if not isinstance(first, list) or not first:
+                return first
+            return [value[place] for value, (_, places) in zip(values, parts, strict=True) for place in places]
+
+        generated = tuple(column(values) for values in zip(*(sampled.generated for sampled, _ in parts), strict=True))
+        return cls(generated=generated, metrics=figures.metrics, tokens=figures.tokens)
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -248,13 +261,24 @@ class WholeBatch:
 
 
 class Streamed(WholeBatch):
-    """vLLM, in this process or as a server: each completion is reported when it is finished."""
+    """vLLM: each completion is reported when it is finished. `ask` is that of a server, which generates while the
+    trainer trains."""
 
     _owner: SalesVLLMGeneration
 
+    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, ask: Ask | None) -> None:
+        super().__init__(generate, owner)
+        self._ask = ask
+
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
+        if ahead and self._ask is not None:
+            return _Asked(self._ask(prompts, finished), prompts, self._collect)
         with self._owner.streamed(finished, len(prompts)):
             return Ready(self._generate(prompts))
+
+    def _collect(self, requests: Requests, prompts: Sequence[object]) -> Sampled:
+        with self._owner.answered(requests):
+            return self._generate(prompts)
 
 
 Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
@@ -270,23 +294,6 @@ class Conversing(WholeBatch):
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
         return self._converse(prompts, finished, ahead)
-
-
-class Background(Streamed):
-    """vLLM's server, which generates while the trainer trains."""
-
-    def __init__(self, generate: Generate, owner: SalesVLLMGeneration, ask: Ask) -> None:
-        super().__init__(generate, owner)
-        self._ask = ask
-
-    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        if not ahead:
-            return super().start(prompts, finished, ahead=ahead)
-        return _Asked(self._ask(prompts, finished), prompts, self._collect)
-
-    def _collect(self, requests: Requests, prompts: Sequence[object]) -> Sampled:
-        with self._owner.answered(requests):
-            return self._generate(prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,13 +355,3 @@ def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: objec
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         return "the tokenizer's response template parses completions: they start when all of a batch are generated"
     return None
-
-
-def trl_sampler(
-    generate: Generate, ask: Ask, owner: SalesVLLMGeneration | GenerationConfig, *, is_served: bool, reason: str | None
-) -> Sampler:
-    """TRL's own generation, over its engine or its settings of sampling. `reason` comes from `why_not_streamed`."""
-    if reason is not None:
-        logger.info(f"off: rewards start as soon as a completion is finished, because {reason}")
-        return WholeBatch(generate, owner)
-    return Background(generate, owner, ask) if is_served else Streamed(generate, owner)

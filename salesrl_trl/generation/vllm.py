@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from threading import Condition, Semaphore
+from threading import Semaphore
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +60,6 @@ class SalesVLLMGeneration(VLLMGeneration):
         self._under_way: list[Requests] = []
         self._slots = Semaphore(MOST_REQUESTS)
         self.turns = AskedTurns()
-        self._gate = _Gate()
         self._params: Any = None  # vLLM's sampling parameters of the last batch
         super().__init__(*args, **kwargs)
         if is_peft_model(self.model):
@@ -104,8 +103,7 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     def _push(self) -> None:
         if self.mode == "server":
-            with self._gate.shut():
-                self._push_to_server()
+            self._push_to_server()
             return
         if self.accelerator.device.type != "cpu" and "quantization" not in self.engine_options:
             super().sync_weights()
@@ -122,10 +120,16 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     def _push_to_server(self) -> None:
         self.settle()
-        super().sync_weights()
-        if self._reads_pictures and self.accelerator.is_main_process:
-            self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache").raise_for_status()
-        self.accelerator.wait_for_everyone()  # no process asks before the weights are there
+        for _ in range(MOST_REQUESTS):  # no turn of a conversation passes either
+            self._slots.acquire()
+        try:
+            self.accelerator.wait_for_everyone()
+            super().sync_weights()
+            if self._reads_pictures and self.accelerator.is_main_process:
+                self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache").raise_for_status()
+            self.accelerator.wait_for_everyone()  # no process asks before the weights are there
+        finally:
+            self._slots.release(MOST_REQUESTS)
 
     @property
     def _reads_pictures(self) -> bool:
@@ -189,7 +193,7 @@ class SalesVLLMGeneration(VLLMGeneration):
 
         def begin(single: _Single, count: int) -> Completions:
             def turn(place: int, ids: list[int]) -> Turn:
-                with self._gate.passed(), self._slots:
+                with self._slots:
                     return _answer_of(single(place, ids))
 
             def asked(place: int) -> Completions:
@@ -226,11 +230,10 @@ class SalesVLLMGeneration(VLLMGeneration):
                 engine.step()
 
     def settle(self) -> None:
-        """Wait until the server has answered all requests of all processes; a collective."""
+        """Wait until the server has answered all requests of this process."""
         while self._under_way:
             self._under_way[-1].join()
             self._under_way.pop()
-        self.accelerator.wait_for_everyone()
 
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object = None
@@ -241,11 +244,16 @@ class SalesVLLMGeneration(VLLMGeneration):
         if self._collect is None:
             if self.mode == "server":
                 return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
-            if "stop" not in self.generation_kwargs:  # of strings, which vLLM looks for in its texts
-                ids_alone = {"detokenize": False, **self.generation_kwargs}
-                with patched(self, "generation_kwargs", ids_alone):
-                    return self._generate_here(prompts, images, num_generations, profiler)
-            return self._generate_here(prompts, images, num_generations, profiler)
+            has_stop = "stop" in self.generation_kwargs  # of strings, which vLLM looks for in its texts
+            texts = {} if has_stop else {"detokenize": False}
+            seen = prompts
+            if images is not None:
+                seen = [one_token_each(ids, self.processing_class.image_token_id) for ids in prompts]
+            with patched(self, "generation_kwargs", {**texts, **self.generation_kwargs}):
+                generated = super().generate(seen, images, num_generations, profiler)
+            if images is not None:
+                check_expanded(generated[0], prompts)
+            return generated  # type: ignore[no-any-return]
         first = self.accelerator.process_index * len(prompts)
         samples = [place % num_generations for place in range(first, first + len(prompts))]
         collect, send = self._collect, self.vllm_client.generate
@@ -260,17 +268,6 @@ class SalesVLLMGeneration(VLLMGeneration):
             patched(upstream_vllm, "broadcast_object_list", lambda value, from_process: value),
         ):
             return super().generate(prompts, images, 1, profiler if self._waits else None)  # type: ignore[no-any-return]
-
-    def _generate_here(
-        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object
-    ) -> tuple[Any, ...]:
-        if images is None:
-            return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
-        token = self.processing_class.image_token_id
-        shortened = [one_token_each(ids, token) for ids in prompts]
-        generated = super().generate(shortened, images, num_generations, profiler)
-        check_expanded(generated[0], prompts)
-        return generated  # type: ignore[no-any-return]
 
     def _request(self, single: _Single, count: int, finished: Callable[[int, Sequence[int]], None]) -> Requests:
         self._under_way = [earlier for earlier in self._under_way if earlier.in_flight]
@@ -348,39 +345,6 @@ class SalesVLLMGeneration(VLLMGeneration):
                 for turn in (*turns.values(), *adding):
                     turn.answer.set_exception(GivenUp())
                 raise
-
-
-class _Gate:
-    """Lets turns pass to a server, and none while weights are pushed."""
-
-    def __init__(self) -> None:
-        self._changed = Condition()
-        self._inside, self._is_shut = 0, False
-
-    @contextlib.contextmanager
-    def passed(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_shut)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def shut(self) -> Iterator[None]:
-        """While active nothing passes; begins when nothing is inside any more."""
-        with self._changed:
-            self._is_shut = True
-            self._changed.wait_for(lambda: not self._inside)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_shut = False
-                self._changed.notify_all()
 
 
 def _turn_of(output: Any) -> Turn:

@@ -21,10 +21,11 @@ from salesrl_trl.build.checks.outcome import Finding, StageVerdict
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError, parts_of
+from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import is_interrupt
 from salesrl_trl.preflight.stage import StageReport, report_of, stage_text
 from salesrl_trl.run.launch import end_tidily
-from salesrl_trl.run.tools import ToolParser, finding_of, strict_json
+from salesrl_trl.run.tools import finding_of, strict_json
 
 if TYPE_CHECKING:
     from salesrl_trl.build.plan import Plan
@@ -36,11 +37,11 @@ FAILED = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages and print each one's report; in other processes than the first what fails, on stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    answer_help(argv, own=_parser().format_help())
+    answer_help(argv, own=parser_of("preflight", calls=_calls).format_help())
     out, as_json, is_first = sys.stdout, "--json" in argv, os.environ.get("RANK", "0") == "0"
     wanted, reports = list[str](), list[StageReport]()
     try:
-        options, settings = _parser().parse_known_args(argv)
+        options, settings = parser_of("preflight", calls=_calls).parse_known_args(argv)
     except ConfigError as error:
         examined = iter([_failed("config", time.perf_counter(), finding_of(error))])
     else:
@@ -131,26 +132,6 @@ def _calls(text: str) -> int:
     if not text.isdecimal() or 0 < int(text) < MIN_CALLS:
         raise argparse.ArgumentTypeError(f"{text!r}. Expected 0, or {MIN_CALLS} or more: fewer verdicts show no noise")
     return int(text)
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser(
-        prog="python -m salesrl_trl.preflight",
-        usage="%(prog)s [--config RECIPE.yaml] [--stage NAME[,NAME]] [--calls N] [--json] [--SETTING VALUE ...]",
-        description="Says whether a run can work, in stages from cheap to costly. The first failure ends it. Takes "
-        "every setting of a recipe; `--help NAME` tells of one. docs/PREFLIGHT.md describes the stages.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--stage", metavar="NAME[,NAME]", help="run these stages, and silently those that they need")
-    parser.add_argument(
-        "--calls",
-        type=_calls,
-        metavar="N",
-        help="calls to each RAG endpoint and each judge: 0 for a single one, else 8 or more; by default as many as a "
-        "step has in flight, from 32 to 128",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 if __name__ == "__main__":

@@ -3,15 +3,12 @@
 Owns the settings in which they differ from a run, the choice of the longest prompts, and the made-up rewards.
 """
 
-import copy
 import itertools
 import tempfile
 from dataclasses import dataclass, replace
 
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-
 from salesrl_trl.build.building import build_instruments, build_trainer
-from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.plan import Plan, overlaid
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.reward.batch import Sample
@@ -22,29 +19,6 @@ from salesrl_trl.types import Prompt, Reward
 
 STEPS = 2  # the first step makes the optimizer's state. The second one holds it from its start, as all later steps do.
 GOLDEN = 0.6180339887  # its multiples, without whole parts, are spread evenly over 0 to 1
-_IN_FRONT_OF_A_RUN: dict[str, object] = {
-    "warmup_steps": 0,  # the first step moves the weights, as far as a step of the run does
-    "lr_scheduler_type": SchedulerType.CONSTANT,
-    "lr_scheduler_kwargs": None,
-    "rollout_lookahead": 0,  # each step generates its own batch
-    "reward_weights": None,  # the made-up reward is one
-    "mask_truncated_completions": False,  # completions of full length are truncated, and are to count
-    "logging_strategy": IntervalStrategy.STEPS,
-    "logging_steps": 1,
-    "log_completions": False,
-    "record": False,
-    "is_introduced": True,
-    "disable_tqdm": True,
-    "report_to": [],
-    "save_strategy": SaveStrategy.NO,
-    "push_to_hub": False,
-    "load_best_model_at_end": False,
-    "resume_from_checkpoint": None,
-    "eval_strategy": IntervalStrategy.NO,
-    "eval_on_start": False,
-    "held_out_eval": False,
-}
-"""Settings of training that differ from those of the run. All others are the run's."""
 _ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")  # they end a completion early
 
 
@@ -90,15 +64,12 @@ def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:
 
 def rehearsed(training: SalesGRPOConfig, output_dir: str, steps: int) -> SalesGRPOConfig:
     """The run's settings of training, for some steps with completions of full length that write no checkpoint."""
-    made = copy.copy(training)  # `replace` would settle settings again that are settled
     full_length: dict[str, object] = {} if training.sampler else {"min_new_tokens": training.max_completion_length}
     if training.use_vllm:
         full_length = {"ignore_eos": True}
     kept = {name: value for name, value in (training.generation_kwargs or {}).items() if name not in _ENDS}
     changes = {"output_dir": output_dir, "max_steps": steps, "generation_kwargs": kept | full_length}
-    for name, value in (_IN_FRONT_OF_A_RUN | changes).items():
-        setattr(made, name, value)
-    return made
+    return overlaid(training, "rehearsal", changes)
 
 
 def longest(rows: FittingPrompts, count: int) -> FittingPrompts:

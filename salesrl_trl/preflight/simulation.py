@@ -5,13 +5,13 @@ scores; `made_up` makes the completions. A finding would mislead training; a hin
 shorter.
 """
 
+import argparse
 import functools
 import itertools
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -21,10 +21,11 @@ from salesrl_trl.build.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.build.services_plan import ServicesConfig, ServicesPlan, StepSettings
 from salesrl_trl.build.settings import parse_part
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.config.ranges import Count, Share, check_settings, check_value
+from salesrl_trl.config.ranges import Count, Share, check_value
 from salesrl_trl.data.files import DEMO
 from salesrl_trl.data.sources import load_drafts
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.ground.tables import aligned
 from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, saved_by, usage_of
@@ -38,35 +39,24 @@ from salesrl_trl.telemetry.step_lines import figure, judge_line
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, Reward, SalesRow
 
 
-@dataclass
-class SimulationConfig:
-    """The settings that a simulation adds to those of a run."""
-
-    steps: Count = field(default=5, metadata={"help": "generation batches to score"})
-    prompts_per_step: Count = field(default=6, metadata={"help": "rows of a batch"})
-    variants: str = field(
-        default="", metadata={"help": "kinds of completions, in equal shares; a realistic mix if empty"}
-    )
-    json: bool = field(default=False, metadata={"help": "one JSON object on stdout, progress on stderr"})
-    show_text: bool = field(default=False, metadata={"help": "show completions, which quote customers"})
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        unknown = [name for name in self.mix if name not in VARIANTS]
-        if unknown:
-            raise ConfigError(f"`variants` names {unknown}. Expected some of: {','.join(VARIANTS)}. Correct it.")
-
-    @property
-    def mix(self) -> list[str]:
-        """Variants, each as often as its share is."""
-        if self.variants:
-            return [name.strip() for name in self.variants.split(",")]
+def mix_of(variants: str) -> list[str]:
+    """The variants of a text such as `"clean,empty"`, or without one those of the usual mix, each as often as its
+    share is."""
+    if not variants:
         return [name for name, weight in DEFAULT_MIX.items() for _ in range(weight)]
+    names = [name.strip() for name in variants.split(",")]
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise ConfigError(f"`variants` names {unknown}. Expected some of: {','.join(VARIANTS)}. Correct it.")
+    return names
 
 
 def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
     """Read the settings and check all that can be checked before the load. Returns `run` with its arguments."""
-    simulation, data, reward, training = parse_part(argv, (SimulationConfig, DataConfig, RewardConfig, StepSettings))
+    simulation, settings = parser_of("simulate").parse_known_args(argv)
+    mix = mix_of(simulation.variants)
+    for name in ("steps", "prompts_per_step"):
+        check_value(name, getattr(simulation, name), Count)
+    data, reward, training = parse_part(settings, (DataConfig, RewardConfig, StepSettings), own=vars(simulation))
     check_value("num_generations", training.num_generations, Count)
     check_value("min_valid_reward_fraction", training.min_valid_reward_fraction, Share)
     if reward.action_format() != DEFAULT_FORMAT:
@@ -82,7 +72,7 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
         )
     drafts = {row.row_id: draft for row, draft in load_drafts()} if data.dataset == DEMO else {}
     planned = batches(
-        rows, drafts, mix=simulation.mix, prompts=simulation.prompts_per_step, generations=training.num_generations,
+        rows, drafts, mix=mix, prompts=simulation.prompts_per_step, generations=training.num_generations,
         seed=training.seed,
     )  # fmt: skip
     rag = "as configured" if not reward.embeds_rag else "embedded"  # no address: some hold a password
@@ -96,7 +86,7 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
 
 
 def run(
-    simulation: SimulationConfig,
+    simulation: argparse.Namespace,
     config: RewardConfig,
     parts: RewardParts,
     rows: Sequence[SalesRow],
@@ -116,7 +106,8 @@ def run(
             if config.warm_up_services:
                 warm_up(reward_loop, functools.partial(print, file=sys.stderr))
             for number, batch in enumerate(itertools.islice(planned, simulation.steps), 1):
-                begun = reward_loop.begin([{"row": made.row} for made in batch])
+                group = len(batch) // simulation.prompts_per_step
+                begun = reward_loop.begin([{"row": made.row} for made in batch], group)
                 result = reward_loop.result(begun, [made.text for made in batch])
                 steps.append(SimulatedStep(batch, list(result.rewards), result.report))
                 summaries.append(step_summary(number, steps[-1], simulation.show_text))

@@ -48,6 +48,7 @@ class Entry:
     tokens: int | None
     place: int
     prompt_group: int
+    staleness: int = 0
     outcome: str
     reason: str
     reward: float | None
@@ -65,7 +66,6 @@ class Batch:
     step: int
     mode: str  # `"train"` or `"eval"`
     number: int
-    staleness: int
     entries: Sequence[Entry]
     advantages: Callable[[], Sequence[float | None]]  # by place. Called on the writer's thread: it may wait for a GPU.
     calls: Sequence[Call] = ()  # calls that belong to no completion
@@ -245,7 +245,6 @@ class Recorder:
             "parts": as_json(entry.parts),
             "functions": as_json(entry.functions),
             "seconds": as_json(entry.seconds),
-            "staleness": batch.staleness,
             "time": batch.time,
             **judge_columns(record, entry.seconds),
         }

@@ -7,12 +7,12 @@ input; 3 if a service did not work; 130 after Ctrl-C.
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from salesrl_trl.build.settings_help import answer_help, tool_text
+from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.tables import aligned
 from salesrl_trl.recording.reader import record_files, recorded
 from salesrl_trl.run.launch import begin_run
@@ -21,12 +21,6 @@ from salesrl_trl.run.tools import exit_code_of, strict_json
 if TYPE_CHECKING:
     from salesrl_trl.rejudge.score_changes import ScoreChange
 
-USAGE = "python -m salesrl_trl.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]"
-DESCRIPTION = (
-    "Judge a recorded run again, by other settings than its own: another judge, rubrics or weights. Says how much "
-    "rewards and advantages would have changed. Answers come from the record. Takes every setting of a recipe; those "
-    "that are not given are the run's own."
-)
 HEAD = ("branch", "completions", "scored", "mean reward", "ranks", "advantages", "moved by", "sign flips")
 NOTES = (
     "scored, mean reward: before and after. ranks, advantages: Spearman's correlation of before and after.",
@@ -34,26 +28,17 @@ NOTES = (
 )
 
 
-@dataclass
-class RejudgeConfig:
-    """The settings that a rejudging adds to those of a run."""
-
-    output: str | None = field(
-        default=None, metadata={"help": "folder for a record with the new verdicts and rewards, for `--replay`"}
-    )
-    json: bool = field(default=False, metadata={"help": "one JSON object on stdout"})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Rejudge and print. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    answer_help(arguments, own=tool_text(USAGE, DESCRIPTION, "salesrl_trl.rejudge.__main__.RejudgeConfig"))
+    answer_help(arguments, own=parser_of("rejudge").format_help())
     return exit_code_of(arguments, lambda: _prepared(arguments))
 
 
 def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     """Read the settings and the record, and check them. What is returned judges, compares, writes and prints."""
-    run, settings = _run_of(argv)
+    run, arguments = _run_of(argv)
+    own, settings = parser_of("rejudge").parse_known_args(arguments)
 
     # these take seconds
     from salesrl_trl.build.checks.dataset import own_records, rows_of
@@ -64,8 +49,8 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.rejudge.score_changes import Baseline, changes
     from salesrl_trl.types import JUDGE, SALES
 
-    own, data, reward, others = parse_part(settings, (RejudgeConfig, DataConfig, RewardConfig, StepSettings))
-    reward = dataclasses.replace(reward, replay=None)
+    data, reward, others = parse_part(settings, (DataConfig, RewardConfig, StepSettings), own=vars(own))
+    reward = dataclasses.replace(reward, replay=None, judge_meter=None, verbose=[])
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
     rows = rows_of(own_records(data, reward), others.branches, None)  # whichever the run drew

@@ -5,15 +5,15 @@ Called by `rejudge.__main__`.
 """
 
 import dataclasses
+import logging
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-from salesrl_trl.build.assembly import addresses, budget_of, build_judge
+from salesrl_trl.build.assembly import addresses, build_reward
 from salesrl_trl.build.checks.reward import check_judges, read_reward
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import columns_of
@@ -24,13 +24,13 @@ from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_files
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import add_verdicts, judge_columns
-from salesrl_trl.reward.cache import AnswerStore, cache_key
-from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge_reward import JudgeReward
+from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.rag_client import RagBackend, answer_from_json
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE = 256  # completions that are begun together. The judge's own limits hold beside it.
 
@@ -43,18 +43,12 @@ def rejudged(
     check_judges(config, parts)
     places = {row.row_id: place for place, row in enumerate(rows)}
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
-        budget = budget_of(config, Path(folder))  # the limits hold for this command alone
-        of_judge = (build_judge(config, parts, urls[1], budget=budget), parts.scoring)
-        common: dict[str, Any] = {"stages": parts.stages, "deadline_s": config.reward_deadline_s, "records": True}
-        if config.judges_answers:
-            reward = JudgeReward(*of_judge, **common)
-        else:
-            reward = SalesReward(
-                rows, RecordedRag(completions, {row.row_id: row for row in rows}), *of_judge,
-                score_threshold=config.rag_score_threshold, top_k=config.rag_top_k,
-                action_format=config.action_format(), references=AnswerStore(), **common,
-            )  # fmt: skip
-        reward.budget = budget
+        if config.has_chain:
+            parts.rag = RecordedRag(completions, {row.row_id: row for row in rows})
+        own = Path(folder)  # for the budget and the answers of this command alone
+        reward = build_reward(config, parts, rows, *urls, output_dir=own, records=True, keeps_references=False)
+        if config.judge_mode == "group":
+            logger.info("`judge_mode: group` is left aside: each completion is judged again by a call of its own")
         asked = [{**columns_of(row), "row": place, "prompt": row.prompt} for place, row in enumerate(rows)]
         with closing(RewardLoop(reward)) as reward_loop:
             judged: list[tuple[Reward, CompletionRecord]] = []

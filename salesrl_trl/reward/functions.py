@@ -24,9 +24,8 @@ import math
 import pickle
 import re
 import sys
-import time
 import types
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, overload
 
@@ -42,6 +41,7 @@ from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.service.http import service_error_of
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.together import Together
 from salesrl_trl.reward.watched_loop import THREADS, HeldUp
 from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward
 
@@ -50,52 +50,6 @@ Function = Callable[..., Any]
 MOST_CALLS = 1024
 """Calls in flight of a function without a transport of its own."""
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
-
-
-class Together:
-    """One call for `size` completions that are scored together, made when the last of them is there."""
-
-    def __init__(self, size: int, call: Callable[[Sequence[Sample]], Awaitable[list[Reward]]]) -> None:
-        self._size = size
-        self._call = call
-        self._calling: asyncio.Task[None] | None = None
-        self.waiting: dict[int, tuple[Sample, asyncio.Future[Reward]]] = {}
-        """The completions without a reward, by place."""
-        self.started = 0.0
-        """When the call began, on `time.perf_counter`'s scale."""
-        self.record = CompletionRecord()  # of its requests
-
-    async def reward(self, sample: Sample) -> Reward:
-        """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
-        answer: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        mine = self.waiting[sample.place] = (sample, answer)
-        if len(self.waiting) == self._size:
-            asked = [self.waiting[place] for place in sorted(self.waiting)]
-            with noted_in(self.record):
-                self._calling = asyncio.ensure_future(self._run(asked))
-        try:
-            return await answer
-        finally:
-            if self.waiting.get(sample.place) is mine:
-                del self.waiting[sample.place]
-            if self._calling is not None and not self.waiting:
-                self._calling.cancel()
-
-    async def _run(self, asked: Sequence[tuple[Sample, asyncio.Future[Reward]]]) -> None:
-        self.started = time.perf_counter()
-        rewards: list[Reward] = []
-        failed: BaseException | None = None
-        try:
-            rewards = await self._call([sample for sample, _ in asked])
-        except Exception as error:  # each of them raises it
-            failed = error
-        for place, (_, answer) in enumerate(asked):
-            if answer.done():
-                continue
-            if failed is not None:
-                answer.set_exception(failed)
-            else:
-                answer.set_result(rewards[place])
 
 
 class RewardFunction(Scorer):
@@ -163,7 +117,7 @@ class RewardFunction(Scorer):
         self.code = self._transport.service
         """Name in figures and reason codes."""
         self._at_once = AT_ONCE if transport is None else transport.max_concurrency
-        self._calls: dict[tuple[int, int], Together] = {}
+        self._together: Together[Sample, Reward] = Together(per, self._rewards)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A decorated function is found by its name, as functions are."""
@@ -207,21 +161,13 @@ class RewardFunction(Scorer):
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         if self._per is Per.COMPLETION:
             return (await stages.timed(self._rewards([sample]), self.code))[0]
-        size = self._per.size(sample.group, sample.size)
-        key = (sample.batch, sample.place // size)
-        first = sample.place - sample.place % size
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = Together(min(size, sample.size - first), self._rewards)
-        try:
-            reward = await call.reward(sample)
-        finally:
-            if not call.waiting and self._calls.get(key) is call:
-                del self._calls[key]
-            shared = [replace(each, path=each.path or self._per.value) for each in call.record.calls]
-            stages.own_record.add(CompletionRecord(calls=shared, queue_s=call.record.queue_s))
-        stages.record(self.code, call.started, failed=reward.value is None)
-        return reward
+        with self._together.entered(sample) as member:
+            try:
+                reward = await member.result(sample)
+            finally:
+                member.note(stages.own_record, self._per.value)
+            stages.record(self.code, member.started, failed=reward.value is None)
+            return reward
 
     async def _rewards(self, samples: Sequence[Sample]) -> list[Reward]:
         try:

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from salesrl_trl.errors import ServiceError, ServiceUnavailable
-from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, Origin, RewardBatch
+from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, Origin, RewardBatch, settled
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.event_loop import cancel_others
@@ -96,9 +96,15 @@ class RewardLoop:
         """Begin to score all completions that have not been started with the same text. Does not wait."""
         self._loops.post(batch.start_all, completions, token_ids, rows)
 
-    def wait(self, batch: RewardBatch, groups: Sequence[Sequence[int]]) -> None:
-        """Wait until all rewards of one of the groups are in. An interrupted wait cancels the batch."""
-        self._loops.run(batch.settled, groups)
+    def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
+        """Wait for rewards of these batches: `batch.settled`. An interrupted wait cancels them."""
+        self._loops.run(settled, batches, is_enough)
+
+    def joined(self, parts: Sequence[tuple[RewardBatch, range]], group: int) -> RewardBatch:
+        """A batch of settled completions that are taken out of others: `RewardBatch.take_over`."""
+        batch = self.begin([other.rows[place] for other, places in parts for place in places], group)
+        batch.take_over(parts)
+        return batch
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
         """Wait for all rewards of a batch, and report on it. A completion whose text is another one than was started

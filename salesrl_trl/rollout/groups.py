@@ -1,15 +1,31 @@
-"""A generation batch that is trained on part by part: which parts are ready, and the queue of micro-batches. TRL
-computes advantages."""
+"""Which groups are trained on now: of all rollouts in flight (`first_in`), and of a generation batch that is trained
+on part by part (`ScoredGroups`). TRL computes advantages."""
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import is_tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from salesrl_trl.kl.penalty import MicroBatch
+
+
+def first_in(latest: Sequence[int], is_in: Sequence[bool], following: Sequence[int], count: int) -> list[int]:
+    """The `count` groups in flight that are trained on now: those that can't wait, then the oldest that are in. Empty
+    while one of them is not in. `latest`: the last step that may train on each; `is_in`: whether it is scored.
+
+    Later batches begin at the steps `following`: u_1 <= u_2 <= ... With c(u) groups for which u is too late, so many
+    can't wait: max over j of c(u_j) - (j - 1) * count. So none is ever late. Where each step has a batch, and begins
+    one, they are those whose last step this is.
+    """
+    oldest = sorted(range(len(latest)), key=latest.__getitem__)
+    musts = max((sum(last < step for last in latest) - j * count for j, step in enumerate(following)), default=0)
+    chosen = oldest[: max(musts, 0)]
+    chosen += [group for group in oldest[len(chosen) :] if is_in[group]]
+    chosen = chosen[:count]
+    return chosen if len(chosen) == count and all(is_in[group] for group in chosen) else []
 
 
 def parts(size: int, micro_batch: int, group: int) -> list[range]:

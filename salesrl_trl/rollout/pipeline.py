@@ -5,9 +5,11 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
@@ -15,7 +17,7 @@ from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sam
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.groups import ScoredGroups
+from salesrl_trl.rollout.groups import ScoredGroups, first_in, parts
 from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Update, UpdatesAhead, begun_ahead
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import Span
@@ -27,11 +29,12 @@ MOST_AHEAD = 1024
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Rollout:
-    """Completions of one generation batch, from the moment they are asked for until they have been trained on."""
+    """Completions of one generation batch, from the moment they are asked for until they have been trained on; or
+    groups of several that are trained on together."""
 
     inputs: list[Example]  # B rows
     rewards: RewardBatch
-    step: int  # optimizer steps that the weights had taken which sampled them
+    steps: list[int]  # of each completion, the optimizer steps that the weights had taken which sampled it
     is_trained_on: bool
     handle: Handle | None = None  # the generation. `None` where TRL generates inside its own scoring.
     sampled: Sampled | None = None
@@ -53,6 +56,27 @@ class Rollout:
     is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in
     group: int = 1  # completions of a prompt. They are neighbours.
     is_reported: bool = False
+    left: list[range] = field(init=False)  # the groups that nobody has trained on yet
+
+    def __post_init__(self) -> None:
+        self.left = parts(len(self.inputs), 1, self.group)
+
+    @classmethod
+    def joined(cls, groups: "Sequence[Group]", head: "Rollout", rewards: RewardBatch) -> "Rollout":
+        """Groups of several rollouts. The figures of generation are those of `head`."""
+        of_groups = [(rollout, slice(places.start, places.stop)) for rollout, places in groups]
+        logps = [each.behaviour_logps[own] for each, own in of_groups if each.behaviour_logps is not None]
+        width = max((logp.size(1) for logp in logps), default=0)  # each is padded as its batch was
+        sampled = [(rollout.sampled, places) for rollout, places in groups if rollout.sampled is not None]
+        return cls(
+            inputs=[row for rollout, own in of_groups for row in rollout.inputs[own]],
+            rewards=rewards,
+            steps=[step for rollout, own in of_groups for step in rollout.steps[own]],
+            is_trained_on=True,
+            sampled=Sampled.joined(sampled, head.sampled) if head.sampled and len(sampled) == len(groups) else None,
+            behaviour_logps=torch.cat([pad(logp, (0, width - logp.size(1))) for logp in logps]) if logps else None,
+            group=head.group,
+        )
 
     @property
     def mode(self) -> str:
@@ -71,14 +95,18 @@ class Rollout:
         return self.sampled.metrics, self.sampled.tokens
 
 
+Group = tuple[Rollout, range]  # completions of a prompt, at these places of their rollout
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptRollouts:
     """A rollout of an earlier start of the run."""
 
     rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
-    step: int
-    sampled: Sampled
+    steps: list[int]
+    sampled: Sampled | None  # `None` for completions that are not there, or not kept
     behaviour_logps: torch.Tensor | None
+    inputs: list[Example] = field(default_factory=list)  # the rows, where groups go by themselves
 
 
 @dataclass(eq=False, kw_only=True)
@@ -107,9 +135,12 @@ class Pipeline:
     """Generates the next turns of conversations that are out."""
     most_lookahead: int = 0
     """Optimizer steps that they may be ahead at any time, where `lookahead` moves."""
+    max_staleness: int = 0
+    """Above `most_lookahead`: groups are trained on as they come in, at most so many optimizer steps late."""
     dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
-    _taken: dict[int, Rollout] = field(default_factory=dict)
+    _taken: dict[int, Rollout] = field(default_factory=dict)  # in the step under way
+    _behind: list[Rollout] = field(default_factory=list)  # whose turn is over, with groups that are left
     _evaluated: list[Rollout] = field(default_factory=list)  # begun, and not taken yet
 
     def __post_init__(self) -> None:
@@ -129,13 +160,13 @@ class Pipeline:
         """A run begins after these micro-steps and optimizer steps. `has_batch`: a generation batch is there to go on
         with. `kept`: from `in_flight` of an earlier start."""
         self.forget()
-        self._kept = dict(kept)
+        self._kept = {micro_step + after: rollouts for after, rollouts in kept.items()}
         self._schedule.restart(micro_step, update, has_batch)
 
     def forget(self) -> None:
         """Give up everything in flight, with the batch of an interrupted step."""
         self.updates.restart()
-        self.dataloader, self._kept, self._taken, self._evaluated = (), {}, {}, []
+        self.dataloader, self._kept, self._taken, self._evaluated, self._behind = (), {}, {}, [], []
         for rollout in self._schedule.restart(0, 0, False):
             if rollout.handle is not None:
                 rollout.handle.give_up()
@@ -146,6 +177,8 @@ class Pipeline:
     ) -> Update:
         """The micro-batches of the next optimizer step. Those of later steps are read too (`UpdatesAhead.next`): their
         generation batches are scheduled, and their reference answers asked for."""
+
+        self._taken = {}
 
         def record(micro_batches: MicroBatches) -> None:
             for window in self._schedule.add(micro_batches):
@@ -174,36 +207,93 @@ class Pipeline:
                 self.go_on()
         for window in self._schedule.due(micro_step, update):
             kept = self._kept.pop(window.first, None)
-            if kept is None or kept.rows != keys_of(window.inputs):
-                window.rollout = self.launch(window.inputs, update)
+            inputs = kept.inputs if kept is not None and kept.inputs else window.inputs
+            if kept is None or kept.sampled is None or kept.rows != keys_of(inputs):
+                window.rollout = self.launch(inputs, update)
                 continue
-            rollout = window.rollout = self._begun(window.inputs, kept.step, is_trained_on=True)
+            rollout = window.rollout = self._begun(inputs, max(kept.steps), is_trained_on=True)
             rollout.handle, rollout.behaviour_logps = Ready(kept.sampled), kept.behaviour_logps
+            rollout.steps = kept.steps
             self._record(rollout, kept.sampled)
 
     def in_flight(self, micro_step: int, update: int) -> dict[int, KeptRollouts]:
         """The rollouts with completions that were launched before the end of this step and not trained on then, by the
-        micro-step at which they are first trained on."""
+        micro-steps until they are first trained on: a run that goes on counts them anew in each epoch."""
         taken = {first: rollout for first, rollout in self._taken.items() if first >= micro_step}
+        flying = taken | self._schedule.launched()
+        if self.goes_by_groups:
+            flying = self._packed(flying, update)
         return {
-            first: KeptRollouts(
+            first - micro_step: KeptRollouts(
                 rows=keys_of(rollout.inputs),
-                step=rollout.step,
+                steps=rollout.steps,
                 sampled=rollout.sampled,
                 behaviour_logps=rollout.behaviour_logps,
+                inputs=rollout.inputs if self.goes_by_groups else [],
             )
-            for first, rollout in (taken | self._schedule.launched()).items()
-            if rollout.sampled is not None and rollout.step < update
+            for first, rollout in flying.items()
+            if (rollout.sampled is not None or self.goes_by_groups) and max(rollout.steps) < update
         }
 
     def take(self, inputs: list[Example], micro_step: int, update: int) -> Rollout:
-        """The rollout of these inputs, with all its completions. It is generated now, if it was not before."""
+        """The rollout of these inputs, with all its completions. It is generated now, if it was not before. With
+        `goes_by_groups`, the first groups that are in take its place."""
         rollout = self._schedule.take(micro_step, inputs)
         if rollout is None:
             rollout = self.launch(inputs, update)
-        self._taken = {micro_step: rollout}
+        self._taken[micro_step] = rollout
+        self._collect(rollout)
+        if self.goes_by_groups:
+            rollout = self._taken[micro_step] = self._first_in(rollout, update)
+        return rollout
+
+    @property
+    def goes_by_groups(self) -> bool:
+        """Whether a step trains on the first groups that are in, and each rank on its own."""
+        return self.max_staleness > self.most_lookahead
+
+    def _first_in(self, head: Rollout, update: int) -> Rollout:
+        """The groups that are trained on in the turn of `head`. Waits until they are in."""
+        # 1. the groups in flight. A server has generated all that was asked for before this step
+        flying = [*self._behind, head]
+        for rollout in self._schedule.launched().values():
+            if max(rollout.steps) < update:
+                self._collect(rollout)  # a collective: on all ranks alike
+            flying += [rollout] if rollout.sampled is not None else []
+        groups = [(rollout, places) for rollout in flying for places in rollout.left]
+        latest = [rollout.steps[places.start] + self.max_staleness for rollout, places in groups]
+        count, following = len(head.inputs) // head.group, self._schedule.updates
+
+        def chosen() -> list[int]:
+            is_in = [rollout.rewards.is_settled(places) for rollout, places in groups]
+            return first_in(latest, is_in, following, count)
+
+        # 2. those that are trained on leave their rollouts
+        with self.timeline.phase(Phase.REWARD_WAIT):
+            self.reward_loop.wait([rollout.rewards for rollout in flying], chosen)
+        picked = [groups[number] for number in sorted(chosen())]
+        rewards = self.reward_loop.joined([(rollout.rewards, places) for rollout, places in picked], head.group)
+        for rollout, places in picked:
+            rollout.left.remove(places)
+        self.reward_loop.give_up([rollout.rewards for rollout in flying if not rollout.left])
+        self._behind = [rollout for rollout in (*self._behind, head) if rollout.left]
+        return Rollout.joined(picked, head, rewards)
+
+    def _packed(self, flying: Mapping[int, Rollout], update: int) -> dict[int, Rollout]:
+        """The groups in flight that were launched before this step, the oldest first, in batches."""
+        rollouts = [*self._behind, *flying.values()]
+        groups = [(each.steps[places.start], (each, places)) for each in rollouts for places in each.left]
+        queue = iter([group for step, group in sorted(groups, key=itemgetter(0)) if step < update])
+        packed = {}
+        for first, head in sorted(flying.items()):
+            if pack := [*itertools.islice(queue, len(head.inputs) // head.group)]:
+                packed[first] = Rollout.joined(pack, head, head.rewards)
+        return packed
+
+    def _collect(self, rollout: Rollout) -> None:
+        """Wait for the completions of a rollout, if they are generated in the background."""
         if rollout.sampled is not None or rollout.handle is None:
-            return rollout
+            return
         with self.timeline.phase(Phase.GENERATION):
             sampled = rollout.handle.result()
         self._record(rollout, sampled)
@@ -212,7 +302,6 @@ class Pipeline:
                 "completions were generated ahead of training, and the sampler gives no log-probs of them. Expected "
                 "log-probs, or a sampler that generates in `start`. Mend the sampler, or set `rollout_lookahead: 0`."
             )
-        return rollout
 
     def launch(self, inputs: list[Example], update: int) -> Rollout:
         """Generate for a step to train on, or begin to. `update`: optimizer steps that the weights have taken."""
@@ -274,10 +363,10 @@ class Pipeline:
         self._record(rollout, sampled, rows)
 
     def _begun(self, inputs: list[Example], step: int, *, is_trained_on: bool, group: int | None = None) -> Rollout:
-        group = group or self.group()
+        group, steps = group or self.group(), [step] * len(inputs)
         origin = Origin(rows=inputs, mode="train" if is_trained_on else "eval", step=step)
         rewards = self.reward_loop.begin(self._rows(inputs), group, origin)
-        return Rollout(inputs=inputs, rewards=rewards, step=step, is_trained_on=is_trained_on, group=group)
+        return Rollout(inputs=inputs, rewards=rewards, steps=steps, is_trained_on=is_trained_on, group=group)
 
     def _generate(self, rollout: Rollout, *, ahead: bool) -> None:
         if self.inside_trl:

@@ -71,6 +71,11 @@ class RolloutSchedule(Generic[R]):
             return [window for window in waiting if window.first == micro_step]
         return [window for window in waiting if window.update - update <= self.lookahead]
 
+    @property
+    def updates(self) -> list[int]:
+        """Optimizer steps done before each batch that nobody has taken yet, as far as they are read."""
+        return [window.update for window in self._windows]
+
     def launched(self) -> dict[int, R]:
         """The rollouts that nobody has taken yet, by their first micro-step."""
         return {window.first: window.rollout for window in self._windows if window.rollout is not None}

@@ -10,12 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather, gather_object, reduce
+from torch.nn.functional import pad
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
@@ -136,7 +138,7 @@ class RolloutScoring:
         while not groups.complete and on_any_rank(not groups.has_next, self.device):  # all ranks wait together
             with self.instruments.timeline.phase(Phase.REWARD_WAIT):
                 if not groups.has_next:
-                    self.reward_loop.wait(rollout.rewards, groups.pending)
+                    self.reward_loop.wait([rollout.rewards], partial(rollout.rewards.has_settled, groups.pending))
                 PartialState().wait_for_everyone()
             groups.release(self._scored(rollout, update))
         micro_batches = [groups.next(), *groups.following]
@@ -160,16 +162,19 @@ class RolloutScoring:
             self._leave_out_failed(rollout, output)
         # 3. the age of the sampler's weights, and the effect of the correction for it
         if is_complete:
-            for name in (STALENESS, STALENESS_MAX):
-                self.ledger.add(rollout.mode, name, update - rollout.step)
+            ages = [float(update - step) for step in rollout.steps]
+            if self.pipeline.goes_by_groups:  # each rank has its own
+                ages = gather(torch.tensor(ages, device=self.device)).tolist()
+            self.ledger.add(rollout.mode, STALENESS, sum(ages), len(ages))
+            self.ledger.add(rollout.mode, STALENESS_MAX, max(ages))
             if RATIO in output and not rollout.is_corrected_at_step:
                 sums = correction_sums(output[RATIO], output["completion_mask"], *settings.sampler_correction)
                 self.ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
         # 4. what the loss needs beside TRL's tensors: branches for the KL, the sampling policy's log-probs
         branch_ids = torch.tensor(settings.branches.ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.device, non_blocking=True)
-        if rollout.behaviour_logps is not None:
-            output[OLD] = rollout.behaviour_logps  # (B, C)
+        if (logps := rollout.behaviour_logps) is not None:  # groups of several batches may be padded to another width
+            output[OLD] = pad(logps, (0, output["completion_mask"].size(1) - logps.size(1)))  # (B, C)
         if rollout.is_corrected_at_step:
             del output[OLD], output[RATIO]
         # 5. advantages against the reference's reward
@@ -370,6 +375,7 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
             tokens=None if ids is None else len(ids[place]),
             place=place,
             prompt_group=(first + place) // rollout.group,
+            staleness=update - rollout.steps[place],
             outcome=scored.outcome.value,
             reason=scored.reason if scored.outcome is not Outcome.OK else "",  # else words, which verdicts have
             reward=scored.value,
@@ -387,7 +393,6 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
         step=update + rollout.is_trained_on,
         mode=rollout.mode,
         number=scores.number,
-        staleness=update - rollout.step,
         entries=entries,
         advantages=numbers,
         calls=rollout.result.report.calls,

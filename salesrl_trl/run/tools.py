@@ -1,30 +1,21 @@
-"""What commands have in common: the refusal of wrong arguments, findings, failures for people and programs, and JSON.
+"""What commands have in common: findings, failures for people and programs, and JSON.
 
 `env`, `preflight`, `evaluate`, `rejudge` and other commands call it. Imports no torch.
 """
 
-import argparse
 import json
 import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
 
 from salesrl_trl.build.checks.outcome import Finding
-from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.errors import SalesRLError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
 from salesrl_trl.run.catalogue import PAGE
 from salesrl_trl.run.last_words import recognised, short
 
 logger = logging.getLogger(__name__)
-
-
-class ToolParser(argparse.ArgumentParser):
-    """Raises `ConfigError` for wrong arguments. `argparse` would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"the arguments do not work: {message}. Correct them; `--help` lists all.")
 
 
 def exit_code_of(argv: Sequence[str], prepare: Callable[[], Callable[[], int]]) -> int:

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from salesrl_trl.names import DISK_READ, DISK_WRITE, GPU_BUSY
-from salesrl_trl.telemetry.timeline import Clock, HostClock, Mark
+from salesrl_trl.telemetry.timeline import Mark
 
 GIB = 2.0**30
 _PROCESS = psutil.Process()
@@ -63,11 +63,6 @@ class EventClock:
             return mark.event is not None and bool(mark.event.query())
         except RuntimeError:
             return False
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Events for a CUDA or ROCm device, the host's own clock for all others."""
-    return EventClock() if device.type == "cuda" else HostClock()
 
 
 def device_name(device: torch.device) -> str:

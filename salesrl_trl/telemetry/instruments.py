@@ -4,6 +4,7 @@ Owns the timeline, the lengths that were trained on, the trace and the heartbeat
 what a start took. `perf` owns the arithmetic of the figures.
 """
 
+import functools
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ from transformers import TrainerCallback, TrainerState
 from salesrl_trl.names import MEMORY, MFU_MODEL, START_UP_FILE, TRACE_FILE, Phase, StartUp, perf_of
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.device import MachineUse, clock_of, device_name, forget_peak, memory_gib
+from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
 from salesrl_trl.telemetry.perf import peak_bf16_flops
@@ -63,7 +64,7 @@ class Instruments:
         self, settings: InstrumentSettings, device: torch.device, output_dir: Path, recorder: Recorder | None = None
     ) -> None:
         self.recorder = recorder
-        self.timeline = Timeline(clock_of(device), perf.OPAQUE_PHASES)
+        self.timeline = Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES)
         self.timeline.enabled = settings.enabled
         self.step = 0  # optimizer steps done, for the trace and the heartbeat
         self._settings = settings
@@ -76,9 +77,9 @@ class Instruments:
         self._batches: deque[tuple[float, list[tuple[float, float]]]] = deque(maxlen=MAX_STEPS_KEPT)
         self._waits: list[tuple[float, float]] = []
         self._due: list[perf.Sums] | None = None  # by rank, since the last throughput
+        self._warn_once: Callable[[str], None] = functools.cache(logger.warning)
         self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
         self._output_dir = output_dir
-        self._warned: set[str] = set()
         self._machine = MachineUse(device)
         self._heartbeat: Heartbeat | None = None
         self._running = False
@@ -247,11 +248,6 @@ class Instruments:
             perf.SAMPLES: samples,
             **dict(zip(MEMORY, memory_gib(self._device), strict=True)),
         }
-
-    def _warn_once(self, line: str) -> None:
-        if line not in self._warned:
-            self._warned.add(line)
-            logger.warning(line)
 
 
 @dataclass(eq=False)

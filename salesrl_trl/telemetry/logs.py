@@ -4,6 +4,7 @@ Owns which lines of others are hidden. Standard library only.
 """
 
 import logging
+from collections.abc import Callable
 
 LINE_FORMAT = "%(asctime)s %(message)s"
 TIME_FORMAT = "%H:%M:%S"
@@ -22,24 +23,17 @@ def show_lines() -> None:
     package.setLevel(logging.INFO)
 
 
-class LeaveOut(logging.Filter):
-    """Drops every record that contains a phrase."""
-
-    def __init__(self, phrase: str) -> None:
-        super().__init__()
-        self._phrase = phrase
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self._phrase not in record.getMessage()
+def _lacks(phrase: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: phrase not in record.getMessage()
 
 
 _LEFT_OUT = {  # by logger, records with a phrase
     # TRL warns of a row that could not be scored, with its prompt and completion: customers' text
-    "trl.trainer.grpo_trainer": LeaveOut("All reward functions returned None"),
+    "trl.trainer.grpo_trainer": _lacks("All reward functions returned None"),
     # at every weight push on a CPU, about the one module that has no weights
-    "vllm.model_executor.model_loader.reload.layerwise": LeaveOut("RotaryEmbedding: Failed to load weights"),
+    "vllm.model_executor.model_loader.reload.layerwise": _lacks("RotaryEmbedding: Failed to load weights"),
     # a branch without rows in a step has no mean, and TensorBoard draws no point for it
-    "transformers.integrations.integration_utils": LeaveOut('Trainer is attempting to log a value of "None"'),
+    "transformers.integrations.integration_utils": _lacks('Trainer is attempting to log a value of "None"'),
 }
 
 

@@ -159,11 +159,14 @@ def clock(seconds: float) -> str:
 
 def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1) -> str:
     """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
-    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`."""
+    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`. Where
+    groups are judged together, a verdict is one call's."""
     counts = {name: round((logs.get(names.usage_of(name, "verdicts")) or 0) * batches) for name in providers}
     saved = (logs.get(names.saved_by("answers")) or 0) * batches
     why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""
     none = "" if any(counts.values()) else f" (no new verdict since the last line{why})"
+    if singly := (logs.get(names.JUDGED_SINGLY) or 0) * batches:
+        none += f" ({singly:,.0f} completions judged one by one: the call for their group failed)"
     return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
 
 

@@ -114,35 +114,14 @@ class _Step:
         return StepTimes(started=moments[0], ended=moments[-1], seconds=seconds, complete=complete)
 
 
-class SpanQueue:
-    """Spans that nobody has taken yet."""
-
-    def __init__(self) -> None:
-        self._spans: deque[Span] = deque()
-        self.dropped_spans = 0  # spans that were dropped because nobody drained them
-
-    def add(self, spans: Iterable[Span]) -> None:
-        """Keep spans that were measured elsewhere. From any thread."""
-        self._spans.extend(spans)
-        while len(self._spans) > MAX_SPANS_PENDING:
-            self._spans.popleft()
-            self.dropped_spans += 1
-
-    def drain_spans(self) -> list[Span]:
-        """The settled phases and the spans of other threads that ended since the last call."""
-        spans = []
-        while self._spans:
-            spans.append(self._spans.popleft())
-        return spans
-
-
-class Timeline(SpanQueue):
+class Timeline:
     """Phases of steps on one thread, and spans of other threads. The phases in `opaque` own everything inside them: an
     evaluation generates and scores too, but all of this time counts as evaluation. `enabled` may be switched between
     steps: while it is off, nothing is marked and no step is counted."""
 
     def __init__(self, clock: Clock | None = None, opaque: Iterable[str] = ()) -> None:
-        super().__init__()
+        self._spans: deque[Span] = deque()
+        self.dropped_spans = 0  # spans that were dropped because nobody drained them
         self.enabled = True
         self._clock: Clock = clock or HostClock()
         self._opaque = frozenset(opaque)
@@ -221,6 +200,20 @@ class Timeline(SpanQueue):
         self._step = _Step(mark, self._owner)
         if len(self._finished) > MAX_STEPS_PENDING and self._clock.is_reached(self._finished[-2].marks[-1]):
             self._settle(self._finished[:-1])
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Keep spans that were measured elsewhere. From any thread."""
+        self._spans.extend(spans)
+        while len(self._spans) > MAX_SPANS_PENDING:
+            self._spans.popleft()
+            self.dropped_spans += 1
+
+    def drain_spans(self) -> list[Span]:
+        """The settled phases and the spans of other threads that ended since the last call."""
+        spans = []
+        while self._spans:
+            spans.append(self._spans.popleft())
+        return spans
 
     def drain_steps(self) -> list[StepTimes]:
         """The steps that ended since the last call. Waits until the device is done with them."""

@@ -10,29 +10,29 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.command_line import exit_code
 from salesrl_trl.ground.process import make_private
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
+from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.recording.reader import DAMAGED
-from salesrl_trl.view.page import MOST, data_alone, page
+from salesrl_trl.view.page import data_alone, page
 from salesrl_trl.view.record_index import Index
 from salesrl_trl.view.viewer import Viewer
-
-PROGRAM = "python -m salesrl_trl.view"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve or write the page. Returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        with closing(Index(args.runs)) as index:
-            return _write(index, args.html, args.most) if args.html else _serve(index, args.port)
-    except (ConfigError, OSError, OverflowError, *DAMAGED) as error:  # `OverflowError`: no such port
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    return exit_code("view", argv, _show, OverflowError, *DAMAGED)  # the first one: no such port
 
 
-def _serve(index: Index, port: int) -> int:
+def _show(args: argparse.Namespace) -> None:
+    with closing(Index(args.runs)) as index:
+        if args.html:
+            _write(index, args.html, args.most)
+        else:
+            _serve(index, args.port)
+
+
+def _serve(index: Index, port: int) -> None:
     viewer = Viewer(index, port)
     try:
         print(viewer.url)
@@ -42,26 +42,15 @@ def _serve(index: Index, port: int) -> int:
         print()
     finally:
         viewer.server_close()
-    return 0
 
 
-def _write(index: Index, path: Path, most: int) -> int:
+def _write(index: Index, path: Path, most: int) -> None:
     index.refresh()
     data = data_alone(index, most)
     path.parent.mkdir(parents=True, exist_ok=True)
     make_private(path)  # as the record
     path.write_text(page(data).html, encoding="utf-8", errors="replace")
     print(f"Page: {path}\n{data['state']['sample']:,} of {data['state']['total']:,} completions are in it.")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="What a run's completions were, and what they earned.")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; a free one by default")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that stands alone, and end")
-    parser.add_argument("--most", type=int, default=MOST, metavar="N", help=f"completions in FILE; {MOST} by default")
-    return parser
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ NOTES_FILE = "notes.jsonl"
 FLAGS = ("good", "bad", "check")
 MOST_NOTE_CHARS = 20_000
 PLACE = ("rank", "id", "time")
-TABLE = "CREATE TABLE notes (run, rank, id, time, flag, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;"
 HAS_NOTE = (
     "EXISTS (SELECT 1 FROM notes o WHERE o.run = completions.run AND o.rank = completions.rank "
     "AND o.id = completions.id AND o.time = completions.time{})"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.view import queries
-from salesrl_trl.view.record_index import Index
+from salesrl_trl.view.record_index import SQL, Index
 from salesrl_trl.view.wording import render
 
 ASSETS = Path(__file__).parent / "assets"
@@ -99,11 +99,7 @@ def data_alone(index: Index, most: int = MOST) -> queries.Answer:
 
 
 def _last_steps(index: Index, run: str, mode: str) -> list[int]:
-    rows = index.db.execute(
-        "SELECT DISTINCT step FROM completions WHERE run = ? AND mode = ? ORDER BY step DESC LIMIT ?",
-        (int(run), mode, MOST_STEPS),
-    )
-    return [step for (step,) in rows]
+    return [step for (step,) in index.db.execute(SQL["last_steps"], (int(run), mode, MOST_STEPS))]
 
 
 def _report(index: Index, run: str) -> queries.Answer:
@@ -121,10 +117,8 @@ def _sample(index: Index, most: int) -> list[queries.Answer]:
         leading = queries.listing(index, {"order": order})["items"][: most // 6]
         chosen |= {item["id"]: item for item in leading}
     total = index.db.execute("SELECT count(*) FROM completions").fetchone()[0]
-    rows = index.db.execute(
-        "SELECT * FROM (SELECT *, row_number() OVER (ORDER BY run, step, n) AS at FROM completions) WHERE at % ? = 0",
-        (max(-(-total // max(most - len(chosen), 1)), 1),),
-    ).fetchall()
+    every = max(-(-total // max(most - len(chosen), 1)), 1)
+    rows = index.db.execute(SQL["spread"], (every,)).fetchall()
     for item in queries.items(index, rows):
         if len(chosen) < most:
             chosen.setdefault(item["id"], item)

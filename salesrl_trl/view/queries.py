@@ -16,7 +16,7 @@ from typing import Any
 from salesrl_trl.recording.reader import has_turns, open_record, text_of, values_of
 from salesrl_trl.view.charts import FRAME
 from salesrl_trl.view.notes import HAS_NOTE
-from salesrl_trl.view.record_index import Index, messages
+from salesrl_trl.view.record_index import SQL, Index, messages
 from salesrl_trl.view.report_page import sections
 from salesrl_trl.view.run_folder import read_run
 
@@ -75,6 +75,10 @@ def whole(params: Params, name: str, default: int = 0) -> int:
     return default if value is None else int(value)
 
 
+def _mode(params: Params) -> str:
+    return params.get("mode") or "train"
+
+
 def _condition(index: Index, params: Params) -> tuple[str, list[Any]]:
     terms, values = ["1"], list[Any]()
     if params.get("run"):
@@ -103,10 +107,7 @@ def state(index: Index) -> Answer:
     with index.lock:
         runs = []
         for at, path in enumerate(index.runs):
-            row = index.db.execute(
-                "SELECT count(*) AS many, min(step) AS first, max(step) AS last, max(time) AS time, "
-                "max(provider > '' OR reference_reward IS NOT NULL) AS judged FROM completions WHERE run = ?", (at,)
-            ).fetchone()  # fmt: skip
+            row = index.db.execute(SQL["run"], (at,)).fetchone()
             runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
         counted, total = sum(index.facets[1].get("mode", {}).values()), sum(run["many"] for run in runs)
         is_due = not index.reading or total >= 2 * counted  # a count at each state would slow the reading down
@@ -170,36 +171,22 @@ def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, c
     ]  # fmt: skip
 
 
-_OVERVIEW = """
-SELECT step, branch, sum(many) AS many, sum(scored) AS scored, sum(reward) / sum(scored) AS reward,
-    sum(reference) / sum(referred) AS reference, json_group_object(outcome, many) AS outcomes
-FROM (
-    SELECT step, branch, outcome, count(*) AS many, count(reward) AS scored, total(reward) AS reward,
-        count(reference_reward) AS referred, total(reference_reward) AS reference
-    FROM completions WHERE run = ? AND mode = ? GROUP BY step, branch, outcome
-) GROUP BY step, branch ORDER BY step, branch
-"""
-
-
 def overview(index: Index, params: Params) -> Answer:
     """Figures of every step and branch of one run: completions, those with a reward, mean rewards, outcomes."""
     with index.lock:
-        rows = index.db.execute(_OVERVIEW, (whole(params, "run"), params.get("mode") or "train")).fetchall()
+        rows = index.db.execute(SQL["overview"], {"run": whole(params, "run"), "mode": _mode(params)}).fetchall()
     return {"steps": [{**dict(row), "outcomes": json.loads(row["outcomes"])} for row in rows]}
 
 
 def histogram(index: Index, params: Params) -> Answer:
     """How often each reward was given at a `step`, the last one without it: `edges` of the bins, and `counts` of each
     branch. Empty where nothing was scored."""
-    run, mode = whole(params, "run"), params.get("mode") or "train"
+    run, mode = whole(params, "run"), _mode(params)
     with index.lock:
         last_of = "SELECT max(step) FROM completions WHERE run = ? AND mode = ?"
         (last,) = index.db.execute(last_of, (run, mode)).fetchone()
         step = whole(params, "step", last or 0)
-        rewards = index.db.execute(
-            "SELECT branch, reward FROM completions WHERE run = ? AND mode = ? AND step = ? AND reward IS NOT NULL",
-            (run, mode, step),
-        ).fetchall()
+        rewards = index.db.execute(SQL["rewards"], (run, mode, step)).fetchall()
     if not rewards:
         return {"step": step, "edges": [], "counts": {}}
     low, high = min(row["reward"] for row in rewards), max(row["reward"] for row in rewards)
@@ -217,11 +204,7 @@ def row_over_time(index: Index, params: Params) -> Answer:
     with index.lock:
         name = params.get("row", "")
         total = index.db.execute("SELECT count(*) FROM completions WHERE row = ?", (name,)).fetchone()[0]
-        rows = index.db.execute(
-            "SELECT * FROM (SELECT * FROM completions WHERE row = ? ORDER BY step DESC, n DESC LIMIT ?) "
-            "ORDER BY run, step, mode, n",
-            (name, MOST_OF_A_ROW),
-        ).fetchall()
+        rows = index.db.execute(SQL["row"], {"row": name, "most": MOST_OF_A_ROW}).fetchall()
     prompt: list[Any] = []
     if rows:
         with suppress(KeyError):  # its file was written anew meanwhile
@@ -229,19 +212,6 @@ def row_over_time(index: Index, params: Params) -> Answer:
     return {"row": name, "total": total, "items": items(index, rows), "messages": prompt}
 
 
-_COMPARED = """
-WITH last AS (
-    SELECT run, row, max(step) AS step FROM completions
-    WHERE mode = :mode AND run IN (:one, :other) AND reward IS NOT NULL GROUP BY run, row
-), mean AS (
-    SELECT c.run, c.row, c.branch, c.step, avg(c.reward) AS reward, count(*) AS many
-    FROM completions c JOIN last USING (run, row, step) WHERE c.mode = :mode AND c.reward IS NOT NULL GROUP BY 1, 2
-), both AS (
-    SELECT a.row, a.branch, a.step AS one_step, a.reward AS one, b.step AS other_step, b.reward AS other,
-        b.reward - a.reward AS change
-    FROM mean a JOIN mean b USING (row) WHERE a.run = :one AND b.run = :other
-)
-"""
 CHANGES = {"largest": "abs(change) DESC", "worse": "change ASC", "better": "change DESC"}
 
 
@@ -253,14 +223,11 @@ def comparison(index: Index, params: Params) -> Answer:
     if order not in CHANGES:
         raise BadQuestionError(f"there is no order {order!r}")
     offset = max(whole(params, "offset"), 0)
-    runs = {"one": whole(params, "one"), "other": whole(params, "other", 1), "mode": params.get("mode") or "train"}
+    runs = {"one": whole(params, "one"), "other": whole(params, "other", 1), "mode": _mode(params)}
     with index.lock:
         index.db.execute("DROP TABLE IF EXISTS compared")
-        index.db.execute(f"CREATE TEMP TABLE compared AS {_COMPARED} SELECT * FROM both", runs)
-        sums = index.db.execute(
-            "SELECT count(*) AS total, avg(change) AS change, total(change > 0) AS better, total(change < 0) AS worse "
-            "FROM compared"
-        ).fetchone()
+        index.db.execute(SQL["compared"], runs)
+        sums = index.db.execute(SQL["changes"]).fetchone()
         rows = index.db.execute(
             f"SELECT * FROM compared ORDER BY {CHANGES[order]}, row LIMIT ? OFFSET ?", (PAGE + 1, offset)
         ).fetchall()
@@ -316,11 +283,7 @@ def completion(index: Index, name: str) -> Answer:
 def _group(index: Index, run: int, row: sqlite3.Row) -> list[Answer]:
     """The completions of the same prompt in the same batch, of all ranks, with their texts."""
     with index.lock:
-        rows = index.db.execute(
-            "SELECT * FROM completions WHERE row = ? AND step = ? AND run = ? AND mode = ? AND batch = ? "
-            "AND prompt_group = ? ORDER BY rank, place, id",
-            (row["row"], row["step"], run, row["mode"], row["batch"], row["prompt_group"]),
-        ).fetchall()
+        rows = index.db.execute(SQL["group"], {**dict(row), "run": run}).fetchall()
     return items(index, rows, ("outcome", "reason", "reward", "advantage"), GROUP_EXCERPT)
 
 
@@ -330,9 +293,7 @@ def keep_note(index: Index, asked: object) -> Answer:
         raise BadQuestionError("a note is a JSON object with id, flag and note")
     run, rank, number = place_of(str(asked.get("id", "")))
     with index.lock:
-        row = index.db.execute(
-            "SELECT * FROM completions WHERE run = ? AND rank = ? AND id = ?", (run, rank, number)
-        ).fetchone()
+        row = index.db.execute(SQL["note_of"], (run, rank, number)).fetchone()
         if row is None:
             raise KeyError(number)
         index.notes.write(row, str(asked.get("flag") or ""), str(asked.get("note") or ""))

@@ -5,6 +5,7 @@ only read, and have no index by reward or outcome. `queries` asks it, the viewer
 """
 
 import json
+import re
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -17,48 +18,14 @@ from salesrl_trl.data.files import nearest_file
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.recording.reader import LOCK_WAIT_S, address, record_files, unpacked
 from salesrl_trl.recording.schema import VERSION, rank_of
-from salesrl_trl.view.notes import TABLE, Notes
+from salesrl_trl.view.notes import Notes
 
 CHUNK = 4000  # rows that are read in one go. A question waits no longer than for that.
 CACHE_KIB = 65_536
 
-_COPIED = ("step", "mode", "batch", "place", "prompt_group", "row", "branch", "outcome", "reason", "provider",
-           "reward", "reference_reward", "advantage", "judge_s", "tokens", "staleness", "time")  # fmt: skip
-# Texts are in lower case and in tables of their own: SQLite reads a table of short rows faster.
-_TABLES = f"""
-CREATE TABLE completions (
-    n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id, {", ".join(_COPIED)}, disagreement REAL, call_s REAL,
-    recovered TEXT, prompt
-);
-CREATE INDEX by_row ON completions (row, step);
-CREATE INDEX by_prompt ON completions (prompt);
-CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
-CREATE TABLE texts (n INTEGER PRIMARY KEY, text);
-CREATE TABLE matches (n INTEGER PRIMARY KEY);
-CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
-"""
-_COPY = f"""
-INSERT INTO completions
-SELECT NULL, :run, :rank, c.id, {", ".join(f"c.{name}" for name in _COPIED)},
-    coalesce((SELECT max(abs(candidate - reference)) FROM source.verdicts WHERE completion = c.id),
-             abs(c.reward - c.reference_reward)),
-    coalesce((SELECT max(seconds) FROM source.calls WHERE completion = c.id), c.judge_s),
-    (SELECT '1' FROM source.calls
-     WHERE completion = c.id AND failure NOT IN ('', 'cancelled') AND c.reward IS NOT NULL),
-    (SELECT n FROM prompts WHERE run = :run AND rank = :rank AND id = c.prompt)
-FROM source.completions c WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
-"""
-_COPY_TEXTS = """
-INSERT INTO texts
-SELECT n, lower_case(c.text || char(10) || coalesce(
-    (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id), ''))
-FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
-"""
-_FIND = """
-INSERT INTO matches
-SELECT n FROM texts WHERE instr(text, :word) UNION
-SELECT n FROM completions WHERE prompt IN (SELECT n FROM prompts WHERE instr(text, :word))
-"""
+_NAMED = re.compile(r"^-- name: (\w+)\n(.*?)(?=^-- name|\Z)", re.MULTILINE | re.DOTALL)
+SQL = dict(_NAMED.findall((Path(__file__).parent / "assets" / "viewer.sql").read_text("utf-8")))
+"""Statements by name."""
 
 
 @dataclass(slots=True)
@@ -120,7 +87,7 @@ class Index:
         self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone
         self.db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         self.db.execute("PRAGMA journal_mode=MEMORY")
-        self.db.executescript(_TABLES + TABLE)
+        self.db.executescript(SQL["tables"])
         self.notes = Notes(self.db, runs)
 
     def close(self) -> None:
@@ -138,7 +105,7 @@ class Index:
         """Put into `matches` which completions have the word in text, prompt or the judge's words, in any case."""
         if self._searched != (word, self.version):
             self.db.execute("DELETE FROM matches")
-            self.db.execute(_FIND, {"word": word.lower()})
+            self.db.execute(SQL["find"], {"word": word.lower()})
             self._searched = (word, self.version)
 
     def refresh(self, is_over: Callable[[], bool] = lambda: False) -> int:
@@ -215,8 +182,8 @@ class Index:
             text = "\n".join(message["content"] for message in messages(json.loads(unpacked(body)))).lower()
             self.db.execute("INSERT INTO prompts VALUES (NULL, ?, ?, ?, ?)", (source.run, source.rank, prompt, text))
         (before,) = self.db.execute("SELECT coalesce(max(n), 0) FROM completions").fetchone()
-        self.db.execute(_COPY, numbers)
-        self.db.execute(_COPY_TEXTS, {"before": before})
+        self.db.execute(SQL["copy"], numbers)
+        self.db.execute(SQL["copy_texts"], {"before": before})
         source.last, source.last_time = rows[-1]["id"], rows[-1]["time"]
         self.version += 1
 

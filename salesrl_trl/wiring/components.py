@@ -32,6 +32,7 @@ from salesrl_trl.config.rollouts import (
     passes_of,
     sampling_warnings,
     why_in_trls_order,
+    why_in_turn,
     why_not_divisible,
 )
 from salesrl_trl.config.trl_settings import load_sampler
@@ -52,9 +53,9 @@ from salesrl_trl.generation.sampler import (
     Handle,
     Sampled,
     Sampler,
+    Streamed,
     Upstream,
     WholeBatch,
-    trl_sampler,
     why_not_conversing,
     why_not_streamed,
 )
@@ -236,9 +237,17 @@ class Components:
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
+        if args.max_staleness > args.most_lookahead > 0:
+            talks = trl.tools is not None or self.episode is not None
+            if (turn := why_in_turn(args, at_once, talks, trl.reads_pictures)) is None:
+                self.pipeline.max_staleness = args.max_staleness
+            else:
+                logger.info(f"`max_staleness` has no effect here, because {turn}")
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
+        if self.pipeline.goes_by_groups:
+            reason = "`max_staleness` lets a step begin when all its groups are scored"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
             logger.info(f"`scored_groups_first` is off here, because {reason}")
@@ -381,7 +390,10 @@ class Components:
             reason = why_not_streamed(
                 use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
             )
-            return trl_sampler(trl.generate, trl.ask, trl.engine, is_served=is_served, reason=reason)
+            if reason is None:
+                return Streamed(trl.generate, trl.engine, trl.ask if is_served else None)
+            logger.info(f"off: rewards start as soon as a completion is finished, because {reason}")
+            return WholeBatch(trl.generate, trl.engine)
         upstream = Upstream(
             generate=trl.generate,
             model=trl.unwrapped,

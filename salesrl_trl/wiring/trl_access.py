@@ -47,16 +47,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Talked:
-    """A conversation that has ended, as TRL's `_tool_call_loop` returns it."""
+    """A conversation that has ended."""
 
     first: Turn
-    mask: list[int]  # 1 for tokens of the policy, 0 for those of tools' results
-    completion: list[Any]
-    completion_ids: list[int]
-    logprobs: list[float] | None
-    calls: int
-    failures: int
-    images: list[Any]
+    loop: tuple[Any, ...]  # what TRL's `_tool_call_loop` returns for it: lists of one entry, and counts
     notes: ConversationNotes
 
 
@@ -80,7 +74,6 @@ class TRLAccess(GRPOTrainer):
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
     _talked: "Sequence[Talked] | None" = None  # what conversations became, while TRL asks for their tool calls
     _last_loaded_step: int
-    _one_conversation: "_OneConversation | None" = None
     _chat_form: ChatForm | None = None  # of episodes
     _has_told_rewritten = False
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
@@ -178,17 +171,22 @@ class TRLAccess(GRPOTrainer):
         copies: list[Any] = copy.deepcopy(prompts)
         ids, images, fields = self._tokenize_prompts(copies)
         calls = self.components.begin_calls(each.__name__ for each in self.tools)
-        trainer = _OneConversation.of(self)
+        trainer = self._one_conversation
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
             talked = trainer.talk(place, copies[place], ids[place], first, ask, calls)
             if not batch.is_given_up:
-                finished(place, talked.completion_ids, talked.completion, talked.notes.failed)
+                _, [completion], [completion_ids], *_ = talked.loop
+                finished(place, completion_ids, completion, talked.notes.failed)
             return talked
 
         batch = Conversations(len(ids), talk, self._turns(), end_calls=lambda: calls.cut_off("given_up"))
         self._begin(batch, ids, images, fields, ahead)
         return _Talking(batch, self._end, functools.partial(self._sample_talks, prompts, calls), not self.use_vllm)
+
+    @functools.cached_property
+    def _one_conversation(self) -> "_OneConversation":
+        return _OneConversation(self)
 
     def _turns(self) -> AskedTurns:
         return self.vllm_generation.turns if self.use_vllm else AskedTurns()
@@ -425,12 +423,6 @@ class _OneConversation:
         self._tokenizer = _Locked(copy.deepcopy(trainer._tokenizer))
         self._loop = _loop_of(trainer)
 
-    @classmethod
-    def of(cls, trainer: TRLAccess) -> "_OneConversation":
-        """The only one of this trainer."""
-        made = trainer._one_conversation = trainer._one_conversation or cls(trainer)
-        return made
-
     def talk(self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
         one, trainer = copy.copy(self._trainer), self._trainer
         notes = ConversationNotes(
@@ -458,20 +450,10 @@ class _OneConversation:
         one._sync_tool_dicts, one._async_tool_dicts = [{}], [calls.of(functions, notes)]
         ids, logps = first
         message = parse_response(self._tokenizer, ids, prefix=prompt_ids, tools=tools)
-        mask, completions, completion_ids, logprobs, called, errors, images = GRPOTrainer._tool_call_loop(
+        loop = GRPOTrainer._tool_call_loop(
             one, [prompt], [prompt_ids], [list(ids)], [[message]], None if logps is None else [list(logps)], None, {}
         )
-        return Talked(
-            first=first,
-            mask=mask[0],
-            completion=completions[0],
-            completion_ids=completion_ids[0],
-            logprobs=None if logprobs is None else logprobs[0],
-            calls=called,
-            failures=errors,
-            images=images[0],
-            notes=notes,
-        )
+        return Talked(first=first, loop=loop, notes=notes)
 
 
 def _loop_of(trainer: TRLAccess) -> Any:

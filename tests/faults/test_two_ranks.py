@@ -37,6 +37,15 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     assert one["enough"]["skipped"] == other["enough"]["skipped"] == [0] * 6
     assert one["enough"]["staleness"] == [0, 1, 2, 2, 2, 2]
     assert one["enough"]["quick"] == [{"broken": 3}]  # of eight completions, four on each rank
+    # each rank trains on those of its own groups that are in, and both wait for each other's
+    groups = [rank["by_groups"] for rank in (one, other)]
+    assert groups[0]["staleness"] == groups[1]["staleness"]
+    assert sum(groups[0]["staleness"]) == pytest.approx(sum(min(step, 2) for step in range(10)))
+    assert 2 < max(groups[0]["oldest"]) <= 5
+    for rank, own in enumerate(groups):
+        assert sorted(own["samples"]) == [200 * rank + number for number in range(80)]
+        assert own["samples"] != sorted(own["samples"])
+    assert groups[0]["order"] != groups[1]["order"]
     # of two functions one applies to half of each group on rank 1: that half counts for nothing, on both
     assert one["functions"]["infra"] == other["functions"]["infra"] == [0.25, 0.25]
     assert (one["functions"]["reasons"], other["functions"]["reasons"]) == ([""], [""])  # told apart later, by group

@@ -133,6 +133,13 @@ def main(policy, out):
                 await asyncio.sleep(0.01)
         return await soon(sample, stages)
 
+    async def now_and_then_late(sample, stages):
+        """Some groups are in steps later than others, which ones differs from rank to rank."""
+        began, group = trainer.state.global_step, number_of(sample.text) // 2
+        while group % 5 == 1 + rank and trainer.state.global_step < min(began + 3, 8):
+            await asyncio.sleep(0.01)
+        return await soon(sample, stages)
+
     async def one_late(sample, stages):
         if rank == 0 and number_of(sample.text) % 8 // 2 == 0:
             while not trainer.waits:
@@ -186,6 +193,10 @@ def main(policy, out):
         "parts": (late, PARTS),
         "whole": (soon, {**PARTS, "scored_groups_first": False}),
         "one_late": (one_late, PARTS),
+        "by_groups": (
+            now_and_then_late,
+            {"rollout_lookahead": 2, "max_staleness": 5, "max_steps": 10, "per_device_train_batch_size": 8},
+        ),
         "raised_and_hung": (None, {"max_steps": 2, "min_valid_reward_fraction": 0.0}),
         "functions": ([numbered, partly], {"max_steps": 2}),
         "stopped": (hangs, {"max_steps": 9}),
@@ -226,6 +237,7 @@ def main(policy, out):
             "rewards": [entry["reward"] for entry in steps],
             "skipped": [entry[SKIPPED] for entry in steps],
             "staleness": [entry["rollout/staleness"] for entry in steps],
+            "oldest": [entry["rollout/staleness_max"] for entry in steps],
             "weights": weights.double().sum().item(),
             "waited": [entry[time_of(Phase.REWARD_WAIT)] for entry in steps],  # mean over ranks
             "quick": trainer.quick,

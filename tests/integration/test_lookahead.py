@@ -1,9 +1,11 @@
 """Rollouts ahead of the step that trains on them: how old they are, which prompts come when, and what is logged."""
 
+import asyncio
 import json
 import re
 import threading
 import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -380,6 +382,81 @@ def test_slow_rewards_are_waited_for_together(trained, monkeypatch, lookahead):
     trainer = trained(Announced, rollout_lookahead=lookahead, max_steps=4, per_device_train_batch_size=2, rows=32)
     assert len(trainer.launches) == 4
     assert in_time[0] == (lookahead == 2)
+
+
+class Slow(Scripted):
+    """Every fifth group is scored some steps later than others."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        score = self.components.reward.score
+
+        async def slow(sample, stages):
+            launch, place = map(int, re.search(r"l(\d+)p(\d+)", sample.text).groups())
+            number, began = 4 * launch + place // 2, max(launch - 3, 0)
+            while number % 5 == 1 and self.state.global_step < min(began + 3 + number % 2, 10):
+                await asyncio.sleep(0.01)
+            return await score(sample, stages)
+
+        self.components.reward.score = slow
+
+    def trained_on(self):
+        """Of every completion that was trained on: the step, the launch, and the prompt."""
+        launch_of = {ids: index for index, launch in enumerate(self.launches) for ids in launch["completions"]}
+        for batch in self.micro_batches:
+            for prompt, ids in zip(batch["prompts"], batch["completions"], strict=True):
+                yield batch["step"], launch_of[ids], prompt
+
+
+BY_GROUPS = {"rollout_lookahead": 2, "max_staleness": 5, "rows": 24, "per_device_train_batch_size": 8, "max_steps": 12}
+"""Four prompts a step, six steps an epoch."""
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+                                  {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 24}],
+                         ids=["whole", "accumulation", "two_updates_a_generation"])  # fmt: skip
+def test_groups_that_are_in_are_trained_on_first_each_row_once_an_epoch_and_none_too_old(trained, more):
+    trainer = trained(Slow, **{**BY_GROUPS, **more})
+    updates, ages = more.get("steps_per_generation", 1), {}
+    assert set(Counter(prompt for *_, prompt in trainer.trained_on()).values()) == {4}  # two in each epoch
+    for step, launch, _ in trainer.trained_on():
+        first = step - step % updates
+        ages.setdefault(first, []).append(first - trainer.launches[launch]["step"])
+    every = [age for own in ages.values() for age in own]
+    if updates == 1:
+        assert sum(every) == 8 * sum(min(step, 2) for step in range(12))  # as in order
+    assert 2 < max(every) <= 5
+    for step, own in ages.items():
+        entry = steps_of(trainer)[step]
+        assert (entry[STALENESS], entry[STALENESS_MAX]) == (pytest.approx(sum(own) / 8), max(own))
+    for batch in trainer.micro_batches[::3]:  # ratios are to the policy that sampled each group
+        for place, ids in enumerate(batch["completions"]):
+            (launch,) = (launch for launch in trainer.launches if ids in launch["completions"])
+            own = {name: batch["inputs"][name][place : place + 1] for name in (*PADDED, "old_per_token_logps")}
+            mask, logps = own["completion_mask"].bool(), log_probs(launch["model"], own, trainer.temperature)
+            torch.testing.assert_close(own["old_per_token_logps"][mask], logps[mask], rtol=1e-4, atol=1e-4)
+
+
+PADDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_whose_groups_go_by_themselves_goes_on_from_any_checkpoint_and_loses_no_row(trained, keeps):
+    given = {**BY_GROUPS, "save_rollouts": keeps, "save_strategy": "steps", "save_steps": 1}
+    whole = trained(Slow, **given)
+    before = {ids for launch in whole.launches for ids in launch["completions"]}
+    for step in (3, 5, 10):
+        done = [(launch, prompt) for at, launch, prompt in whole.trained_on() if at < step]
+        second = trained(Scripted, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
+        assert {launch for launch, _ in done} > {*range(step)}  # some groups were not in, and others took their places
+        prompts = Counter(prompt for _, prompt in done)
+        for batch in second.micro_batches:
+            prompts.update(batch["prompts"])
+        assert set(prompts.values()) == {4}
+        again = [ids for batch in second.micro_batches for ids in batch["completions"] if ids in before]
+        launched = sum(len(launch["completions"]) for launch in second.launches)
+        assert launched == 8 * (12 - step) - (8 * min(2, 12 - step) if keeps else 0)
+        assert not keeps or len(again) >= 8 * min(2, 12 - step)
 
 
 @pytest.mark.parametrize("given", [{"rollout_lookahead": -1},

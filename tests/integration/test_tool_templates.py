@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
 from salesrl_trl.rollout.tools import ToolCalls
 from salesrl_trl.wiring import trl_access
-from salesrl_trl.wiring.trl_access import _OneConversation
 
 TURNS = int(os.environ.get("TURNS", "100"))
 """Of each template. 10,000 were tried: docs/experiments/2026-11-26-generation-and-tools.md."""
@@ -68,7 +67,7 @@ def test_the_sampled_ids_are_the_trained_ids(tiny, tmp_path, monkeypatch, family
     )
     trainer.model.config.max_position_embeddings = 100_000
     size = len(AutoTokenizer.from_pretrained(policy))
-    one, asked, turns = _OneConversation.of(trainer), [], []
+    one, asked, turns = trainer._one_conversation, [], []
 
     def sampled():
         """Any ids: broken text, marks of the template, an end in the middle."""
@@ -86,11 +85,12 @@ def test_the_sampled_ids_are_the_trained_ids(tiny, tmp_path, monkeypatch, family
         prompt = [{"role": "user", "content": said(draw)}]
         prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
         talked = one.talk(0, prompt, prompt_ids, sampled(), ask, ToolCalls(["look"]))
-        own = [token for token, mine in zip(talked.completion_ids, talked.mask, strict=True) if mine]
+        [mask], _, [completion_ids], [logprobs], *_ = talked.loop
+        own = [token for token, mine in zip(completion_ids, mask, strict=True) if mine]
         assert own == [*itertools.chain.from_iterable(ids for ids, _ in turns)]
-        kept = [logp for logp, mine in zip(talked.logprobs, talked.mask, strict=True) if mine]
+        kept = [logp for logp, mine in zip(logprobs, mask, strict=True) if mine]
         assert kept == [*itertools.chain.from_iterable(logps for _, logps in turns)]
-        whole = prompt_ids + talked.completion_ids
+        whole = prompt_ids + completion_ids
         assert all(whole[: len(ids)] == ids for ids in asked)  # each turn was sampled behind what is trained before it
         assert len(turns) == IN_ONE
     trainer.finish()

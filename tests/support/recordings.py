@@ -36,7 +36,7 @@ def batch(step=1, entries=None, mode="train", **given):
     entries = [entry()] if entries is None else entries
     advantage = None if mode == "eval" else 0.5
     return Batch(
-        step=step, mode=mode, number=step, staleness=0, entries=entries,
+        step=step, mode=mode, number=step, entries=entries,
         advantages=lambda: [advantage] * len(entries), **given,
     )  # fmt: skip
 

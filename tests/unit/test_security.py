@@ -11,7 +11,7 @@ from trl import ModelConfig
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.files import read_yaml
-from salesrl_trl.demo.services.demo_server import _parser
+from salesrl_trl.ground.command_line import parser_of
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
@@ -102,8 +102,9 @@ def test_code_of_a_model_s_repository_is_run_only_when_it_is_asked_for(tmp_path)
 
 
 def test_embedded_services_listen_on_the_loopback_unless_they_are_told():
-    assert _parser().parse_args([]).host == "127.0.0.1"
-    assert _parser().parse_args(["--host", "10.0.0.7"]).host == "10.0.0.7"
+    parser = parser_of("demo.services", port=int)
+    assert parser.parse_args([]).host == "127.0.0.1"
+    assert parser.parse_args(["--host", "10.0.0.7"]).host == "10.0.0.7"
 
 
 def test_a_file_of_settings_builds_no_object_of_python(tmp_path):

@@ -16,19 +16,18 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import salesrl_trl.data.demo
-from salesrl_trl.data.files import load_documents
+from salesrl_trl.data.files import demo_path, load_documents
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.judge_app import create_judge_app
 from salesrl_trl.demo.services.launcher import ServiceAddresses
 from salesrl_trl.demo.services.rag_app import ChatWriter, ExtractiveWriter, Writer, create_rag_app
-from salesrl_trl.demo.services.rubric import load_terms
+from salesrl_trl.demo.services.rubric import protected_terms
 from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
 
 DRAIN_TIMEOUT_S = 3  # seconds for requests in flight when the services stop. An answer of their own takes less.
@@ -41,39 +40,20 @@ MAX_ID_BYTES = 256  # longer ids are not returned
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run both services until a signal or the end of the parent stops them. Returns the exit code."""
-    options = _parser().parse_args(arguments, argparse.Namespace(parent=os.getppid()))
+    options = parser_of("demo.services", port=_port).parse_args(arguments, argparse.Namespace(parent=os.getppid()))
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.setLevel(options.log_level.upper())  # bm25s sets its own logger to DEBUG when it is imported
     try:
-        terms = load_terms(options.protected_terms)
-        rag = create_rag_app(KnowledgeIndex(load_documents(options.documents)), _writer(options))
-        judge = create_judge_app(terms)
+        documents = load_documents(options.documents or demo_path("knowledge.jsonl"))
+        rag = create_rag_app(KnowledgeIndex(documents), _writer(options))
+        judge = create_judge_app(protected_terms())
         with _listen(options.host, options.rag_port) as rag_socket, _listen(options.host, options.judge_port) as other:
             asyncio.run(_serve({rag_socket: rag, other: judge}, options))
     except SalesRLError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    demo = Path(salesrl_trl.data.demo.__file__).parent
-    parser = argparse.ArgumentParser(
-        prog="python -m salesrl_trl.demo.services",
-        description="Run the RAG service and the judge. One JSON line on stdout says where they listen.",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--rag-port", type=_port, default=8801, help="0 takes any free port")
-    parser.add_argument("--judge-port", type=_port, default=8802, help="0 takes any free port")
-    parser.add_argument("--documents", type=Path, default=demo / "knowledge.jsonl", help="knowledge base, JSON lines")
-    parser.add_argument("--protected-terms", type=Path, default=demo / "protected_terms.json", help="JSON")
-    parser.add_argument("--writer-base-url", help="OpenAI-compatible server that writes the answers; default: none")
-    parser.add_argument("--writer-model", help="its model")
-    parser.add_argument("--writer-key-env", help="environment variable that holds its key")
-    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
-    parser.add_argument("--exit-with-parent", action="store_true", help="stop when stdin closes or the parent ends")
-    return parser
 
 
 def _port(text: str) -> int:

@@ -3,17 +3,14 @@
 Owns the formula and its word lists. Refuses to know HTTP (`judge_app`) or rewards. Obeys no text inside a section.
 """
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 
-from salesrl_trl.data.files import read_small
+from salesrl_trl.data.files import demo_path
 from salesrl_trl.demo.services.language import GENERIC_WORDS, is_chinese, normalise, sentences, words
-from salesrl_trl.errors import DataError
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict
 
 FAIRNESS_COVERAGE_SHARE = 0.5
@@ -62,30 +59,14 @@ class ProtectedTerms:
         )
 
 
-def load_terms(path: Path | str) -> ProtectedTerms:
-    """Read the terms, in the form that `expected` says. Raises `DataError` for another one."""
-    expected = 'expected {"zh": [...], "en": [...], "patterns": {"zh": [...], "en": [...]}}, all of texts'
-    try:
-        entry = json.loads(read_small(Path(path)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"the protected terms {path} can't be read: {error}; {expected}; correct the file") from error
-    patterns = entry.get("patterns") if isinstance(entry, dict) else None
-    if not isinstance(patterns, dict):
-        raise DataError(f"{path}: got another form, {expected}; correct the file")
-    lists = [entry.get("zh"), entry.get("en"), patterns.get("zh"), patterns.get("en")]
-    if not all(isinstance(terms, list) and all(isinstance(term, str) and term for term in terms) for terms in lists):
-        raise DataError(f"{path}: got a list that is missing or holds no texts, {expected}; correct the file")
-    substrings, whole_words, *regexes = lists
-    compiled = []
-    for regex in itertools.chain(*regexes):
-        try:
-            compiled.append(re.compile(regex, re.IGNORECASE))
-        except re.error as error:
-            raise DataError(f"{path}: pattern {regex!r} is no regular expression ({error}); correct it") from error
+@cache
+def protected_terms() -> ProtectedTerms:
+    """The packaged terms."""
+    entry = json.loads(demo_path("protected_terms.json").read_text("utf-8"))
     return ProtectedTerms(
-        substrings=tuple(normalise(term) for term in substrings),
-        whole_words=tuple(normalise(term) for term in whole_words),
-        patterns=tuple(compiled),
+        substrings=tuple(map(normalise, entry["zh"])),
+        whole_words=tuple(map(normalise, entry["en"])),
+        patterns=tuple(re.compile(pattern, re.IGNORECASE) for part in entry["patterns"].values() for pattern in part),
     )
 
 

@@ -273,46 +273,46 @@ class TokenRate:
         self._level -= tokens
 
 
+@dataclass(eq=False)
 class ServiceQuota:
     """The requests to one service, held against the limits that are about it. Made by `Budget.quota`."""
 
-    def __init__(
-        self, budget: Budget, service: str, limits: Sequence[Limit], price: Price, rate: TokenRate | None
-    ) -> None:
-        self.budget = budget
-        self._service = service
-        self._limits = limits
-        self._price = price
-        self._rate = rate
+    budget: Budget
+    service: str
+    limits: Sequence[Limit]
+    price: Price
+    rate: TokenRate | None
+
+    def __post_init__(self) -> None:
         self._counted = 0  # requests in the mean
         self._prompt_tokens = float(FIRST_PROMPT_TOKENS)
-        self._completion_tokens = float(price.max_completion_tokens)
+        self._completion_tokens = float(self.price.max_completion_tokens)
         self._expected: deque[Spent] = deque()  # of the requests to a judge that have not ended
         self._queue: PerLoop[asyncio.Lock] = PerLoop(asyncio.Lock)
 
     @property
     def is_spent(self) -> bool:
-        return self.budget.refused(self._limits) is not None
+        return self.budget.refused(self.limits) is not None
 
     def refuse_if_spent(self) -> None:
-        if (limit := self.budget.refused(self._limits)) is not None:
-            raise BudgetSpent(f"{self._service} was not asked: the limit {limit.name} is reached")
+        if (limit := self.budget.refused(self.limits)) is not None:
+            raise BudgetSpent(f"{self.service} was not asked: the limit {limit.name} is reached")
 
     async def admit(self) -> None:
         """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
         `ServiceError` where the account can't be used, `TimeoutError` where the deadline comes first."""
         self.refuse_if_spent()
-        if self._rate is None:
+        if self.rate is None:
             self._begin()
             return
         async with asyncio.timeout(remaining_s()), self._queue.get():
-            while wait_s := self._rate.wait_s(now(), self._request().tokens):
+            while wait_s := self.rate.wait_s(now(), self._request().tokens):
                 await asyncio.sleep(min(wait_s, LONGEST_NAP_S))
             self._begin()
 
     def admits_now(self) -> bool:
         """Count one more request, if it may be sent without a wait."""
-        if self.is_spent or (self._rate is not None and self._rate.wait_s(now(), self._request().tokens)):
+        if self.is_spent or (self.rate is not None and self.rate.wait_s(now(), self._request().tokens)):
             return False
         with contextlib.suppress(ServiceError):
             self._begin()
@@ -333,7 +333,7 @@ class ServiceQuota:
         self._end(self._spent(*(tokens or (self._prompt_tokens, self._completion_tokens))))
 
     def _spent(self, prompt_tokens: float, completion_tokens: float) -> Spent:
-        usd = self._price.of(prompt_tokens, completion_tokens)
+        usd = self.price.of(prompt_tokens, completion_tokens)
         return Spent(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, usd=usd)
 
     def _request(self) -> Spent:
@@ -341,29 +341,30 @@ class ServiceQuota:
         request = self._spent(self._prompt_tokens, self._completion_tokens)
         request.calls = 1
         if not self._counted:
-            limits = (limit.most for limit in self._limits if limit.kind == USD)
+            limits = (limit.most for limit in self.limits if limit.kind == USD)
             request.usd = min([request.usd, *(FIRST_SHARE * most for most in limits)])
         return request
 
     def _begin(self) -> None:
         request = self._request()
-        self.budget.take(self._limits, request)
+        self.budget.take(self.limits, request)
         self.refuse_if_spent()
-        self.budget.record(self._service, self._limits, Spent(calls=1, usd=request.usd))
-        if self._rate is not None:
-            self._rate.take(request.tokens)
-        if self._rate is not None or not self._price.is_free:
+        self.budget.record(self.service, self.limits, Spent(calls=1, usd=request.usd))
+        if self.rate is not None:
+            self.rate.take(request.tokens)
+        if self.rate is not None or not self.price.is_free:
             self._expected.append(request)
 
     def _end(self, spent: Spent) -> None:
         """Replace what was expected of a request by what it was."""
         expected = self._expected.popleft() if self._expected else Spent()
-        if self._rate is not None:
-            self._rate.take(spent.tokens - expected.tokens)
+        if self.rate is not None:
+            self.rate.take(spent.tokens - expected.tokens)
         spent.usd -= expected.usd
-        self.budget.record(self._service, self._limits, spent)
+        self.budget.record(self.service, self.limits, spent)
 
 
+@dataclass
 class Bill:
     """The bill of one request to a provider: `with transport.bill() as bill: ...; bill.count(prompt, completion)`.
 
@@ -372,18 +373,17 @@ class Bill:
     Without a quota nothing is billed.
     """
 
-    def __init__(self, quota: ServiceQuota | None) -> None:
-        self._quota = quota
-        self._tokens: tuple[int, int] | None = None
+    quota: ServiceQuota | None
+    tokens: tuple[int, int] | None = None
 
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
-        self._tokens = (prompt_tokens, completion_tokens)
+        self.tokens = (prompt_tokens, completion_tokens)
 
     def __enter__(self) -> "Bill":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._quota is None:
+        if self.quota is None:
             return
         is_free = isinstance(error, ServiceUnavailable) or (isinstance(error, ServiceError) and bool(error.status))
-        self._quota.charge(self._tokens or ((0, 0) if is_free else None), is_stated=self._tokens is not None)
+        self.quota.charge(self.tokens or ((0, 0) if is_free else None), is_stated=self.tokens is not None)

@@ -9,6 +9,7 @@ import contextvars
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -125,6 +126,7 @@ class HedgePolicy:
             self.late_after_s = MARGIN * ranked[int(PERCENTILE * (len(ranked) - 1))]
 
 
+@dataclass(eq=False)
 class Flights:
     """Slots and hedges. Calls and hedges together stay within the limit.
 
@@ -133,20 +135,14 @@ class Flights:
     that would have to wait for the `quota`.
     """
 
-    def __init__(
-        self,
-        limit: AdaptiveLimit,
-        hedging: HedgePolicy,
-        breaker: Breaker,
-        traffic: Counter[str],
-        quota: ServiceQuota | None = None,
-    ) -> None:
-        self._quota = quota
-        self._limit = limit
-        self._hedging = hedging
-        self._breaker = breaker
-        self._traffic = traffic
-        self._slots = anyio.CapacityLimiter(limit.slots)
+    limit: AdaptiveLimit
+    hedging: HedgePolicy
+    breaker: Breaker
+    traffic: Counter[str]
+    quota: ServiceQuota | None = None
+
+    def __post_init__(self) -> None:
+        self._slots = anyio.CapacityLimiter(self.limit.slots)
         self._flying: dict[_Flight[Any], None] = {}  # in the order they were sent
         self.waiting = 0
         self._hedges = 0
@@ -169,17 +165,17 @@ class Flights:
 
     def resize(self) -> None:
         """Give the queue the slots that the hedges leave. A hedge that waits gets the next free slot."""
-        slots = max(self._limit.slots - self._hedges - self._hedge_waits, 0)
+        slots = max(self.limit.slots - self._hedges - self._hedge_waits, 0)
         if slots != self._slots.total_tokens:
             self._slots.total_tokens = slots
 
     async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
         """Run `attempt`. If it is late, send further requests, up to `MAX_HEDGES`; the earliest success is the result.
         `number` is the request's number in `limit`."""
-        self._hedging.record_sent()
+        self.hedging.record_sent()
         flight = _Flight(attempt, number, self._failed_beside)
         self._flying[flight] = None
-        if self._hedging.enabled and (self._hedge_timer is None or self._hedge_timer.done()):
+        if self.hedging.enabled and (self._hedge_timer is None or self._hedge_timer.done()):
             self._hedge_timer = asyncio.create_task(self._run_hedge_timer())
         try:
             result = await flight.result
@@ -189,8 +185,8 @@ class Flights:
             if flight.hedges:
                 self._hedges -= flight.hedges
                 self.resize()
-        self._hedging.record_answer(now() - flight.started)
-        self._traffic["hedges_won"] += flight.won_by_hedge
+        self.hedging.record_answer(now() - flight.started)
+        self.traffic["hedges_won"] += flight.won_by_hedge
         return result
 
     async def _run_hedge_timer(self) -> None:
@@ -204,32 +200,32 @@ class Flights:
 
     def _start_hedges(self) -> bool:
         """Send late calls again, the oldest first. Returns whether a hedge waits for a slot."""
-        if self._hedging.late_after_s is None:
+        if self.hedging.late_after_s is None:
             return False
-        late_since = now() - self._hedging.late_after_s
+        late_since = now() - self.hedging.late_after_s
         for flight in self._flying:
-            if flight.started > late_since or not self._hedging.affordable or self._breaker.is_open:
+            if flight.started > late_since or not self.hedging.affordable or self.breaker.is_open:
                 break
             if flight.last_sent > late_since or flight.hedges == MAX_HEDGES:
                 continue
-            if self._slots.borrowed_tokens + self._hedges >= self._limit.slots:
-                return self._limit.slots > 1
-            if self._quota is not None and not self._quota.admits_now():
+            if self._slots.borrowed_tokens + self._hedges >= self.limit.slots:
+                return self.limit.slots > 1
+            if self.quota is not None and not self.quota.admits_now():
                 return False
-            flight.send(self._limit.record_sent())
+            flight.send(self.limit.record_sent())
             self._hedges += 1
-            self._hedging.record_hedge()
-            self._traffic.update(sent=1, hedges=1)
+            self.hedging.record_hedge()
+            self.traffic.update(sent=1, hedges=1)
         return False
 
     def _failed_beside(self, error: BaseException, number: int) -> None:
         """Record a request that failed while another one for the same call goes on and may succeed."""
         if isinstance(error, ServiceOverloaded):
-            self._traffic["overloads"] += 1
-            self._limit.record_overload(number)
+            self.traffic["overloads"] += 1
+            self.limit.record_overload(number)
             self.resize()
         else:
-            self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
+            self.traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
 
 
 class _Flight(Generic[T]):

@@ -130,7 +130,7 @@ def test_without_a_checkpoint_auto_begins_from_the_start_and_others_say_what_is_
     with pytest.raises(ConfigError, match="holds no whole checkpoint"):
         find("true", str(tmp_path))
     checkpoint(tmp_path, 20)
-    with pytest.raises(ConfigError, match=r"Did you mean \S+/checkpoint-20\? \S+ holds checkpoint-20\."):
+    with pytest.raises(ConfigError, match=r"Did you mean 'checkpoint-20'\? \S+ holds checkpoint-20\."):
         find(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 

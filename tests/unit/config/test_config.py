@@ -9,7 +9,7 @@ from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.checks import load_object
 from salesrl_trl.config.judge import JudgeProviderConfig
-from salesrl_trl.config.rollouts import why_in_trls_order, why_not_divisible
+from salesrl_trl.config.rollouts import why_in_trls_order, why_in_turn, why_not_divisible
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
@@ -38,6 +38,7 @@ def test_the_defaults_work():
     [
         ({"num_generations": 3}, r"holds 8 completions \(8 per device x 1 processes x 1 steps\), which .* 3 does not"),
         ({"num_generations": 1}, "`num_generations` is 1. Expected at least 2"),
+        ({"max_staleness": 1, "rollout_lookahead": 2}, "`max_staleness` is below the steps that rollouts are ahead"),
         ({"branches": ["a", "a"]}, "each name once"),
         ({"min_valid_reward_fraction": 1.5}, "Expected a number, 0 or more, and at most 1. It is: Smallest share"),
         ({"max_skipped_generations": 0}, "Expected a number, at least 1"),
@@ -376,3 +377,21 @@ def test_limits_have_the_names_of_their_settings(tmp_path):
     assert budget_of(RewardConfig(), tmp_path) is None
     for judge in ({**PROVIDER, "tokens_per_minute": 9}, PRICED):
         assert budget_of(RewardConfig(judge_providers=[judge]), tmp_path).limits == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "reason"),
+    [
+        (8, (None, False, False), None),
+        (8, ("a reward model scores a whole batch", False, False), "a reward model scores a whole batch"),
+        (8, (None, True, False), "conversations"),
+        (8, (None, False, True), "pictures"),
+        (6, (None, False, False), "two processes"),
+    ],
+)
+def test_groups_do_not_go_by_themselves_where_a_batch_is_one(size, given, reason):
+    args = training()
+    args.per_device_train_batch_size = size
+    told = why_in_turn(args, *given)
+    assert (told is None) == (reason is None)
+    assert reason is None or reason in told

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl.demo.services.rubric import load_terms
+from salesrl_trl.demo.services.rubric import protected_terms
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "salesrl_trl" / "data" / "demo"
@@ -27,7 +27,7 @@ DOCUMENTS, TRAIN, HELD_OUT, DRAFTS = map(
     read_lines, ("knowledge.jsonl", "train.jsonl", "heldout.jsonl", "drafts.jsonl")
 )
 ROWS = TRAIN + HELD_OUT
-detect = load_terms(DEMO / "protected_terms.json").mentioned_in
+detect = protected_terms().mentioned_in
 
 
 def normalise(text):
@@ -61,9 +61,9 @@ def test_generator_reproduces_the_packaged_files(tmp_path):
 
 def test_the_rows_of_other_recipes_are_those_of_their_generators(tmp_path):
     subprocess.run([sys.executable, GENERATOR.with_name("make_two_tasks.py"), "--out", tmp_path], check=True)
-    searches = [GENERATOR.with_name("make_search_rows.py"), "--out", tmp_path / "demo_search"]
-    subprocess.run([sys.executable, *searches], check=True)
-    for name in ("demo_bbq", "demo_halueval", "demo_search"):
+    for script, name in (("make_search_rows.py", "demo_search"), ("make_arithmetic_rows.py", "arithmetic")):
+        subprocess.run([sys.executable, GENERATOR.with_name(script), "--out", tmp_path / name], check=True)
+    for name in ("demo_bbq", "demo_halueval", "demo_search", "arithmetic"):
         for file in ("train.jsonl", "heldout.jsonl"):
             assert (tmp_path / name / file).read_bytes() == (DEMO / name / file).read_bytes()
 

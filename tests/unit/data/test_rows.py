@@ -237,13 +237,13 @@ def test_a_parquet_file_reads_like_its_jsonl(dataset, tmp_path):
 
 
 def test_every_draft_of_the_demo_is_a_valid_action():
-    from salesrl_trl.data.templates import action_text
     from salesrl_trl.reward.parsing import parse_action
     from salesrl_trl.types import Action
 
-    actions = [Action(fields=draft) for _, drafts in load_drafts() for draft in drafts]
-    assert len(actions) == 4 * 960
-    assert [parse_action(action_text(action)) for action in actions] == actions
+    every = [draft for _, drafts in load_drafts() for draft in drafts]
+    assert len(every) == 4 * 960
+    written = [json.dumps(draft, ensure_ascii=False) for draft in every]
+    assert [parse_action(text) for text in written] == [Action(fields=draft) for draft in every]
 
 
 def test_nothing_but_the_prompt_an_index_and_the_branch_travels_through_the_trainer(dataset):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from salesrl_trl.build.plan import overlaid
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data.lengths import FittingPrompts
@@ -14,7 +15,7 @@ from salesrl_trl.evaluate import __main__ as evaluate
 from salesrl_trl.evaluate import policies
 from salesrl_trl.evaluate.evaluation_text import text_of
 from salesrl_trl.evaluate.findings import Scored, findings_of, modes
-from salesrl_trl.evaluate.policies import common_rows, evaluated, policy_of, settings_of
+from salesrl_trl.evaluate.policies import common_rows, policy_of, settings_of
 from salesrl_trl.types import Message, Outcome, Reward, SalesRow
 
 BRANCHES = ("fairness", "hallucination")
@@ -167,7 +168,7 @@ def test_a_policy_made_from_the_small_one_gets_the_small_ones_prompts_and_anothe
 
 def test_nothing_is_trained_and_the_runs_folder_is_not_used(tmp_path):
     training = parse(["--output_dir", str(tmp_path / "run"), "--mode", "rollouts"], FULL).training
-    made = evaluated(training, "elsewhere")
+    made = overlaid(training, "evaluation", {"output_dir": "elsewhere"})
     assert made.kl_targets() == {}  # so there is no reference model
     assert (made.output_dir, made.resume_from_checkpoint, made.held_out_eval) == ("elsewhere", None, True)
     assert training.kl_targets() != {}

@@ -14,8 +14,9 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import ProcessorMixin
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.generation import vllm
 from salesrl_trl.generation.conversations import NO_TURN, AskedTurns, Conversations
-from salesrl_trl.generation.vllm import SalesVLLMGeneration, _Gate, vllm_engine_options
+from salesrl_trl.generation.vllm import SalesVLLMGeneration, vllm_engine_options
 
 
 def bare(**members):
@@ -194,11 +195,12 @@ def served(monkeypatch):
     """The generation of the second process; nothing may be gathered."""
     for name in ("gather_object", "broadcast_object_list"):
         monkeypatch.setattr(upstream_vllm, name, None)
+    monkeypatch.setattr(vllm, "MOST_REQUESTS", 8)
     return bare(
         mode="server", vllm_client=Client(), accelerator=Process(), _collect=None, _under_way=[],
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
         generation_kwargs={"seed": 30}, structured_outputs_regex=None, _waits=True,
-        _slots=threading.Semaphore(8), _gate=_Gate(),
+        _slots=threading.Semaphore(8),
     )  # fmt: skip
 
 
@@ -278,6 +280,33 @@ def test_episodes_ask_a_server_for_all_their_turns_and_nothing_is_asked_before(s
     assert asked == sorted(
         (ids, 0.7) for place in range(100, 100 + len(PROMPTS)) for ids in ([place], [place, place, 7])
     )
+
+
+def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwhile(served, monkeypatch):
+    pushing, pushed, client = threading.Event(), threading.Event(), served.vllm_client
+
+    def push(self):
+        pushing.set()
+        assert pushed.wait(10)
+
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", push)
+    batch = Conversations(
+        len(PROMPTS), lambda place, _, ask: [ask(place, [1]), ask(place, [2])], AskedTurns(), are_episodes=True
+    )
+    with served.conversing(batch, ahead=True):
+        served.generate(PROMPTS, None, 4)
+    thread = threading.Thread(target=served.sync_weights)
+    thread.start()
+    assert not pushing.wait(0.2)  # six first turns are out
+    client.gate.set()
+    assert pushing.wait(10)
+    asked = len(client.asked)
+    time.sleep(0.1)
+    assert len(client.asked) == asked
+    pushed.set()
+    thread.join(10)
+    served.go_on(batch)
+    assert len(client.asked) == 2 * len(PROMPTS)
 
 
 def test_turns_of_episodes_are_sampled_as_their_own_batch_is():

@@ -20,7 +20,7 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import load_drafts, load_rows
 from salesrl_trl.preflight import simulation
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, actions, batches, cases_of
-from salesrl_trl.preflight.simulation import SimulationConfig, findings_of, hints, main, report_text
+from salesrl_trl.preflight.simulation import findings_of, hints, main, mix_of, report_text
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.parsing import parse_action
@@ -89,12 +89,11 @@ def test_an_action_asks_what_the_customer_asked_last_that_says_something():
     assert actions(row("?"), None, 1, random.Random(0))[0]["rewritten_query"] == "the price of the course"
 
 
-def dealt(seed=0, steps=1, generations=8, **settings):
-    simulation = SimulationConfig(**settings)
+def dealt(seed=0, steps=1, generations=8, variants="", prompts_per_step=6):
     rows = load_rows("demo", "train", BRANCHES, 50)
     drafts = {each.row_id: actions for each, actions in load_drafts()}
-    sizes = {"prompts": simulation.prompts_per_step, "generations": generations, "seed": seed}
-    return list(itertools.islice(batches(rows, drafts, mix=simulation.mix, **sizes), steps))
+    sizes = {"prompts": prompts_per_step, "generations": generations, "seed": seed}
+    return list(itertools.islice(batches(rows, drafts, mix=mix_of(variants), **sizes), steps))
 
 
 def test_the_same_seed_deals_the_same_and_another_seed_does_not():

@@ -231,7 +231,7 @@ def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(
         verdicts={"judge": Judged(candidate=0.5, reference=None, reason="half \ud83d", provider="judge")}
     )
     entries = [entry(0), entry(1, record=half), entry(2, text="bad for the filter"), entry(3, reason="\ud83d")]
-    lost = Batch(step=2, mode="train", number=2, staleness=0, entries=[entry()], advantages=fails)
+    lost = Batch(step=2, mode="train", number=2, entries=[entry()], advantages=fails)
     caplog.set_level(logging.WARNING)
     found = write(tmp_path, [batch(1, entries), lost, batch(3)], clean=clean)
     assert [(each.step, each.text) for each in found] == [(1, "an action"), (3, "an action")]

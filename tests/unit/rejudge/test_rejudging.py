@@ -75,7 +75,7 @@ def run(services, rows, tmp_path):
         for place, (text, reward, stages) in enumerate(zip(TEXTS * 2, result.rewards, batch.stages, strict=True))
     ]  # fmt: skip
     recorder = Recorder(record_file(tmp_path / "run", 0))
-    recorder.record(Batch(step=1, mode="train", number=0, staleness=0, entries=entries, advantages=lambda: [0.0] * 8))
+    recorder.record(Batch(step=1, mode="train", number=0, entries=entries, advantages=lambda: [0.0] * 8))
     recorder.close()
     return tmp_path / "run"
 
@@ -232,9 +232,7 @@ def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, 
         for place, row in enumerate(drawn)
     ]  # fmt: skip
     recorder = Recorder(record_file(tmp_path / "run", 0))
-    batch = Batch(
-        step=1, mode="train", number=0, staleness=0, entries=entries_of_record, advantages=lambda: [0.0] * 10
-    )
+    batch = Batch(step=1, mode="train", number=0, entries=entries_of_record, advantages=lambda: [0.0] * 10)
     recorder.record(batch)
     recorder.close()
     asked = []

@@ -1,12 +1,14 @@
 """Which micro-batches are ready while rewards are pending."""
 
 import math
+import random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.rollout.groups import ScoredGroups, parts
+from salesrl_trl.rollout.groups import ScoredGroups, first_in, parts
 
 WANTED = 0.5
 
@@ -163,3 +165,69 @@ def test_a_micro_batch_has_the_pixels_of_its_own_pictures():
     assert second["image_grid_thw"].tolist() == [[1, 2, 2], [1, 1, 2], [1, 2, 2]]
     assert first["pixel_values"].flatten().tolist() == [0, 0]
     assert second["pixel_values"].flatten().tolist() == [1] * 4 + [2] * 2 + [3] * 4
+
+
+def play(ahead, oldest, sigma, steps=150, count=4, each=4, compute=2.2):
+    """A run of `steps` steps whose groups are scored in log-normal times around 8.8 s. Before each step a later batch
+    is launched, if there is one. Returns what each step trained on, (launch step, time at which it is in), and when
+    it began."""
+    draw, now, flight, trained, began, launched = random.Random(0), 0.0, [], [], [], 0
+    for step in range(steps):
+        while launched <= min(step + ahead, steps - 1):
+            for _ in range(count):
+                flight.append((step, now + max(8.8 * math.exp(sigma * draw.gauss(0, 1)) for _ in range(each))))
+            launched += 1
+        following = range(step + 1, min(step + ahead + 2, steps))
+        for at in sorted({now, *(ends for _, ends in flight if ends > now)}):
+            latest = [launch + oldest for launch, _ in flight]
+            if chosen := first_in(latest, [ends <= at for _, ends in flight], following, count):
+                break
+        trained.append([flight[group] for group in chosen])
+        flight = [group for number, group in enumerate(flight) if number not in chosen]
+        began.append(at)
+        now = at + compute
+    assert not flight
+    return trained, began
+
+
+@pytest.mark.parametrize("sigma", [0.35, 0.6])
+@pytest.mark.parametrize(("ahead", "oldest"), [(1, 4), (2, 3), (4, 5), (4, 8)])
+def test_no_group_is_older_than_allowed_and_the_mean_age_is_that_of_the_order(ahead, oldest, sigma):
+    (trained, began), (in_order, waited) = play(ahead, oldest, sigma), play(ahead, ahead, sigma)
+    ages, usual = (
+        [step - launch for step, groups in enumerate(run) for launch, _ in groups] for run in (trained, in_order)
+    )
+    assert ahead < max(ages) <= oldest
+    assert sum(ages) == sum(usual)
+    assert began[-1] < 0.95 * waited[-1]
+
+
+@given(st.data())
+def test_a_step_waits_as_long_as_for_groups_of_the_full_age_and_then_the_first_ones(data):
+    """Where each step has a batch: against the law in the words of the simulation from which it comes."""
+    ahead = data.draw(st.integers(1, 4))
+    oldest = ahead + data.draw(st.integers(0, 4))
+    count = data.draw(st.integers(1, 3))
+    ages = [0] * count + data.draw(
+        st.lists(st.integers(1, oldest), min_size=ahead * count, max_size=ahead * count).filter(
+            lambda ages: all(ages.count(age) <= count for age in ages)
+        )
+    )
+    ends = data.draw(st.permutations(range(len(ages))))
+    musts = [end for age, end in zip(ages, ends, strict=True) if age == oldest]
+    others = sorted(end for age, end in zip(ages, ends, strict=True) if age < oldest)
+    wanted = max(musts + others[: count - len(musts)])
+    latest, following = [oldest - age for age in ages], range(1, ahead + 2)
+    for now in range(len(ages)):
+        chosen = first_in(latest, [end <= now for end in ends], following, count)
+        assert bool(chosen) == (now >= wanted)
+        if chosen:
+            assert {group for group, age in enumerate(ages) if age == oldest} <= set(chosen)
+            assert len(set(chosen)) == count
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
+def test_where_no_group_may_be_older_than_rollouts_are_ahead_the_order_stays(ahead, count, step):
+    launches = [max(batch - ahead, 0) for batch in range(step, step + ahead + 1) for _ in range(count)]
+    latest, following = [launch + ahead for launch in launches], range(step + 1, step + ahead + 2)
+    assert first_in(latest, [True] * len(latest), following, count) == [*range(count)]

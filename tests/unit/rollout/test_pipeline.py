@@ -155,12 +155,12 @@ def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_p
     first.launch_due(0, 0)
     taken = first._schedule._windows[0].inputs
     first.take(taken, 0, 0)
-    assert list(first.in_flight(1, 1)) == [1, 2]  # the first batch was trained on
+    assert list(first.in_flight(1, 1)) == [0, 1]  # the first batch was trained on
     first.next_update(0, iter(()), lambda _: ([examples(3)], None), 3)
     first.launch_due(1, 1)
     # a step is undone: what it trains on comes again, and what it launched is no part of the checkpoint before it
     first.take(first._schedule._windows[0].inputs, 1, 1)
-    assert list(first.in_flight(1, 1)) == [1, 2]
+    assert list(first.in_flight(1, 1)) == [0, 1]
     saves, loads, differs = (keeper(tmp_path, sizes, first.in_flight) for sizes in ([1, 2], [1, 2], [1, 3]))
     saves.add_parts(tmp_path, 1, 1, [])
     assert loads.load_parts(tmp_path, 1) is differs.load_parts(tmp_path, 1) is None
@@ -168,17 +168,17 @@ def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_p
     assert differs.drain_rollouts() == {}  # other batch sizes
 
     sampler = Now()
-    second = pipeline(sampler, lookahead=2, kept={first - 1: each for first, each in kept.items()}, start=1)
+    second = pipeline(sampler, lookahead=2, kept=kept, start=1)
     second.launch_due(0, 1)
     assert sampler.asked == [(["p3"], True)]  # the others go on, and their rewards are asked for
     assert second.reward_loop.started[:2] == [((1,), 0, "answer to p1"), ((2,), 0, "answer to p2")]
     rollout = second.take(second._schedule._windows[0].inputs, 0, 1)
-    assert (rollout.step, rollout.drain_metrics()) == (0, ({"m": [1.0]}, 3))
+    assert (rollout.steps, rollout.drain_metrics()) == ([0], ({"m": [1.0]}, 3))
     assert torch.equal(rollout.behaviour_logps, torch.zeros(1, 1))
 
 
 def test_a_kept_rollout_of_other_rows_is_not_used():
-    sampler, kept = Now(), KeptRollouts(rows=[7], step=0, sampled=sampled(["p7"]), behaviour_logps=None)
+    sampler, kept = Now(), KeptRollouts(rows=[7], steps=[0], sampled=sampled(["p7"]), behaviour_logps=None)
     pipeline(sampler, kept={0: kept}).launch_due(0, 0)
     assert sampler.asked == [(["p0"], False)]
 
@@ -187,7 +187,7 @@ def test_an_evaluation_waits_for_its_completions_whatever_the_lookahead():
     sampler = Later()
     rollout = pipeline(sampler, lookahead=2).evaluate(examples(9), 5)
     assert sampler.collected == 1
-    assert (rollout.mode, rollout.step) == ("eval", 5)
+    assert (rollout.mode, rollout.steps) == ("eval", [5])
 
 
 def test_what_nobody_will_train_on_is_given_up():
@@ -211,8 +211,9 @@ def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
     result = SimpleNamespace(rewards=[Reward.scored(0.5)] * EACH, report=SimpleNamespace(calls=()))
     rollout = SimpleNamespace(
         inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,
-        group=GROUP, is_trained_on=True, mode="train", step=4,
+        group=GROUP, is_trained_on=True, mode="train", steps=[4, 3] * 3,
     )  # fmt: skip
     found = batch_of(rollout, None, 5, Branches(("only",), "branch"))
     assert [entry.prompt_group for entry in found.entries] == groups
-    assert (found.step, found.number, found.staleness) == (6, 3, 1)
+    assert (found.step, found.number) == (6, 3)
+    assert [entry.staleness for entry in found.entries] == [1, 2] * 3

@@ -95,7 +95,7 @@ def test_what_fails_while_it_is_read_leaves_the_index_as_it_was(tmp_path, monkey
         assert listed(index) == [(1, "one")]
         write(tmp_path, [batch(1, [entry(text="two")]), batch(2, [entry(text="three")])])
         with monkeypatch.context() as broken:
-            broken.setattr(record_index, "_COPY_TEXTS", "no SQL")
+            broken.setitem(record_index.SQL, "copy_texts", "no SQL")
             with pytest.raises(sqlite3.Error):
                 index.refresh()
         assert queries.listing(index, {})["total"] == 1

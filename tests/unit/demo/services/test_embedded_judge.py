@@ -11,28 +11,20 @@ from salesrl_trl.demo.services.rubric import (
     content_words,
     coverage,
     judge_sections,
-    load_terms,
+    protected_terms,
     supported,
 )
-from salesrl_trl.errors import DataError
 from salesrl_trl.ground.fencing import fence, read_sections
 from salesrl_trl.types import Action
 
-TERMS_JSON = {
-    "zh": ["孕妇", "老年人"],
-    "en": ["woman", "elderly"],
-    "patterns": {"zh": [r"\d+\s*岁"], "en": [r"\d+[- ]years?[- ]old"]},
-}
 PRICE = "The Python course costs 3800 yuan."
 PRICE_ZH = "Python课程的价格是3800元。"
 CONVERSATION = "customer: I work in an office. How much is the Python course?"
 
 
 @pytest.fixture(name="terms", scope="module")
-def fixture_terms(tmp_path_factory):
-    path = tmp_path_factory.mktemp("terms") / "terms.json"
-    path.write_text(json.dumps(TERMS_JSON), "utf-8")
-    return load_terms(path)
+def fixture_terms():
+    return protected_terms()
 
 
 def action(profile="", query="q", history=""):
@@ -228,23 +220,3 @@ def test_scores_lie_between_0_and_1_and_repeat(one, other, branch):
     assert 0.0 <= verdict.candidate <= 1.0
     assert 0.0 <= verdict.reference <= 1.0
     assert judge_sections(texts, terms) == verdict
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param("{", "the protected terms .* can't be read", id="no-json"),
-        pytest.param("[]", "got another form", id="no-object"),
-        pytest.param('{"zh": [], "en": []}', "got another form", id="no-patterns"),
-        pytest.param(json.dumps(TERMS_JSON | {"en": "woman"}), "missing or holds no texts", id="no-list"),
-        pytest.param(json.dumps(TERMS_JSON | {"zh": [""]}), "missing or holds no texts", id="empty-term"),
-        pytest.param(
-            json.dumps(TERMS_JSON | {"patterns": {"zh": ["("], "en": []}}), "no regular expression", id="bad-pattern"
-        ),
-    ],
-)
-def test_bad_protected_terms_are_refused(tmp_path, content, message):
-    path = tmp_path / "terms.json"
-    path.write_text(content, "utf-8")
-    with pytest.raises(DataError, match=message):
-        load_terms(path)

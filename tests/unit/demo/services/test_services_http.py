@@ -20,7 +20,6 @@ DOCUMENTS = [
     {"id": "en-price", "title": "Watercolour price", "text": PRICE_EN},
     {"id": "en-seniors", "title": "Painting for seniors", "text": SENIORS_EN},
 ]
-TERMS = {"zh": ["孕妇"], "en": ["woman"], "patterns": {"zh": [r"\d+\s*岁"], "en": []}}
 KEY_ENV = "SALESRL_TEST_WRITER_KEY"
 KEY = "sk-test-1f0c9a"
 
@@ -28,10 +27,9 @@ KEY = "sk-test-1f0c9a"
 @pytest.fixture(name="options", scope="module")
 def fixture_options(tmp_path_factory):
     folder = tmp_path_factory.mktemp("services")
-    documents, terms = folder / "knowledge.jsonl", folder / "terms.json"
+    documents = folder / "knowledge.jsonl"
     documents.write_text("\n".join(json.dumps(document) for document in DOCUMENTS), "utf-8")
-    terms.write_text(json.dumps(TERMS), "utf-8")
-    return [f"--documents={documents}", f"--protected-terms={terms}"]
+    return [f"--documents={documents}"]
 
 
 @pytest.fixture(name="addresses", scope="module")

@@ -25,10 +25,9 @@ WAIT_S = 15
 
 @pytest.fixture(name="options")
 def fixture_options(tmp_path):
-    documents, terms = tmp_path / "knowledge.jsonl", tmp_path / "terms.json"
+    documents = tmp_path / "knowledge.jsonl"
     documents.write_text('{"id": "1", "text": "The course costs 3800 yuan."}', "utf-8")
-    terms.write_text('{"zh": [], "en": ["woman"], "patterns": {"zh": [], "en": []}}', "utf-8")
-    return [f"--documents={documents}", f"--protected-terms={terms}"]
+    return [f"--documents={documents}"]
 
 
 @pytest.fixture(name="child")

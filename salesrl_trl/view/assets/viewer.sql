@@ -1,0 +1,94 @@
+-- The larger statements of the viewer's database, each behind its name. `view.record_index` reads them.
+
+-- name: tables
+-- Texts are in lower case and in tables of their own: SQLite reads a table of short rows faster.
+CREATE TABLE completions (
+    n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id,
+    step, mode, batch, place, prompt_group, row, branch, outcome, reason, provider,
+    reward, reference_reward, advantage, judge_s, tokens, staleness, time,
+    disagreement REAL, call_s REAL, recovered TEXT, prompt
+);
+CREATE INDEX by_row ON completions (row, step);
+CREATE INDEX by_prompt ON completions (prompt);
+CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
+CREATE TABLE texts (n INTEGER PRIMARY KEY, text);
+CREATE TABLE matches (n INTEGER PRIMARY KEY);
+CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
+CREATE TABLE notes (run, rank, id, time, flag, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
+
+-- name: copy
+-- Of a run's file, those behind the last one that was read. The names are those of `completions` above.
+INSERT INTO completions
+SELECT NULL, :run, :rank, c.id,
+    c.step, c.mode, c.batch, c.place, c.prompt_group, c.row, c.branch, c.outcome, c.reason, c.provider,
+    c.reward, c.reference_reward, c.advantage, c.judge_s, c.tokens, c.staleness, c.time,
+    coalesce((SELECT max(abs(candidate - reference)) FROM source.verdicts WHERE completion = c.id),
+             abs(c.reward - c.reference_reward)),
+    coalesce((SELECT max(seconds) FROM source.calls WHERE completion = c.id), c.judge_s),
+    (SELECT '1' FROM source.calls
+     WHERE completion = c.id AND failure NOT IN ('', 'cancelled') AND c.reward IS NOT NULL),
+    (SELECT n FROM prompts WHERE run = :run AND rank = :rank AND id = c.prompt)
+FROM source.completions c WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
+
+-- name: copy_texts
+INSERT INTO texts
+SELECT n, lower_case(c.text || char(10) || coalesce(
+    (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id), ''))
+FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
+
+-- name: find
+INSERT INTO matches
+SELECT n FROM texts WHERE instr(text, :word) UNION
+SELECT n FROM completions WHERE prompt IN (SELECT n FROM prompts WHERE instr(text, :word))
+
+-- name: overview
+SELECT step, branch, sum(many) AS many, sum(scored) AS scored, sum(reward) / sum(scored) AS reward,
+    sum(reference) / sum(referred) AS reference, json_group_object(outcome, many) AS outcomes
+FROM (
+    SELECT step, branch, outcome, count(*) AS many, count(reward) AS scored, total(reward) AS reward,
+        count(reference_reward) AS referred, total(reference_reward) AS reference
+    FROM completions WHERE run = :run AND mode = :mode GROUP BY step, branch, outcome
+) GROUP BY step, branch ORDER BY step, branch
+
+-- name: compared
+CREATE TEMP TABLE compared AS
+WITH last AS (
+    SELECT run, row, max(step) AS step FROM completions
+    WHERE mode = :mode AND run IN (:one, :other) AND reward IS NOT NULL GROUP BY run, row
+), mean AS (
+    SELECT c.run, c.row, c.branch, c.step, avg(c.reward) AS reward, count(*) AS many
+    FROM completions c JOIN last USING (run, row, step) WHERE c.mode = :mode AND c.reward IS NOT NULL GROUP BY 1, 2
+)
+SELECT a.row, a.branch, a.step AS one_step, a.reward AS one, b.step AS other_step, b.reward AS other,
+    b.reward - a.reward AS change
+FROM mean a JOIN mean b USING (row) WHERE a.run = :one AND b.run = :other
+
+-- name: changes
+SELECT count(*) AS total, avg(change) AS change, total(change > 0) AS better, total(change < 0) AS worse FROM compared
+
+-- name: row
+-- All completions of a row of the dataset. Of very many, the latest.
+SELECT * FROM (SELECT * FROM completions WHERE row = :row ORDER BY step DESC, n DESC LIMIT :most)
+ORDER BY run, step, mode, n
+
+-- name: group
+SELECT * FROM completions
+WHERE row = :row AND step = :step AND run = :run AND mode = :mode AND batch = :batch AND prompt_group = :prompt_group
+ORDER BY rank, place, id
+
+-- name: run
+SELECT count(*) AS many, min(step) AS first, max(step) AS last, max(time) AS time,
+    max(provider > '' OR reference_reward IS NOT NULL) AS judged
+FROM completions WHERE run = ?
+
+-- name: rewards
+SELECT branch, reward FROM completions WHERE run = ? AND mode = ? AND step = ? AND reward IS NOT NULL
+
+-- name: spread
+SELECT * FROM (SELECT *, row_number() OVER (ORDER BY run, step, n) AS at FROM completions) WHERE at % ? = 0
+
+-- name: last_steps
+SELECT DISTINCT step FROM completions WHERE run = ? AND mode = ? ORDER BY step DESC LIMIT ?
+
+-- name: note_of
+SELECT * FROM completions WHERE run = ? AND rank = ? AND id = ?
