@@ -233,7 +233,7 @@ class RewardConfig:
     @property
     def uses_rag(self) -> bool:
         """Whether a RAG service is asked: by the packaged chain, or by the packaged tool."""
-        return (self.has_chain and not self.asks_nobody) or SEARCH in self.tools
+        return not self.asks_nobody and (self.has_chain or SEARCH in self.tools)
 
     @property
     def judges_answers(self) -> bool:

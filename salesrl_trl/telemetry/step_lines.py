@@ -93,7 +93,7 @@ def step_line(
     are_actions: bool = True,
 ) -> str:
     """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
-    rewards 0.26 s`."""
+    waited 0.26 s for rewards`."""
     bad = (Outcome.INVALID_ACTION,) if are_actions else (Outcome.JUDGE_INVALID, Outcome.INFRA)
     shares_of_bad = [share for outcome in bad if (share := logs.get(names.outcome_of(outcome))) is not None]
     ended_well = f"{1 - sum(shares_of_bad):.0%}" if shares_of_bad else "n/a"
@@ -106,7 +106,7 @@ def step_line(
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
         failures_shown(failures),
         *alike,
-        f"{seconds:.1f} s, rewards {figure(logs.get(names.REWARD_SECONDS))} s",
+        f"{seconds:.1f} s, waited {figure(logs.get(names.REWARD_EXPOSED))} s for rewards",
     )
     return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
 
