@@ -70,6 +70,11 @@ class RunConfig:
         small = {POLICY_OF.get(source.train_source[0], PACKAGED) for source in self.data.sources}
         return str(small.pop() if len(small) == 1 else PACKAGED)
 
+    @property
+    def policy_source(self) -> tuple[str, str | None, bool]:
+        """`policy_path`, its revision, and whether code of its repository is run."""
+        return self.policy_path, self.model.model_revision, self.training.trust_remote_code
+
 
 def parse(argv: Sequence[str], default_recipe: Path | None, refused: Refusals | None = None) -> RunConfig:
     """Read the settings of a run from `--config FILE.yaml`, or from `default_recipe`.
