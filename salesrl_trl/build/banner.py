@@ -48,7 +48,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *training_lines(training),
         *(("reward", path) for path in reward.reward_funcs),
         *(("tool", path) for path in reward.tools),
-        *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
+        *([("replay", _replay(replay, reward, training))] if (replay := reward.parsed_replay()) else []),
         *services,
         *(("budget", line) for line in _budget(reward, training)),
         *(("stage", stage) for stage in reward.reward_stages),
@@ -149,8 +149,10 @@ def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
     return f"{state}. vLLM starts {start.value}{how}"
 
 
-def _replay(replay: ReplaySettings) -> str:
+def _replay(replay: ReplaySettings, reward: RewardConfig, training: SalesGRPOConfig) -> str:
     nearest = "get that of the most similar text for the same row"
     misses = {"fail": "have no reward", "nearest": nearest, "live": "are scored by the services"}
     record = "the packaged record of the demo's services" if replay.run == CASSETTE else f"the record of {replay.run}"
-    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}"
+    other = "; conversations will differ from recorded ones: vLLM's batch depends on when tools answer"
+    differs = other if reward.tools and training.use_vllm else ""
+    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}{differs}"

@@ -106,7 +106,8 @@ def run(
             if config.warm_up_services:
                 warm_up(reward_loop, functools.partial(print, file=sys.stderr))
             for number, batch in enumerate(itertools.islice(planned, simulation.steps), 1):
-                begun = reward_loop.begin([{"row": made.row} for made in batch])
+                group = len(batch) // simulation.prompts_per_step
+                begun = reward_loop.begin([{"row": made.row} for made in batch], group)
                 result = reward_loop.result(begun, [made.text for made in batch])
                 steps.append(SimulatedStep(batch, list(result.rewards), result.report))
                 summaries.append(step_summary(number, steps[-1], simulation.show_text))

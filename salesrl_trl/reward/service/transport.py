@@ -265,9 +265,11 @@ class Transport:
         if _out_of_patience(self._breaker, patience_s) and (paused or self._breaker.is_probing):
             raise self._held_back(code)
 
-    def _held_back(self, code: str) -> "_HeldBack":
+    def _held_back(self, code: str) -> ServiceUnavailable:
         self._traffic["held_back"] += 1
-        return _HeldBack(f"{self.service} was not asked, because its latest calls failed", code)
+        error = ServiceUnavailable(f"{self.service} was not asked, because its latest calls failed", code)
+        error.worth_retrying = False
+        return error
 
     async def _admitted(self, patience_s: float) -> int:
         """As `_permitted`, for a request that the budget lets pass."""
@@ -317,12 +319,6 @@ class Transport:
 async def _noted(service: str, attempt: Callable[[], Awaitable[T]]) -> T:
     with CallNote(service):
         return await attempt()
-
-
-class _HeldBack(ServiceUnavailable):
-    """The breaker is open and the call does not wait."""
-
-    worth_retrying = False
 
 
 def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:
