@@ -1,6 +1,6 @@
 """How well verdicts on a group agree with the truth, and what their order does, beside single verdicts.
 
-    python -m benchmarks.group_judging [--groups 500] [--bias 0.2] [--noise 0.15]
+    python -m benchmarks.group_judging [--groups 500] [--bias 0.2] [--noise 0.15] [--arms "group, orders 2"]
 
 The whole client judges: rubric, fences, names, HTTP, reading. The judge on loopback is simulated. An answer's text is
 its true score. A verdict on it has noise, the same in both forms, and likes what stands in front: by half of `--bias`
@@ -100,11 +100,12 @@ def main():
     parser.add_argument("--groups", type=int, default=500)
     parser.add_argument("--bias", type=float, default=0.2)
     parser.add_argument("--noise", type=float, default=0.15)
+    parser.add_argument("--arms", nargs="+", default=[*ARMS])
     args = parser.parse_args()
     print(f"{args.groups} groups of {GROUP}, noise {args.noise}, bias {args.bias}")
     print("| way | calls for a group | agreement | order |\n|---|---|---|---|")
-    for name, settings in ARMS.items():
-        calls, agreement, of_mean, gap, error = asyncio.run(measured(settings, args))
+    for name in args.arms:
+        calls, agreement, of_mean, gap, error = asyncio.run(measured(ARMS[name], args))
         print(f"| {name} | {calls:g} | {agreement:.3f} ± {of_mean:.3f} | {gap:+.4f} ± {error:.4f} |", flush=True)
 
 

@@ -331,18 +331,14 @@ class VerlFunction:
 def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
     """Note what the function `name` said of a completion, and what it logged. Parts are in the reward."""
     if reward is None:  # cancelled
-        record.verdicts[name] = _said("was given up before it answered")
+        record.verdicts[name] = Judged(reason="was given up before it answered")
         return
     for key, value in reward.columns.items():
         if key == f"{name}/reason":
-            record.verdicts[name] = _said(str(value), reward.value)
+            record.verdicts[name] = Judged(candidate=reward.value, reason=str(value))
         elif value is not None and key not in {f"{name}/{part}" for part in reward.components}:
             number = float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD else None
-            record.verdicts[key] = _said("" if number is not None else str(value), number)
-
-
-def _said(words: str, number: float | None = None) -> Judged:
-    return Judged(candidate=number, reference=None, reason=words, provider="")
+            record.verdicts[key] = Judged(candidate=number, reason="" if number is not None else str(value))
 
 
 def reward_of(function: object) -> Scorer:

@@ -11,6 +11,7 @@ from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.names import JUDGED_SINGLY
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.judge.judge_interface import Judge
+from salesrl_trl.reward.judge.meter import METER, SECOND
 from salesrl_trl.reward.judge_reward import JudgeReward
 from salesrl_trl.reward.scorer import Per
 from salesrl_trl.reward.scoring import Scoring
@@ -42,8 +43,8 @@ def reward(services):
     services.judge_by(by_text)
 
     def build(**settings):
-        url = {"judge_base_url": f"{services.url}/v1", "judge_model": "m", "max_attempts": 1}
-        return judge_reward("Grade.", judge_mode="group", **{**url, **settings})
+        url = {} if "judge_providers" in settings else {"judge_base_url": f"{services.url}/v1", "judge_model": "m"}
+        return judge_reward("Grade.", judge_mode="group", max_attempts=1, **url, **settings)
 
     return build
 
@@ -66,6 +67,22 @@ def test_a_group_is_judged_in_two_orders_by_names_that_no_other_request_has(serv
     assert [*first.values()] == [*second.values()][::-1] and sorted(first.values()) == sorted([*TEXTS, "five"])
     assert first.keys() & second.keys() == {"reference_answer"}
     assert (len(result.report.records), result.report.judged_singly) == (16, 0)
+
+
+def test_each_completions_record_has_its_own_score_and_the_calls_of_its_group(services, reward):
+    recording = reward()
+    recording.records = True
+
+    async def once():
+        batch = recording.batch([ROW] * 8, group=8)
+        batch.start_all(TEXTS)
+        await batch.settled([range(8)])
+        await recording.aclose()
+        return [stages.completion_record for stages in batch.stages]
+
+    records = asyncio.run(once())
+    assert [record.verdicts["judge"].candidate for record in records] == pytest.approx([float(t) for t in TEXTS])
+    assert {(len(record.calls), record.calls[0].time) for record in records} == {(2, records[0].calls[0].time)}
 
 
 def test_only_answers_that_can_be_judged_are_in_the_call_and_equal_ones_once(services, reward):
@@ -111,6 +128,24 @@ def test_a_group_is_kept_as_a_whole(services, reward, tmp_path):
     assert services.calls["judge"] == 4  # beside another answer each may have another score
     scored(reward(**own, judge_orders=3), [ROW] * 8, TEXTS)
     assert services.calls["judge"] == 7
+
+
+def test_at_a_limit_of_calls_nobody_of_the_group_has_a_number(services, reward, tmp_path):
+    result = scored(reward(output_dir=str(tmp_path), max_calls=1), [ROW] * 8, TEXTS)
+    assert {(each.value, each.reason) for each in result.rewards} == {(None, "budget_spent")}
+    assert services.calls["judge"] == 1
+
+
+def test_the_meter_has_calls_of_its_own(services, reward):
+    providers = [
+        {"name": name, "base_url": f"{services.url}/v1", "model": name, "weight": 1.0} for name in ("own", "other")
+    ]
+    metered = reward(judge_providers=providers, judge_meter={"second": "other"})
+    result = scored(metered, [{**ROW, METER: SECOND}, {**ROW, METER: 0}], ["0.5", "0.6"], group=1)
+    assert result.values[0] == 0.5 and [request.json["model"] for request in services.asked["judge"]] == [
+        "other",
+        "own",
+    ]
 
 
 class Hanging(RewardStage):

@@ -82,6 +82,8 @@ def test_the_judges_line_says_what_kept_answers_saved_where_no_verdict_is_new():
     assert judge_line(1, {}, ("judge",), 1) == f"{none})"
     saved = {"cache/answers_saved": 32.0}
     assert judge_line(1, saved, ("judge",), 1) == f"{none}; kept answers and verdicts saved 32 calls)"
+    singly = judge_line(1, {"judge/judge/verdicts": 1.5, "judge/judged_singly": 4.0}, ("judge",), 2)
+    assert singly.endswith("={'judge': 3} (8 completions judged one by one: the call for their group failed)")
     assert "saved" not in judge_line(1, {**saved, "judge/judge/verdicts": 1.0}, ("judge",), 1)
 
 
