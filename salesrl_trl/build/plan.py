@@ -85,12 +85,12 @@ class Plan(ServicesPlan):
 
     @cached_property
     def model_config(self) -> PretrainedConfig:
-        return policy_checks.check_model(*self._source)
+        return policy_checks.check_model(*self.config.policy_source)
 
     @cached_property
     def processor(self) -> ProcessorMixin | None:
         """The processor of a policy that reads pictures. `None` for one that reads text alone."""
-        return load_processor(*self._source) if policy_checks.reads_pictures(self.model_config) else None
+        return load_processor(*self.config.policy_source) if policy_checks.reads_pictures(self.model_config) else None
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -99,18 +99,13 @@ class Plan(ServicesPlan):
             tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
             tokenizer.chat_template = tokenizer.chat_template or self.processor.chat_template
             return tokenizer
-        return policy_checks.load_tokenizer(*self._source)
+        return policy_checks.load_tokenizer(*self.config.policy_source)
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
         """The policy's generation settings, from its configuration if need be."""
-        own = policy_checks.generation_config_of(*self._source[:2])
+        own = policy_checks.generation_config_of(*self.config.policy_source[:2])
         return own or GenerationConfig.from_model_config(self.model_config)
-
-    @property
-    def _source(self) -> tuple[str, str | None, bool]:
-        config = self.config
-        return config.policy_path, config.model.model_revision, config.training.trust_remote_code
 
     @cached_property
     def limit(self) -> LengthLimit | None:

@@ -44,11 +44,10 @@ class Scales:
     def shape(self) -> ModelShape:
         """The policy's figures, with adapters if they are trained. Raises `ConfigError` if these have no place."""
         config = self.plan.config
-        source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
-        plain = shapes.model_shape(*source)
+        plain = shapes.model_shape(*config.policy_source)
         if not config.model.use_peft:
             return plain
-        return replace(plain, adapters=shapes.adapters_of(empty_model(*source), config.model))
+        return replace(plain, adapters=shapes.adapters_of(empty_model(*config.policy_source), config.model))
 
     def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
         config = self.plan.config
