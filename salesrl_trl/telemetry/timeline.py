@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from salesrl_trl.names import Phase
@@ -34,15 +34,13 @@ CLOSE_PATIENCE_S = 5.0
 times count."""
 
 
+@dataclass(eq=False, slots=True)
 class Mark:
     """A moment in the host's program. Settled, it also has the time at which all work issued before it was done."""
 
-    __slots__ = ("event", "host", "time")
-
-    def __init__(self, event: Any = None) -> None:  # of the kind that its clock uses
-        self.event = event
-        self.time: float | None = None
-        self.host = time.perf_counter()
+    event: Any = None  # of the kind that its clock uses
+    host: float = field(default_factory=time.perf_counter)
+    time: float | None = None
 
 
 class Clock(Protocol):
