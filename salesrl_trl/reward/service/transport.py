@@ -228,17 +228,13 @@ class Transport:
             self._limit.record_overload(number)
             self._flights.get().resize()
             raise
-        except AccessDenied as error:
-            self._traffic["failures"] += 1
-            self._breaker.record_failure(now(), probe=probe, denial=error.code)
-            self._wake()
-            raise
         except (DeadlineExceeded, BudgetSpent):
             self._abandon(probe)
             raise
-        except (ServiceUnavailable, ServiceTimeout) as error:
+        except (AccessDenied, ServiceUnavailable, ServiceTimeout) as error:
             self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
-            self._breaker.record_failure(now(), probe=probe)
+            denial = error.code if isinstance(error, AccessDenied) else None
+            self._breaker.record_failure(now(), probe=probe, denial=denial)
             self._wake()
             raise
         except ServiceError:  # the error is about this call alone: the service is alive
