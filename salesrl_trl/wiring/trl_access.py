@@ -257,9 +257,7 @@ class TRLAccess(GRPOTrainer):
         traffic = run_coroutine_threadsafe(drain_traffic(self.tools), _loop_of(self)).result()
         mine = {tool_figure(name, each): count for name, of in calls.counts.items() for each, count in of.items()}
         mine |= {traffic_of(name, each): count for name, of in traffic.items() for each, count in of.items()}
-        table = torch.tensor([*map(float, mine.values())], device=self.accelerator.device)
-        totals: torch.Tensor = self.accelerator.reduce(table, reduction="sum")
-        figures = dict(zip(mine, totals.tolist(), strict=True))
+        figures = self._over_ranks(mine)
         for name in calls.counts:
             figures[tool_figure(name, "seconds")] /= max(figures[tool_figure(name, "calls")], 1.0)
         records = [each.notes.record for each in talked if each.notes.record is not None]
@@ -269,6 +267,11 @@ class TRLAccess(GRPOTrainer):
             spans=[span for each in talked for span in each.notes.spans],
             calls=[record.calls for record in records],
         )
+
+    def _over_ranks(self, mine: Mapping[str, float]) -> dict[str, float]:
+        """Sums over all ranks, which have the same names; a collective."""
+        table = torch.tensor([*mine.values()], dtype=torch.float32, device=self.accelerator.device)
+        return dict(zip(mine, self.accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
     def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
         """Begin an episode with each row: the user's function asks for all its turns, by the endpoint."""
@@ -342,11 +345,11 @@ class TRLAccess(GRPOTrainer):
             sampled = self._sample(prompts)
         generated = (*sampled.generated[:3], [each.completion for each in played], *sampled.generated[4:])
         sizes = [[end.sampled for end in each.ends] for each in played]
-        counts = [
-            [each.calls, len(size) > 1, sum(size[1:]), sum(size)] for each, size in zip(played, sizes, strict=True)
-        ]
-        table = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device).sum(0)
-        calls, rewritten, untrained, every = self.accelerator.reduce(table, reduction="sum").tolist()
+        mine = {
+            "calls": sum(each.calls for each in played), "rewritten": sum(len(size) > 1 for size in sizes),
+            "untrained": sum(sum(size[1:]) for size in sizes), "sampled": sum(map(sum, sizes)),
+        }  # fmt: skip
+        calls, rewritten, untrained, every = self._over_ranks(mine).values()
         if rewritten and not self._has_told_rewritten:
             self._has_told_rewritten = True
             logger.warning(
