@@ -156,7 +156,11 @@ class TRLAccess(GRPOTrainer):
             self.state.num_input_tokens_seen = seen
             self.model.train(was_training)  # transformers' continuous batching leaves it in training
         measured.pop("num_tokens")
-        return Sampled.of(generated, measured, tokens_seen, self._vision)
+        vision: Mapping[str, Any] = {}
+        if (images := generated[6]) is not None:  # `None` for a row without any, which processors refuse
+            generated = (*generated[:6], [image or [] for image in images], *generated[7:])
+            vision = self._vision
+        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen, vision=vision)
 
     def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
         """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
