@@ -130,7 +130,9 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     budget = budget_of(reward, Path(training.output_dir))
     if budget is None:
         return []
-    own = [path for path in (*reward.reward_funcs, reward.rag, reward.judge) if path not in (None, SALES)]
+    own = [
+        path for path in (*reward.reward_funcs, *reward.tools, reward.rag, reward.judge) if path not in (None, SALES)
+    ]
     uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
     return [budget_text(budget), *([uncounted] if own else [])]
 

@@ -82,16 +82,6 @@ class Sampled:
     fields with a value for each token of a prompt, a list of B lists."""
 
     @classmethod
-    def of(
-        cls, generated: tuple[Any, ...], metrics: Mapping[str, list[float]], tokens: int, vision: Mapping[str, Any]
-    ) -> "Sampled":
-        """TRL's output. Its list of pictures has `None` for a row without any, which processors refuse: here `[]`."""
-        if (images := generated[6]) is None:
-            return cls(generated=generated, metrics=metrics, tokens=tokens)
-        generated = (*generated[:6], [image or [] for image in images], *generated[7:])
-        return cls(generated=generated, metrics=metrics, tokens=tokens, vision=vision)
-
-    @classmethod
     def joined(cls, parts: Sequence[tuple["Sampled", range]], figures: "Sampled") -> "Sampled":
         """Completions of several batches, each at these places, without pictures. `figures`: the batch whose figures
         and tokens it has."""

@@ -270,7 +270,7 @@ class RewardBatch:
     def take_over(self, parts: Sequence[tuple["RewardBatch", range]]) -> None:
         """Take settled completions out of other batches, which were waited for together. From any thread. The time is
         the longest that one of them took, from the first call of its own batch."""
-        for name in ("rewards", "rows", "stages", "ended", "_samples", "_failed"):
+        for name in ("rewards", "rows", "stages", "ended", "_samples"):
             setattr(self, name, [getattr(other, name)[place] for other, places in parts for place in places])
         for other, places in parts:  # each stage is told once
             other.stages[places.start : places.stop] = [StageTimes(other._tracks[place]) for place in places]

@@ -156,7 +156,11 @@ class TRLAccess(GRPOTrainer):
             self.state.num_input_tokens_seen = seen
             self.model.train(was_training)  # transformers' continuous batching leaves it in training
         measured.pop("num_tokens")
-        return Sampled.of(generated, measured, tokens_seen, self._vision)
+        vision: Mapping[str, Any] = {}
+        if (images := generated[6]) is not None:  # `None` for a row without any, which processors refuse
+            generated = (*generated[:6], [image or [] for image in images], *generated[7:])
+            vision = self._vision
+        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen, vision=vision)
 
     def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
         """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
@@ -257,9 +261,7 @@ class TRLAccess(GRPOTrainer):
         traffic = run_coroutine_threadsafe(drain_traffic(self.tools), _loop_of(self)).result()
         mine = {tool_figure(name, each): count for name, of in calls.counts.items() for each, count in of.items()}
         mine |= {traffic_of(name, each): count for name, of in traffic.items() for each, count in of.items()}
-        table = torch.tensor([*map(float, mine.values())], device=self.accelerator.device)
-        totals: torch.Tensor = self.accelerator.reduce(table, reduction="sum")
-        figures = dict(zip(mine, totals.tolist(), strict=True))
+        figures = self._over_ranks(mine)
         for name in calls.counts:
             figures[tool_figure(name, "seconds")] /= max(figures[tool_figure(name, "calls")], 1.0)
         records = [each.notes.record for each in talked if each.notes.record is not None]
@@ -269,6 +271,11 @@ class TRLAccess(GRPOTrainer):
             spans=[span for each in talked for span in each.notes.spans],
             calls=[record.calls for record in records],
         )
+
+    def _over_ranks(self, mine: Mapping[str, float]) -> dict[str, float]:
+        """Sums over all ranks, which have the same names; a collective."""
+        table = torch.tensor([*mine.values()], dtype=torch.float32, device=self.accelerator.device)
+        return dict(zip(mine, self.accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
     def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
         """Begin an episode with each row: the user's function asks for all its turns, by the endpoint."""
@@ -342,11 +349,11 @@ class TRLAccess(GRPOTrainer):
             sampled = self._sample(prompts)
         generated = (*sampled.generated[:3], [each.completion for each in played], *sampled.generated[4:])
         sizes = [[end.sampled for end in each.ends] for each in played]
-        counts = [
-            [each.calls, len(size) > 1, sum(size[1:]), sum(size)] for each, size in zip(played, sizes, strict=True)
-        ]
-        table = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device).sum(0)
-        calls, rewritten, untrained, every = self.accelerator.reduce(table, reduction="sum").tolist()
+        mine = {
+            "calls": sum(each.calls for each in played), "rewritten": sum(len(size) > 1 for size in sizes),
+            "untrained": sum(sum(size[1:]) for size in sizes), "sampled": sum(map(sum, sizes)),
+        }  # fmt: skip
+        calls, rewritten, untrained, every = self._over_ranks(mine).values()
         if rewritten and not self._has_told_rewritten:
             self._has_told_rewritten = True
             logger.warning(
