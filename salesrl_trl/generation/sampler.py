@@ -215,10 +215,7 @@ class Ready:
     """A `Handle` of a generation that is over."""
 
     sampled: Sampled
-
-    @property
-    def is_ready(self) -> bool:
-        return True
+    is_ready = True
 
     def result(self) -> Sampled:
         return self.sampled
