@@ -53,9 +53,8 @@ class PromptTemplate:
         try:
             system = self._system(fields).strip()
             user = self._user.render(fields, template=self._template).lstrip()
-        except (
-            Exception
-        ) as error:  # a filter may raise anything, and may quote a customer: only Jinja's words are told
+        except Exception as error:
+            # a filter may raise anything, and may quote a customer: only Jinja's words are told
             said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
