@@ -237,9 +237,8 @@ Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
 
 
 class WholeBatch:
-    """TRL's own generation (`_generate`), a whole batch at once: none is reported before. `converse` is for
-    completions that may call tools: each goes through its turns by itself (`generation.conversations`), and is reported
-    when it has ended."""
+    """TRL's own generation (`_generate`), a whole batch at once: none is reported before. With `converse`, completions
+    may call tools: each goes through its turns by itself (`generation.conversations`), and is reported at its end."""
 
     def __init__(
         self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, converse: Converse | None = None

@@ -115,7 +115,7 @@ def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of
     by_path = config(kl_law=f"{laws_of_a_user}.Smoothed")
     after = branched(by_path, by_path.kl_control_law())
     after.load(tmp_path)
-    assert after.betas == before.betas != [0.1, 0.3]
+    assert after.control.betas == before.control.betas != [0.1, 0.3]
     assert after.control.state_dict()["fairness"]["law_state"] == {}
 
 
