@@ -58,10 +58,8 @@ class Spent:
         return self.prompt_tokens + self.completion_tokens
 
     def add(self, other: "Spent") -> None:
-        self.calls += other.calls
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.usd += other.usd
+        for name in Spent.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
