@@ -42,6 +42,19 @@ def test_a_batch_that_is_waited_for_returns_its_rewards_and_its_report(loop):
     assert loop.unreported_spans() == []
 
 
+def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):
+    batches, took = [], []
+    for place in (0, 1):
+        batch = begin(loop, place)
+        batches.append((batch, range(1)))
+        took.append(loop.result(batch, [ACTION]).report)
+        time.sleep(0.3)
+    joined = loop.joined(batches, group=1)
+    report = loop.result(joined, [ACTION, ACTION]).report
+    assert report.judge_seconds == max(own.judge_seconds for own in took) > 0
+    assert report.seconds == pytest.approx(max(own.seconds for own in took))
+
+
 def test_trl_is_answered_with_the_result_at_hand(loop):
     result = loop.result(begin(loop, 0), [BAD])
     [function] = loop.functions
