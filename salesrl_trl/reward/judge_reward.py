@@ -304,8 +304,10 @@ class JudgeReward(Scorer):
         """The verdicts on different answers to one row. Where the call for all of them fails, or takes half of the
         time, they are judged one by one."""
         if len(cases) > 1:
-            with deadline(remaining_s() / 2), contextlib.suppress(ServiceError):
-                return await self._ask(rubric, cases)
+            half_s = remaining_s() / 2
+            with deadline(half_s), contextlib.suppress(ServiceError, TimeoutError):
+                async with asyncio.timeout(half_s):  # a judge of one's own may know no deadline
+                    return await self._ask(rubric, cases)
             self._judged_singly += len(cases)
         return await asyncio.gather(*(self._alone(rubric, case) for case in cases))
 
