@@ -177,6 +177,10 @@ def _listed_figures(run: Run) -> list[MainFigure]:
     for metric in (metric for metric in names.FIGURES if metric.report):
         if metric.line in ("groups", "meter") and not run.of(metric.tag):
             continue
+        if metric.line == "groups":  # counts of failures: those in the middle of a run are the ones to see
+            counts = run.of(metric.tag).values()
+            rows.append(MainFigure(metric.report, f"{number(mean(counts))} on average, {number(max(counts))} at most"))
+            continue
         if names.BRANCH not in metric.tag:
             rows.append(MainFigure(metric.report, _changed(run, metric.tag)))
             continue
