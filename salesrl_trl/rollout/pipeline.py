@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.nn.functional import pad
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
@@ -271,6 +272,7 @@ class Pipeline:
         # 2. those that are trained on leave their rollouts
         with self.timeline.phase(Phase.REWARD_WAIT):
             self.reward_loop.wait([rollout.rewards for rollout in flying], chosen)
+            PartialState().wait_for_everyone()  # not in a phase of the trainer's own work
         picked = [groups[number] for number in sorted(chosen())]
         rewards = self.reward_loop.joined([(rollout.rewards, places) for rollout, places in picked], head.group)
         for rollout, places in picked:
