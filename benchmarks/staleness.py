@@ -11,7 +11,7 @@
   and has `scored_groups_first`. Not counted are the first 12 steps of an arm, and the last 4, which launch nothing.
 - Beside each arm stands the simulation of the same law, with the measured seconds of a step without rewards.
 - On a GPU vLLM generates in the trainer's process, with lengths that depend on the prompt and the sample alone. On a
-  CPU tokens are drawn at random, so that a step is training alone.
+  CPU tokens are drawn at random, and a step sleeps for half a second of its time.
 - `--learning`: the policy, rows and reward of `recipes/own.py`, five seeds. Half of the rows are late. Where groups
   go by themselves, their rewards come 7 steps after their launch, and the others' at once: ages are far apart.
 """
@@ -23,6 +23,7 @@ import math
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ LATENCY = 4.0
 BEFORE = 12
 """Steps of an arm that are not counted: until ages have settled."""
 LATE = 7
+STUCK_S = 6.0
+"""Where too many rows are late, a step waits this long, and then has them."""
+PAUSE_S = 0.5
+"""Seconds of a step on a CPU in which it sleeps. What else runs on the machine changes these not."""
 
 
 def simulate(oldest: int, median_s: float, sigma: float, compute_s: float, steps: int = 2000) -> dict[str, float]:
@@ -123,6 +128,10 @@ class OnCPU(RandomTokens, SalesGRPOTrainer):
     """Trains on random tokens."""
 
     length = 24
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        time.sleep(PAUSE_S / GROUPS)
+        return super().training_step(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 class Bench:
@@ -234,10 +243,13 @@ class LateRows(InstantReward):
         began, value = state.global_step, float(sample.text.strip() == sample.row["answer"])
         if late is not None:  # else it is held out
             self.noted.append((began, late, value))
-        # at the start 5 batches are launched at once, and 2 steps take all that are not late
+        # 5 batches are launched at once, and 2 steps take all of them that are not late
         until = min(began + (LATE if began else 2), self._steps - AHEAD) if late else 0
-        while state.global_step < until:
-            await asyncio.sleep(0.002)
+        step, moved = began, time.monotonic()
+        while step < until and time.monotonic() - moved < STUCK_S:
+            await asyncio.sleep(0.005)
+            if state.global_step != step:
+                step, moved = state.global_step, time.monotonic()
         return Reward.scored(value)
 
 
