@@ -12,6 +12,7 @@ docs/EXPERIMENTS.md holds the figures and their commands.
 - `start`: seconds to the end of the first step;
 - `memory`: the estimate of memory against the peak, and what settings of training cost;
 - `engine`: what settings of vLLM do for generation;
+- `peers`: stock TRL, TRL's AsyncGRPO, verl and Unsloth beside this package;
 - `sharding`: ZeRO-2, ZeRO-3 and FSDP2 beside one process with the same batch;
 - `timing`: the cost of measuring;
 - `kl_simulate`: KL laws (`kl_laws`) against a simulated run (`kl_plant`);

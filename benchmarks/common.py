@@ -45,6 +45,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    # Qwen2.5-3B
+    "3b": {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     # Qwen2.5-7B
     "7b": {
         "vocab_size": 152_064,
@@ -72,9 +82,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,  # heads of 32, the smallest that vLLM takes on a CPU
     },
 }
-TOKENS = {"0.5b": 512, "1.5b": 512, "7b": 512, "demo": 32, "tiny": 16}
+TOKENS = {"0.5b": 512, "1.5b": 512, "3b": 512, "7b": 512, "demo": 32, "tiny": 16}
 """Longest completion of a trainer that only trains. The shortest is half as long."""
-BATCH = {"0.5b": (16, 4), "1.5b": (16, 4), "7b": (8, 8), "demo": (48, 1), "tiny": (8, 2)}
+BATCH = {"0.5b": (16, 4), "1.5b": (16, 4), "3b": (8, 8), "7b": (8, 8), "demo": (48, 1), "tiny": (8, 2)}
 """Completions of a micro-batch, and micro-batches of an update, for such a trainer."""
 
 

@@ -133,7 +133,8 @@ def work(args: argparse.Namespace) -> None:
     waited = steps[-1:] if args.worker == "stock" else steps[len(steps) - ahead - counted : len(steps) - ahead]
     lines = [line for line in trainer.state.log_history if "loss" in line][-counted:]
     assert lines[-1]["tools/call_frequency"] == CALLS, lines[-1]
-    times = {name: statistics.mean(line[name] for line in lines) for name in lines[0] if name.startswith("time/")}
+    known = [name for name in lines[0] if name.startswith("time/") and None not in [line[name] for line in lines]]
+    times = {name: statistics.mean(line[name] for line in lines) for name in known}
     write_json(args.json, {
         "arm": args.worker, "instant_s": statistics.mean(instant), "slow_s": statistics.mean(waited),
         "instant": instant, "slow": waited, "times_s": times,

@@ -85,6 +85,13 @@ class ServiceError(SalesRLError):
     worth_retrying = False
     """Whether the same call may succeed the next time."""
 
+    def __init_subclass__(cls, *, code: str | None = None, worth_retrying: bool | None = None) -> None:
+        """A subclass without a code, or a word on retries, has those of its base."""
+        if code is not None:
+            cls.default_code = code
+        if worth_retrying is not None:
+            cls.worth_retrying = worth_retrying
+
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.code = code or self.default_code
@@ -94,95 +101,64 @@ class ServiceError(SalesRLError):
         """Status of the HTTP answer, if this was the failure."""
 
 
-class ServiceUnavailable(ServiceError):
+class ServiceUnavailable(ServiceError, code="unavailable", worth_retrying=True):
     """Refused, unreachable or 5xx."""
 
-    default_code = "unavailable"
-    worth_retrying = True
 
-
-class ServiceOverloaded(ServiceUnavailable):
+class ServiceOverloaded(ServiceUnavailable, code="overloaded"):
     """The service asks for fewer or later calls: after `retry_after_s` seconds, if it said so."""
 
-    default_code = "overloaded"
     retry_after_s: float | None = None
     is_outage = False
     """Whether the service is down and says when it expects to be back. If not, it limits calls."""
 
 
-class ServiceTimeout(ServiceError):
+class ServiceTimeout(ServiceError, code="timeout", worth_retrying=True):
     """No complete answer in time."""
 
-    default_code = "timeout"
-    worth_retrying = True
 
-
-class DeadlineExceeded(ServiceTimeout):
+class DeadlineExceeded(ServiceTimeout, code="deadline", worth_retrying=False):
     """The deadline of the reward came first. This says nothing about the service."""
 
-    default_code = "deadline"
-    worth_retrying = False
 
-
-class ServiceRejected(ServiceError):
+class ServiceRejected(ServiceError, code="rejected"):
     """A 4xx that a retry does not repair: the request, the key or the address is wrong."""
 
-    default_code = "rejected"
 
-
-class AccessDenied(ServiceRejected):
+class AccessDenied(ServiceRejected, code="access_denied", worth_retrying=True):
     """The key is refused or the quota is used up.
 
     A single one between answers is a mistake of the service, and a retry may succeed. With several in a row, every
     call will fail alike. The breaker decides which case it is.
     """
 
-    default_code = "access_denied"
-    worth_retrying = True
 
-
-class BudgetSpent(ServiceError):
+class BudgetSpent(ServiceError, code="budget_spent"):
     """The request was not sent, as a limit of the run's spending is reached. This says nothing about a service."""
 
-    default_code = "budget_spent"
 
-
-class FunctionError(ServiceError):
+class FunctionError(ServiceError, code="function_error"):
     """A reward function raised an error, or returned what is no reward. This says nothing about a service."""
 
-    default_code = "function_error"
 
-
-class BadServiceResponse(ServiceError):
+class BadServiceResponse(ServiceError, code="bad_response"):
     """An answer that breaks the service's contract."""
 
-    default_code = "bad_response"
 
-
-class ForeignReply(BadServiceResponse):
+class ForeignReply(BadServiceResponse, code="foreign_reply", worth_retrying=True):
     """Not, or not only, the reply to this request. Its connection is closed. A retry on another one may succeed."""
 
-    default_code = "foreign_reply"
-    worth_retrying = True
 
-
-class ErrorInAnswer(BadServiceResponse):
+class ErrorInAnswer(BadServiceResponse, code="error_in_answer", worth_retrying=True):
     """A 200 whose content says that it is an error. The rest of its content is no answer."""
 
-    default_code = "error_in_answer"
-    worth_retrying = True
 
-
-class JudgeInvalid(BadServiceResponse):
+class JudgeInvalid(BadServiceResponse, code="invalid_verdict"):
     """The judge's answer is no verdict of the schema."""
 
-    default_code = "invalid_verdict"
 
-
-class ForeignVerdict(JudgeInvalid, ForeignReply):
+class ForeignVerdict(JudgeInvalid, ForeignReply, code="foreign_verdict"):
     """A verdict with the nonce of another request. A retry has its own nonce."""
-
-    default_code = "foreign_verdict"
 
 
 class WeightSyncError(SalesRLError, RuntimeError):

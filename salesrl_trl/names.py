@@ -97,6 +97,7 @@ FAILURE_REASONS = "failures/reason/"  # before each reason code that has been se
 
 LENGTH_CORRELATION = "judge/length_correlation"
 POSITION_GAP = "judge/position_gap"
+JUDGED_SINGLY = "judge/judged_singly"
 USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")  # of a judge provider, in a generation batch
 CACHES = ("answers", "references")
 BUDGET_CALLS = "budget/calls"

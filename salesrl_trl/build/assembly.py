@@ -431,7 +431,9 @@ class ServiceClients:
             )
             for provider in providers
         ]
-        return JudgeClient(clients, rubrics, repeats=config.judge_repeats, aggregation=config.judge_aggregation)
+        orders = config.judge_orders if config.judge_mode == "group" else 0
+        times = {"repeats": config.judge_repeats, "orders": orders}
+        return JudgeClient(clients, rubrics, aggregation=config.judge_aggregation, **times)
 
     def _transport(
         self,

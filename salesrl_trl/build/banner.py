@@ -48,7 +48,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *training_lines(training),
         *(("reward", path) for path in reward.reward_funcs),
         *(("tool", path) for path in reward.tools),
-        *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
+        *([("replay", _replay(replay, reward, training))] if (replay := reward.parsed_replay()) else []),
         *services,
         *(("budget", line) for line in _budget(reward, training)),
         *(("stage", stage) for stage in reward.reward_stages),
@@ -71,14 +71,14 @@ def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) 
 
 def _policy(config: RunConfig) -> list[tuple[str, str]]:
     """The policy with its size, and the tokens that end a completion, by the tokenizer and the generation settings."""
-    model, path, trusted = config.model, config.policy_path, config.training.trust_remote_code
+    model, (path, revision, trusted) = config.model, config.policy_source
     name = model.model_name_or_path or "the packaged small policy (your own: --model_name_or_path NAME)"
     trained = f"LoRA of rank {model.lora_r}" if model.use_peft else "all weights"
-    size = parameter_count(path, model.model_revision, trusted)
+    size = parameter_count(*config.policy_source)
     units = [(1e9, " B"), (1e6, " M")]
     shown = next((f"{size / unit:.2f}{letter}" for unit, letter in units if size >= unit), str(size))
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=model.model_revision, trust_remote_code=trusted)
-    generation = generation_config_of(path, model.model_revision)
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
+    generation = generation_config_of(path, revision)
     ids = None if generation is None else generation.eos_token_id
     ends = dict.fromkeys([tokenizer.eos_token_id, *([ids] if isinstance(ids, int) else ids or [])])
     tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends if end is not None)
@@ -130,7 +130,9 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     budget = budget_of(reward, Path(training.output_dir))
     if budget is None:
         return []
-    own = [path for path in (*reward.reward_funcs, reward.rag, reward.judge) if path not in (None, SALES)]
+    own = [
+        path for path in (*reward.reward_funcs, *reward.tools, reward.rag, reward.judge) if path not in (None, SALES)
+    ]
     uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
     return [budget_text(budget), *([uncounted] if own else [])]
 
@@ -149,8 +151,10 @@ def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
     return f"{state}. vLLM starts {start.value}{how}"
 
 
-def _replay(replay: ReplaySettings) -> str:
+def _replay(replay: ReplaySettings, reward: RewardConfig, training: SalesGRPOConfig) -> str:
     nearest = "get that of the most similar text for the same row"
     misses = {"fail": "have no reward", "nearest": nearest, "live": "are scored by the services"}
     record = "the packaged record of the demo's services" if replay.run == CASSETTE else f"the record of {replay.run}"
-    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}"
+    other = "; conversations will differ from recorded ones: vLLM's batch depends on when tools answer"
+    differs = other if reward.tools and training.use_vllm else ""
+    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}{differs}"

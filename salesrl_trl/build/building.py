@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 from accelerate import PartialState
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import try_to_load_from_cache
 from trl import get_peft_config, get_quantization_config
 
@@ -27,7 +21,6 @@ from salesrl_trl.build.banner import banner
 from salesrl_trl.build.checks.model import model_class
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
-from salesrl_trl.data.processor import load_processor
 from salesrl_trl.names import StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.scorer import Scorer
@@ -75,13 +68,6 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
     from salesrl_trl.trainer import RolloutTrainer, SalesGRPOTrainer
 
     config, (train, held_out) = plan.config, plan.datasets
-    source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
-    processing: PreTrainedTokenizerBase | ProcessorMixin
-    if plan.processor is not None:
-        processing = load_processor(*source)
-    else:
-        name, revision, trusted = source
-        processing = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     config.training.beside = settings_beside_the_trainers(config)
     kind = RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer
     with instruments.timeline.phase(StartUp.ENGINE):
@@ -93,7 +79,7 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
             quick_eval=config.telemetry.quick_eval(),
             train_dataset=train,
             eval_dataset=held_out,
-            processing_class=processing,
+            processing_class=plan.processor or plan.tokenizer,
             peft_config=get_peft_config(config.model),
             tools=[*plan.reward.tools] or None,
         )

@@ -15,15 +15,9 @@ from typing import cast
 from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from salesrl_trl.build.checks import model as policy_checks
 from salesrl_trl.build.checks.addresses import check_vllm_server
 from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of, rows_of
-from salesrl_trl.build.checks.model import (
-    check_model,
-    generation_config_of,
-    load_tokenizer,
-    positions_of,
-    reads_pictures,
-)
 from salesrl_trl.build.memory.estimate import Estimate
 from salesrl_trl.build.services_plan import ServicesPlan
 from salesrl_trl.build.settings import RunConfig
@@ -91,12 +85,12 @@ class Plan(ServicesPlan):
 
     @cached_property
     def model_config(self) -> PretrainedConfig:
-        return check_model(*self._source)
+        return policy_checks.check_model(*self.config.policy_source)
 
     @cached_property
     def processor(self) -> ProcessorMixin | None:
         """The processor of a policy that reads pictures. `None` for one that reads text alone."""
-        return load_processor(*self._source) if reads_pictures(self.model_config) else None
+        return load_processor(*self.config.policy_source) if policy_checks.reads_pictures(self.model_config) else None
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -105,18 +99,13 @@ class Plan(ServicesPlan):
             tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
             tokenizer.chat_template = tokenizer.chat_template or self.processor.chat_template
             return tokenizer
-        return load_tokenizer(*self._source)
+        return policy_checks.load_tokenizer(*self.config.policy_source)
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
         """The policy's generation settings, from its configuration if need be."""
-        name, revision, _ = self._source
-        return generation_config_of(name, revision) or GenerationConfig.from_model_config(self.model_config)
-
-    @property
-    def _source(self) -> tuple[str, str | None, bool]:
-        config = self.config
-        return config.policy_path, config.model.model_revision, config.training.trust_remote_code
+        own = policy_checks.generation_config_of(*self.config.policy_source[:2])
+        return own or GenerationConfig.from_model_config(self.model_config)
 
     @cached_property
     def limit(self) -> LengthLimit | None:
@@ -131,7 +120,7 @@ class Plan(ServicesPlan):
             )
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
-        return prompt_limit(self.config.data, training, positions_of(self.model_config), server_room)
+        return prompt_limit(self.config.data, training, policy_checks.positions_of(self.model_config), server_room)
 
     @cached_property
     def train(self) -> FittingPrompts:

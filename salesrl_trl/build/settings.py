@@ -6,7 +6,7 @@ Owns the keys of a recipe and the order of precedence. The classes of `config` c
 import copy
 import difflib
 import itertools
-from argparse import SUPPRESS, Action, ArgumentError, Namespace
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,14 +39,6 @@ PRESET = "preset"  # an argument of the command line, and no setting: names of o
 MOST_NAMES = 12  # unknown names in a message
 PATHS = ("output_dir", "resume_from_checkpoint", "model_name_or_path")
 """Settings of TRL and transformers that may be paths of this machine."""
-FIRST = (
-    "model_name_or_path", "dataset", "eval_dataset", "held_out_share", "reward_funcs", "max_steps", "learning_rate",
-    "num_generations", "max_completion_length", "output_dir", "resume_from_checkpoint", "use_peft", "lora_r",
-    "vllm_max_model_length", "dataset_format", "columns", "prompt_template", "branches", "rubric_dir", "branch_kl",
-    "beta", "branch_reward_weights", "rag_base_url", "judge_base_url", "judge_model", "judge_api_key_env",
-    "allow_stand_ins", "knowledge_file",
-)  # fmt: skip
-"""The settings of the README's table of one's own, which `--help` shows first."""
 
 
 def all_kinds() -> tuple[type, ...]:
@@ -77,6 +69,11 @@ class RunConfig:
             return str(named)
         small = {POLICY_OF.get(source.train_source[0], PACKAGED) for source in self.data.sources}
         return str(small.pop() if len(small) == 1 else PACKAGED)
+
+    @property
+    def policy_source(self) -> tuple[str, str | None, bool]:
+        """`policy_path`, its revision, and whether code of its repository is run."""
+        return self.policy_path, self.model.model_revision, self.training.trust_remote_code
 
 
 def parse(argv: Sequence[str], default_recipe: Path | None, refused: Refusals | None = None) -> RunConfig:
@@ -129,7 +126,6 @@ class SettingsParser(TrlParser):
             off = f"--no_{name}"  # transformers makes it of a switch that is on by default
             if hint == bool | None and off not in self._option_string_actions:
                 self.add_argument(off, action="store_false", dest=name, default=SUPPRESS, help=SUPPRESS)
-        self.add_argument(f"--{PRESET}", nargs="+", default=SUPPRESS)
         # After `read`: lines for the banner; the recipe's `env` and every setting, before a class changes it.
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
@@ -141,7 +137,7 @@ class SettingsParser(TrlParser):
     @property
     def keys(self) -> set[str]:
         """Names of all settings, and the keys of a recipe that are no settings."""
-        keys = {action.dest for action in self._actions} - {PRESET}
+        keys = {action.dest for action in self._actions}
         return keys | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
@@ -151,33 +147,38 @@ class SettingsParser(TrlParser):
         answered, and ends the process.
         """
         answer_help(argv, default_recipe)
-        argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-        if "--config" not in argv and default_recipe is not None:
-            argv = ["--config", str(default_recipe), *argv]
-        if argv.count("--config") > 1:
+        words = ArgumentParser(add_help=False, allow_abbrev=False)
+        words.add_argument("--config", nargs="?", action="append", default=[])
+        words.add_argument(f"--{PRESET}", nargs="*", action="append", default=[])
+        given, argv = words.parse_known_args(argv)
+        if len(given.config) > 1:
             raise ConfigError("`--config` is given more than once. Expected one recipe. Leave out the others.")
-        known = {"--config", *(option for action in self._actions for option in action.option_strings)}
+        if given.config == [None]:
+            raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
+        known = {"--config", f"--{PRESET}", *(option for action in self._actions for option in action.option_strings)}
         for name in self._unread:
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
         unknown = {name: value for name, value in _arguments(argv).items() if name not in known}
         guesses = self._with_guesses(unknown, known | self.options_beside)
         self._refused.check(lambda: not unknown, f"unknown arguments: {guesses}. Correct them; `--help` lists all.")
-        argv, names = _without_presets(argv, self._refused)
-        self._presets = {name: self._checked_recipe(FOLDER / f"{name}.yaml") for name in names}
+        names = [*itertools.chain(*given.preset)]
+        strange = [name for name in names if name not in PRESETS]
+        self._refused.check(
+            lambda: not strange and all(given.preset),
+            f"`--preset` names {', '.join(strange) or 'nothing'}. Expected some of: {', '.join(PRESETS)}. Correct or "
+            "remove it.",
+        )
+        self._presets = {name: self._checked_recipe(FOLDER / f"{name}.yaml") for name in names if name in PRESETS}
         recipe: dict[str, object] = {}
-        if "--config" in argv:
-            if argv[-1] == "--config":
-                raise ConfigError("`--config` names no file. Expected the YAML file of a recipe. Add its path.")
-            named = argv.index("--config") + 1
-            file = Path(argv[named])
-            if argv[named] in RECIPES and not file.is_file():
-                argv[named] = str(file := RECIPES[argv[named]])
+        if file := given.config[0] if given.config else default_recipe:
+            file = RECIPES[file] if file in RECIPES and not Path(file).is_file() else Path(file)
+            argv = ["--config", str(file), *argv]
             with self._refused:
                 recipe = self._checked_recipe(file)
             if not recipe or not all(isinstance(name, str) for name in recipe):
                 self._refused.tell()  # checks of other values than the recipe's would mislead
             find_modules_in(file.absolute().parent)  # beside a recipe may be its reward functions
-        self._given = {name.removeprefix("--").replace("-", "_") for name in _options(argv)}  # --max-steps is read too
+        self._given = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:
             self.set_defaults_with_config()
@@ -279,11 +280,8 @@ class SettingsParser(TrlParser):
         except yaml.YAMLError as error:
             fault = str(error)
             if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
-                # the place alone, without the line itself: it may hold a key
-                parts = (
-                    (error.context, error.context_mark),
-                    (error.problem, mark),
-                )  # begins in one line, ends in another
+                # The place alone, without the line itself: it may hold a key. It begins in one line, ends in another.
+                parts = ((error.context, error.context_mark), (error.problem, mark))
                 fault = ", ".join(f"{text} (line {at.line + 1}, column {at.column + 1})" for text, at in parts if at)
             raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
         if not isinstance(recipe, dict):
@@ -359,11 +357,6 @@ def _is_own_task(settings: Namespace) -> bool:
     return bool(functions) and SALES not in functions and str(rows).partition(":")[0] not in (DEMO, DEMO_PICTURES)
 
 
-def _options(argv: Sequence[str]) -> list[str]:
-    """Names of the arguments, without their values: a value may be a secret."""
-    return [word.split("=")[0] for word in argv if word.startswith("--")]
-
-
 def _arguments(argv: Sequence[str]) -> dict[str, object]:
     """The arguments with their values, and words such as verl's `trainer.nnodes=1`."""
     found = dict[str, object]()
@@ -374,27 +367,9 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
     return found
 
 
-def _setting(option: object) -> str:
+def _setting(option: object, before: str = "no_") -> str:
     """The setting of an argument: `learning_rate` of `--learning-rate`."""
-    return str(option).removeprefix("--").replace("-", "_").removeprefix("no_")
-
-
-def _without_presets(argv: Sequence[str], refused: Refusals) -> tuple[list[str], list[str]]:
-    """The arguments without `--preset`, and the names that it had. Unknown ones are refused."""
-    rest, names, is_name, option = list[str](), list[str](), False, f"--{PRESET}"
-    for word in argv:
-        is_name = word == option or (is_name and not word.startswith("--"))
-        if word.startswith(f"{option}="):
-            names.append(word.removeprefix(f"{option}="))
-        elif word != option:
-            (names if is_name else rest).append(word)
-    unknown = [name for name in names if name not in PRESETS]
-    refused.check(
-        lambda: not unknown and (option not in argv or bool(names)),
-        f"`--preset` names {', '.join(unknown) or 'nothing'}. Expected some of: {', '.join(PRESETS)}. Correct or "
-        "remove it.",
-    )
-    return rest, [name for name in names if name in PRESETS]
+    return str(option).removeprefix("--").replace("-", "_").removeprefix(before)
 
 
 def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_command_line: Collection[str]) -> str:

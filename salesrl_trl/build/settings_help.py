@@ -15,11 +15,12 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from salesrl_trl.build.coming_from import answer
 from salesrl_trl.build.presets import FOLDER, PRESETS
@@ -33,22 +34,10 @@ _UNKNOWN = 2
 _WIDEST, _SHORT = 110, 180
 
 
-_OWN = "salesrl_trl.config"
-GROUPS = {
-    "data": ("rows: their source, number and prompt", (f"{_OWN}.data.DataConfig",)),
-    "reward": ("reward functions, RAG service, judge, limits", (f"{_OWN}.reward.RewardConfig",)),
-    "judges": ("an entry of judge_providers", (f"{_OWN}.judge.JudgeProviderConfig",)),
-    "telemetry": ("timings, traces, quick evaluations", (f"{_OWN}.telemetry.TelemetryConfig",)),
-    "training": ("branches, KL, rollouts, record, what a run does", (f"{_OWN}.training.SalesGRPOConfig",)),
-    "grpo": ("TRL: generation, vLLM, loss", ("trl.trainer.grpo_config.GRPOConfig",)),
-    "trainer": (
-        "transformers: steps, optimizer, logs, checkpoints",
-        ("trl.trainer.base_config._BaseConfig", "transformers.training_args.TrainingArguments"),
-    ),
-    "model": ("the policy: its name, weights, LoRA", ("trl.trainer.model_config.ModelConfig",)),
-}
-"""By the name that `--help GROUP` takes: what it is about, and its classes by dotted path. Of a setting that stands in
-two, the first has it."""
+_HELP: dict[str, Any] = read_yaml(Path(__file__).with_name("help.yaml"))  # type: ignore[assignment]
+GROUPS: dict[str, dict[str, Any]] = _HELP["groups"]
+"""By the name that `--help GROUP` takes: what it is about, and its classes by dotted path."""
+FIRST: list[str] = _HELP["first"]
 
 
 class Setting(NamedTuple):
@@ -116,7 +105,7 @@ def _tree(module: str) -> ast.Module:
 def settings() -> dict[str, Setting]:
     """All settings of a run by name, and those of an entry of `judge_providers` as `judge_providers.NAME`."""
     found = dict[str, Setting]()
-    for group, path in [(group, path) for group, (_, kinds) in GROUPS.items() for path in kinds]:
+    for group, path in [(group, path) for group, of in GROUPS.items() for path in of["classes"]]:
         for setting in _settings_of(path, group):
             name = f"judge_providers.{setting.name}" if group == "judges" else setting.name
             earlier = found.setdefault(name, setting._replace(name=name))
@@ -217,30 +206,13 @@ def answer_help(argv: Sequence[str], recipe: Path | None = None, own: str = "") 
     raise SystemExit(0 if found else _UNKNOWN)
 
 
-_MORE = (
-    "  --help GROUP      the settings of a group",
-    "  --help SETTING    all about a setting: its text, default, limits, and its value in recipe and presets",
-    "  --help WORDS      settings whose names or texts have these words",
-)
-
-
 def _first_page(recipe: Path) -> str:
     values, known = _values(recipe), settings()
-    lines = [
-        "usage: [--config RECIPE.yaml] [--preset NAME ...] [--SETTING VALUE ...]",
-        "",
-        f"Most runs give some of these. In brackets: the value if it is not given, by {recipe.name} or by the class.",
-        "",
-    ]
-    first = _Names("salesrl_trl.build.settings")["FIRST"]
-    assert isinstance(first, tuple)
-    for name in first:
-        lines.append(_entry(name, shown(values.get(name, known[name].default)), known[name].first))
-    lines += ["", f"Presets, overlays of the recipe: {', '.join(PRESETS)}.", "", "All settings, by group:"]
-    for group, (about, *_) in GROUPS.items():
-        count = sum(setting.group == group for setting in known.values())
-        lines.append(f"  {group:<10} {count:>4}  {about}")
-    return "\n".join([*lines, "", *_MORE])
+    first = [_entry(name, shown(values.get(name, known[name].default)), known[name].first) for name in FIRST]
+    counts = Counter(setting.group for setting in known.values())
+    groups = [f"  {group:<10} {counts[group]:>4}  {of['about']}" for group, of in GROUPS.items()]
+    parts = {"first": "\n".join(first), "groups": "\n".join(groups), "presets": ", ".join(PRESETS)}
+    return str(_HELP["first_page"]).rstrip().format(recipe=recipe.name, **parts)
 
 
 def _asked(words: Sequence[str], recipe: Path) -> str:
@@ -267,7 +239,7 @@ def _asked(words: Sequence[str], recipe: Path) -> str:
 
 
 def _group_page(group: str, values: dict[str, object]) -> str:
-    lines, section = [f"{group}: {GROUPS[group][0]}", ""], ""
+    lines, section = [f"{group}: {GROUPS[group]['about']}", ""], ""
     for setting in settings().values():
         if setting.group == group:
             if setting.section != section:

@@ -22,6 +22,7 @@ from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
+JUDGE_MODES = ("single", "group")
 ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
 
@@ -85,6 +86,13 @@ class RewardConfig:
     """Verdicts for each answer."""
     judge_aggregation: Annotated[str, (*AGGREGATIONS,)] = "mean"
     """The one score of several verdicts: their `mean`, `median` or `min`."""
+    judge_mode: Annotated[str, JUDGE_MODES] = "single"
+    """`single`: a call judges one completion. `group`: a call judges all completions of a prompt, which is a quarter
+    of the calls for groups of 8 in two orders. Where such a call fails, its completions are judged one by one. So are
+    those of an evaluation with one completion of a prompt."""
+    judge_orders: Count = 2
+    """Calls for each group with `judge_mode: group`: each shows the answers in another order, every second one the
+    order before it turned round. `judge_aggregation` makes one score of them."""
     judge_meter: dict[str, object] | str | None = None
     """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, anchor_steps: 50,
     on_alarm: warn, rubric_dir: FOLDER}`. `second` is an entry of `judge_providers`, which then gives no rewards. It
@@ -225,7 +233,7 @@ class RewardConfig:
     @property
     def uses_rag(self) -> bool:
         """Whether a RAG service is asked: by the packaged chain, or by the packaged tool."""
-        return (self.has_chain and not self.asks_nobody) or SEARCH in self.tools
+        return not self.asks_nobody and (self.has_chain or SEARCH in self.tools)
 
     @property
     def judges_answers(self) -> bool:
@@ -264,6 +272,11 @@ class RewardConfig:
             lambda: not {SALES, JUDGE} <= {*self.reward_funcs},
             f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
             f"a RAG service to the policy's action, `{JUDGE}` what the policy answers itself.",
+        )
+        refused.check(
+            lambda: self.judge_mode == "single" or (self.judge is None and self.judge_repeats == 1),
+            "`judge_mode: group` is given beside `judge` or `judge_repeats`. Expected it alone: `judge_orders` says "
+            "how often a group is judged, and a judge of your own says so in its `orders`.",
         )
         with refused:
             for kind in self.verbose:

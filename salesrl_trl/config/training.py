@@ -7,23 +7,11 @@ from typing import Annotated, Any, cast
 
 from trl import GRPOConfig
 
-from salesrl_trl.config import trl_settings
+from salesrl_trl.config import ranges, trl_settings
 from salesrl_trl.config.checks import check, check_path, check_url, load_object, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
-from salesrl_trl.config.ranges import (
-    KL_COEFFICIENT,
-    Count,
-    Limit,
-    NumberOrNone,
-    Range,
-    Share,
-    check_names,
-    check_range,
-    check_settings,
-    entry_of,
-    without_effect,
-)
+from salesrl_trl.config.ranges import Count, Limit, NumberOrNone, Range, Share, check_settings, entry_of
 from salesrl_trl.config.telemetry import RecordSettings
 from salesrl_trl.config.trl_settings import RUN_MODES
 from salesrl_trl.errors import ConfigError, Refusals, hide
@@ -239,7 +227,7 @@ class SalesGRPOConfig(GRPOConfig):
             "`rollout_lookahead` is 0": "" if self.most_lookahead else "max_staleness",
             "neither `beta` nor `branch_kl` has a coefficient": "" if self.beta or self.branch_kl else "kl_.*",
         }
-        self.machine_notes += without_effect(self, reasons) * (self.mode == "train")
+        self.machine_notes += ranges.without_effect(self, reasons) * (self.mode == "train")
 
     def to_dict(self) -> dict[str, object]:
         """The settings as trackers get them: without keys."""
@@ -297,7 +285,7 @@ class SalesGRPOConfig(GRPOConfig):
             with refused:
                 path = f"branch_kl.{branch}"
                 targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
-                check_range(f"{path}.beta", targets[branch].beta, KL_COEFFICIENT)
+                ranges.check_range(f"{path}.beta", targets[branch].beta, ranges.KL_COEFFICIENT)
         refused.tell()
         return targets if any(target.beta for target in targets.values()) else {}
 
@@ -322,7 +310,7 @@ class SalesGRPOConfig(GRPOConfig):
             if path is not None:
                 make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
             else:
-                check_names("kl_law_settings", arguments, ("max_step", COOLDOWN))
+                ranges.check_names("kl_law_settings", arguments, ("max_step", COOLDOWN))
             try:
                 law = make(**arguments)
             except TypeError as error:

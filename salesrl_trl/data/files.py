@@ -110,22 +110,15 @@ def read_lines(path: Path) -> Iterator[Placed]:
                 continue
             try:
                 record = json.loads(line.decode("utf-8-sig"))
+                fault = "" if isinstance(record, dict) else f" is a {type(record).__name__}"
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, line {number}: {unreadable(error).removeprefix('line 1, ')}.") from None
             except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number} is not JSON ({error.msg}, column {error.colno}). Expected one JSON object "
-                    "a line."
-                ) from None
+                fault = f" is not JSON ({error.msg}, column {error.colno})"
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
-                raise DataError(
-                    f"{path}, line {number} can't be read ({type(error).__name__}). Expected one JSON object a line, "
-                    "without numbers of thousands of digits or lists within lists as deep. Correct the line."
-                ) from None
-            if not isinstance(record, dict):
-                raise DataError(
-                    f"{path}, line {number} is a {type(record).__name__}. Expected one JSON object a line."
-                )
+                fault = f" has such long numbers, or is nested so deep, that it can't be read ({type(error).__name__})"
+            if fault:
+                raise DataError(f"{path}, line {number}{fault}. Expected one JSON object a line. Correct the line.")
             yield Placed(record, number)
 
 

@@ -13,28 +13,15 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-from salesrl_trl.data.files import (
-    ARITHMETIC,
-    DEMO,
-    DEMO_BBQ,
-    DEMO_HALUEVAL,
-    DEMO_PICTURES,
-    DEMO_PICTURES_FOLDER,
-    DEMO_SEARCH,
-    ENDINGS,
-    FILES,
-    Placed,
-    Record,
-    demo_records,
-    read_file,
-)
+from salesrl_trl.data import files
+from salesrl_trl.data.files import ENDINGS, FILES, Placed, Record, demo_records, read_file
 from salesrl_trl.data.form import Form, Part, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
-PACKAGED = (DEMO, DEMO_PICTURES, ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL, DEMO_SEARCH)
+PACKAGED = (files.DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
 PLAIN = Form()
 """Rows in this package's columns, all of them."""
 
@@ -127,8 +114,8 @@ def prompt_dataset(
     rows = _table({"prompt": [*prompts], **columns})
     if not any(images):
         return rows
-    files = [[{"path": picture.path or None, "bytes": picture.content} for picture in pictures] for pictures in images]
-    return rows.add_column("images", files, feature=List(Image(mode="RGB")))  # read when a row is asked for
+    shown = [[{"path": picture.path or None, "bytes": picture.content} for picture in pictures] for pictures in images]
+    return rows.add_column("images", shown, feature=List(Image(mode="RGB")))  # read when a row is asked for
 
 
 def _table(columns: dict[str, list[Any]]) -> Dataset:
@@ -174,8 +161,8 @@ def check_source(source: str) -> None:
     """Raise `DataError` if a source is a local file that is not there."""
     path = Path(source).expanduser()
     if is_file(source) and not path.is_file():
-        files = [file.name for file in path.parent.glob("*") if is_file(file.name) and file.is_file()]
-        found = " There is a folder, or a device, of this name." if path.exists() else nearest(path.name, files)
+        beside = [file.name for file in path.parent.glob("*") if is_file(file.name) and file.is_file()]
+        found = " There is a folder, or a device, of this name." if path.exists() else nearest(path.name, beside)
         raise DataError(
             f"there is no dataset file {path}.{found} Expected an existing {', '.join(ENDINGS)} file. "
             f"Correct the path, which is taken relative to {Path.cwd()}."
@@ -188,16 +175,16 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
     name = f"{source} [{split}]"
     if source in PACKAGED and split not in FILES:
         raise DataError(f"{source!r} has no split {split!r}. Expected one of: {', '.join(FILES)}.")
-    if source == DEMO:
+    if source == files.DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
-    elif source in (ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL, DEMO_SEARCH):
-        placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
-    elif source == DEMO_PICTURES:
-        folder, name = DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
+    elif source == files.DEMO_PICTURES:
+        folder, name = files.DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
         if not folder.is_dir():
             raise DataError(f"there is no {folder} here. Expected it to be made before: scripts/demo_pictures.py.")
         placed = read_file(folder / FILES[split])
+    elif source in PACKAGED:
+        placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
     elif is_file(source):
         check_source(source)
         path = Path(source).expanduser()
@@ -215,6 +202,5 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
 
 
 def _with_documents(records: list[Record]) -> list[Record]:
-    """Add to each demo record the texts of its documents."""
     texts = {document["id"]: document["text"] for document in demo_records("knowledge.jsonl")}
     return [{**record, "documents": [texts[id_] for id_ in record["document_ids"]]} for record in records]

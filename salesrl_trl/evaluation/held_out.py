@@ -129,7 +129,7 @@ def _compare(first: _Evaluation, last: _Evaluation, held_out: str) -> None:
             logger.info(f"held-out example {number}: {_plain(earlier.prompt)}")
             for when, written in zip(words, (earlier, later), strict=True):
                 reward = "n/a" if written.reward is None else f"{written.reward:.2f}"
-                logger.info(f"    {when} reward={reward} {_plain(written.completion)}")
+                logger.info(f"    {when} reward={reward} {_whole(written.completion)}")
     before, after = first.figures[REWARD], last.figures[REWARD]
     if before is None or after is None:
         return
@@ -183,6 +183,19 @@ def _plain(text: object) -> str:
         texts = [part.get("text", "") for part in text if "role" not in part]
         return " ".join(texts) if texts else _plain(text[-1]["content"])
     return " | ".join(str(text).splitlines())
+
+
+def _whole(completion: object) -> str:
+    """A completion in a line: of a conversation every message, with the calls of tools."""
+    if not isinstance(completion, list):
+        return _plain(completion)
+    said = []
+    for message in completion:
+        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        said += [f"{call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
+        if (content := message.get("content")) or not calls:
+            said.append(f"{message.get('name')}: " * (message.get("role") == "tool") + _plain(content or ""))
+    return " | ".join(said)
 
 
 def _text(figures: Figures) -> str:

@@ -75,20 +75,12 @@ class AskedTurns:
 
 
 class Conversations(Generic[T]):
-    """The conversations of one batch. Each has a thread, from the moment at which it begins.
+    """The conversations of one batch, `size` of them. Each has a thread, from the moment at which it begins.
 
-    Args:
-        size (`int`):
-            Number of conversations, B.
-        talk (`Callable[[int, Turn, Ask], T]`):
-            Goes through one conversation, from its place, its first turn and the function that asks for more. Called
-            in the conversation's thread. The first turn of an episode is `NO_TURN`.
-        turns (`AskedTurns`):
-            Where turns are asked for, unless `begin` is given another function.
-        are_episodes (`bool`, *optional*, defaults to `False`):
-            Whether a conversation asks for its first turn too. Then the engine generates nothing before it begins.
-        end_calls (`Callable[[], object]`, *optional*):
-            Ends the calls of tools that are out. Called when the conversations are given up.
+    `talk` goes through one conversation, in its thread: from its place, its first turn (`NO_TURN` of an episode) and
+    the function that asks for more. `turns`: where these are asked for, unless `begin` is given another function. With
+    `are_episodes` a conversation asks for its first turn too, and the engine generates nothing before it begins.
+    `end_calls` ends the calls of tools that are out, when the conversations are given up.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ two methods of `Sampler`. The trainer calls the class with one argument, `Upstre
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -79,16 +80,6 @@ class Sampled:
     vision: Mapping[str, Any] = field(default_factory=dict)
     """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and
     fields with a value for each token of a prompt, a list of B lists."""
-
-    @classmethod
-    def of(
-        cls, generated: tuple[Any, ...], metrics: Mapping[str, list[float]], tokens: int, vision: Mapping[str, Any]
-    ) -> "Sampled":
-        """TRL's output. Its list of pictures has `None` for a row without any, which processors refuse: here `[]`."""
-        if (images := generated[6]) is None:
-            return cls(generated=generated, metrics=metrics, tokens=tokens)
-        generated = (*generated[:6], [image or [] for image in images], *generated[7:])
-        return cls(generated=generated, metrics=metrics, tokens=tokens, vision=vision)
 
     @classmethod
     def joined(cls, parts: Sequence[tuple["Sampled", range]], figures: "Sampled") -> "Sampled":
@@ -236,6 +227,15 @@ class Ready:
         """Nothing is under way."""
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A `Handle` of a generation that is under way."""
+
+    result: Callable[[], Sampled]
+    give_up: Callable[[], None]
+    is_ready: bool = False
+
+
 class WholeBatch:
     """TRL's own generation (`_generate`), a whole batch at once: none is reported before."""
 
@@ -272,13 +272,17 @@ class Streamed(WholeBatch):
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
         if ahead and self._ask is not None:
-            return _Asked(self._ask(prompts, finished), prompts, self._collect)
+            requests = self._ask(prompts, finished)
+            return Begun(functools.partial(self._collect, requests, prompts), requests.give_up)
         with self._owner.streamed(finished, len(prompts)):
             return Ready(self._generate(prompts))
 
     def _collect(self, requests: Requests, prompts: Sequence[object]) -> Sampled:
         with self._owner.answered(requests):
-            return self._generate(prompts)
+            sampled = self._generate(prompts)
+        track = f"vLLM server {requests.lane + 1}"
+        span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
+        return replace(sampled, spans=[span])
 
 
 Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
@@ -294,26 +298,6 @@ class Conversing(WholeBatch):
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
         return self._converse(prompts, finished, ahead)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    requests: Requests
-    prompts: Sequence[object]
-    collect: Callable[[Requests, Sequence[object]], Sampled]
-
-    @property
-    def is_ready(self) -> bool:
-        return False
-
-    def result(self) -> Sampled:
-        sampled, requests = self.collect(self.requests, self.prompts), self.requests
-        track = f"vLLM server {requests.lane + 1}"
-        span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
-        return replace(sampled, spans=[span])
-
-    def give_up(self) -> None:
-        self.requests.give_up()
 
 
 VISION_FIELDS = (

@@ -68,7 +68,7 @@ class BranchedKL:
             return
         for decision in decisions:
             _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
-        for branch in self.control.branches:
+        for branch, notice, (kl, penalty, *_) in zip(self.control.branches, before, totals, strict=True):
             if branch.share < 1 and branch.branch not in self._reported:
                 self._reported.add(branch.branch)
                 _PLAIN_LOGGER.warning(
@@ -76,10 +76,8 @@ class BranchedKL:
                     f"Its rewards count less in the update from here on, by {branch.target.least_share:g} at least; "
                     f"{kl_of(branch.branch, '_update_share')} has the share"
                 )
-        for branch, notice in zip(self.control.branches, before, strict=True):
             if branch.notice and branch.notice != notice:
                 _PLAIN_LOGGER.warning(f"[BranchedKL@{step}] {branch.branch}: {branch.notice}")
-        for branch, (kl, penalty, *_) in zip(self.control.branches, totals, strict=True):
             if not math.isfinite(kl + penalty):
                 _PLAIN_LOGGER.warning(
                     f"[BranchedKL@{step}] {branch.branch}: the KL is {kl}, its penalty {penalty}: log-probs of the "

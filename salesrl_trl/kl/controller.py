@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.law import NOTICE, OPEN_BAND_WIDTH, KLLaw, KLTarget, State, Window, moved, name_of
+from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, name_of
 
 READABLE = 0.4
 """A window can be read if the standard error of its log KL is at most this share of the band's half-width, or of the
@@ -142,10 +142,8 @@ class BranchController:
         noise = self._noise_seen()
         if not self._tokens or noise is None or self._seen + self._pairs < FEWEST_PAIRS:
             return True
-        target = self.target
-        assert target.low is not None and target.high is not None
-        half_width = math.log(target.high / (target.low or target.high / OPEN_BAND_WIDTH)) / 2
-        far = half_width * max(1.0, abs(target.distance(self._kl_sum / self._tokens)))
+        low, high = self.target.edges
+        far = math.log(high / low) / 2 * max(1.0, abs(self.target.distance(self._kl_sum / self._tokens)))
         return math.sqrt(noise / self._tokens) <= READABLE * far
 
     def _noise_seen(self) -> float | None:

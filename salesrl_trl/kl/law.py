@@ -128,14 +128,19 @@ class KLTarget:
             return False
         return kl <= self.high and (kl >= self.low or self.low == 0)
 
+    @property
+    def edges(self) -> tuple[float, float]:
+        """The edges of the band, both above 0: `OPEN_BAND_WIDTH` stands for a band from 0."""
+        assert self.low is not None and self.high is not None
+        return self.low or self.high / OPEN_BAND_WIDTH, self.high
+
     def distance(self, kl: float) -> float:
         """Signed distance from the band's geometric centre in half-widths: -1 and 1 at its edges, within +-`FAR`."""
-        assert self.low is not None and self.high is not None
-        low = self.low or self.high / OPEN_BAND_WIDTH
+        low, high = self.edges
         if kl <= 0:
             return -FAR
-        half_width = math.log(self.high / low) / 2
-        return max(-FAR, min(FAR, math.log(kl / math.sqrt(low * self.high)) / half_width))
+        half_width = math.log(high / low) / 2
+        return max(-FAR, min(FAR, math.log(kl / math.sqrt(low * high)) / half_width))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,13 +211,11 @@ class AdaptiveLaw:
 
     def move(self, window: Window, state: State) -> tuple[float, State]:
         """The next coefficient, and the state: smoothed log KL, usual tokens, the first rise, and the stall."""
-        target = window.target
-        assert target.low is not None and target.high is not None
-        low = target.low or target.high / OPEN_BAND_WIDTH
-        centre = math.log(low * target.high) / 2
+        target, (low, high) = window.target, window.target.edges
+        centre = math.log(low * high) / 2
         usual = state.get("tokens", window.tokens)
         share = 1 - SMOOTHING ** (window.tokens / usual)
-        log_kl = math.log(min(max(window.kl, low if target.low == 0 else low / EXTREME), target.high * EXTREME))
+        log_kl = math.log(min(max(window.kl, low if target.low == 0 else low / EXTREME), high * EXTREME))
         before = state.get("log_kl", log_kl)
         smooth = before + share * (log_kl - before)
         windows, growth = state.get("windows", 0) + 1, window.kl - state.get("kl", 0.0)
@@ -220,7 +223,7 @@ class AdaptiveLaw:
         falls = 0 if window.kl >= highest else state.get("falls", 0) + 1
         fresh = state.get("fresh", window.kl < low) and falls < FALLS
         step, most = 0.0, math.log(self.max_step)
-        if fresh and windows > 2 and falls == 0 and window.kl + growth > target.high:
+        if fresh and windows > 2 and falls == 0 and window.kl + growth > high:
             step, most = (math.log(window.kl + growth) - centre) / ANSWER, math.log(max(FIRST_STEP, self.max_step))
             smooth, fresh = log_kl, False
         elif windows > 1 and not fresh:

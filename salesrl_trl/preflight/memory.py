@@ -17,28 +17,10 @@ from transformers.utils import is_torchao_available
 from salesrl_trl.build.checks.folders import free_gib
 from salesrl_trl.build.checks.model import empty_model
 from salesrl_trl.build.checks.outcome import Findings
-from salesrl_trl.build.memory.estimate import (
-    STOCHASTIC_OPTIM,
-    Estimate,
-    Weigh,
-    advice,
-    card_here,
-    estimate,
-    moment_bytes,
-    used_gib,
-    users,
-)
-from salesrl_trl.build.memory.shape import (
-    NUMBER_BYTES,
-    ModelShape,
-    Setup,
-    Sharding,
-    UnknownShape,
-    adapters_of,
-    model_shape,
-    parameter_count,
-    setup_of,
-)
+from salesrl_trl.build.memory import estimate as memory
+from salesrl_trl.build.memory import shape as shapes
+from salesrl_trl.build.memory.estimate import STOCHASTIC_OPTIM, Estimate, Weigh
+from salesrl_trl.build.memory.shape import ModelShape, Setup, Sharding
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.telemetry.device import GIB
@@ -62,36 +44,35 @@ class Scales:
     def shape(self) -> ModelShape:
         """The policy's figures, with adapters if they are trained. Raises `ConfigError` if these have no place."""
         config = self.plan.config
-        source = (config.policy_path, config.model.model_revision, config.training.trust_remote_code)
-        plain = model_shape(*source)
+        plain = shapes.model_shape(*config.policy_source)
         if not config.model.use_peft:
             return plain
-        return replace(plain, adapters=adapters_of(empty_model(*source), config.model))
+        return replace(plain, adapters=shapes.adapters_of(empty_model(*config.policy_source), config.model))
 
     def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
         config = self.plan.config
         tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
-        return setup_of(
+        return shapes.setup_of(
             config.training, config.model, self.shape, tokens,
             dtype=dtype, optim=optim, sharding=self.sharding, processes=self.processes,
         )  # fmt: skip
 
     def weigh(self, dtype: str | None, optim: str | None = None) -> Estimate:
         """The estimate for weights of a number format, and an optimizer by its name in transformers."""
-        return estimate(self.shape, self.setup(dtype, optim), self.card_gib)
+        return memory.estimate(self.shape, self.setup(dtype, optim), self.card_gib)
 
 
 def check_memory(plan: Plan, findings: Findings) -> None:
     """Choose the number format, with an optimizer that suits it, and compare the estimate with the card."""
     training, model = plan.config.training, plan.config.model
-    card, scales = card_here(training.device), None
+    card, scales = memory.card_here(training.device), None
     unknown = "this run is on the CPU" if card is None else "the packaged small policy fits every card"
     if model.model_name_or_path is not None and (card is not None or model.use_peft):
         weighed = Scales(plan, math.inf if card is None else card.gib)
         try:
             _ = weighed.shape  # raises where an adapter has no place
             scales = None if card is None else weighed
-        except UnknownShape as error:
+        except shapes.UnknownShape as error:
             unknown = f"no estimate: {error}"
     if training.mode != "train":
         plan.dtype = model.dtype
@@ -99,20 +80,19 @@ def check_memory(plan: Plan, findings: Findings) -> None:
         return
     note = settle_precision(plan, None if scales is None else scales.weigh)
     _check_disk(plan, findings)
-    if note is not None:
-        findings.note(note)
+    findings.notes([note])
     if scales is None or card is None:
         findings.skipped = unknown
         return
     plan.estimate = estimated = scales.weigh(plan.dtype)
     _compare(scales, estimated, findings)
-    if (used := used_gib(card)) is None:
+    if (used := memory.used_gib(card)) is None:
         return
     findings.figures["used_gib"] = round(used, 2)
     if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
         findings.fail(
             f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in "
-            f"use now, by {users(card) or 'processes that the driver does not name here'}.",
+            f"use now, by {memory.users(card) or 'processes that the driver does not name here'}.",
             "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
         )
 
@@ -164,11 +144,11 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     model, training = plan.config.model, plan.config.training
     if model.model_name_or_path is None or model.use_peft or training.save_strategy == "no":
         return
-    parameters = parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
+    parameters = shapes.parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
     own = getattr(plan.model_config, "dtype", None) or torch.float32
     copies = 4 if training.deepspeed_plugin is not None and (training.bf16 or training.fp16) else 0
-    number = 2 if copies else NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
-    states = copies + moment_bytes(training.optim.value, 4 if copies else number)
+    number = 2 if copies else shapes.NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
+    states = copies + memory.moment_bytes(training.optim.value, 4 if copies else number)
     weights = number * parameters / GIB
     checkpoint = weights + (0.0 if training.save_only_model else states * parameters / GIB)
     interval, steps = training.save_steps, training.max_steps
@@ -196,7 +176,7 @@ def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
     if estimated.fits:
         return
     setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
-    remedy = f"What takes less: {'; '.join(advice(scales.shape, setup, card))}. "
+    remedy = f"What takes less: {'; '.join(memory.advice(scales.shape, setup, card))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
     if setup.engine is not None and not estimated.starts_engine:
         findings.fail(

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +24,7 @@ from salesrl_trl.preflight.load import Load, Target, limits_of, put_loads, troub
 from salesrl_trl.preflight.stage import PreflightStage
 from salesrl_trl.reward.cache import AnswerStore
 from salesrl_trl.reward.judge.judge_client import JudgeClient
-from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
+from salesrl_trl.reward.judge.judge_interface import Judge, judged
 from salesrl_trl.reward.judge.noise import MIN_CALLS, JudgedSample, Noise, noise_of, samples, widest_gap
 from salesrl_trl.reward.judge.provider import ProviderClient
 from salesrl_trl.reward.judge_reward import add_places
@@ -52,8 +52,7 @@ def _ask_rag(plan: "Plan", findings: Findings) -> None:
         findings.skipped = "the judge scores the policy's own answers" if config.uses_services else NO_SERVICES
         return
     if config.rag_base_url is not None:
-        for note in check_rag(config.rag_base_url, rag_key_of(config)):  # also where other parts can't be made
-            findings.note(note)
+        findings.notes(check_rag(config.rag_base_url, rag_key_of(config)))  # also where other parts can't be made
     if config.has_chain and not config.asks_nobody and _puts_load(plan):
         asyncio.run(_examine_rag(plan, findings))
 
@@ -63,8 +62,7 @@ def _ask_judge(plan: "Plan", findings: Findings) -> None:
     if not config.uses_services or not _rubrics(plan):
         findings.skipped = "no branch weighs a judge" if config.uses_services else NO_SERVICES
         return
-    for note in check_judges(config, plan.reward):
-        findings.note(note)
+    findings.notes(check_judges(config, plan.reward))
     if _puts_load(plan):
         asyncio.run(_examine_judge(plan, findings))
 
@@ -201,11 +199,15 @@ def _rubrics(plan: "Plan") -> dict[str, str]:
     return {rubric: branch for branch in reversed([*scoring.weights]) for rubric in scoring.rubrics(branch).values()}
 
 
-def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict]], list[JudgedSample], bool]:
-    """By service name, how a provider is asked, with its share of a step's verdicts (a mere fallback has all); the
-    samples that all judge; and whether more than one call is made."""
+def _judge_targets(
+    judge: Judge, plan: "Plan"
+) -> tuple[dict[str, Target[Sequence[Verdict]]], list[list[JudgedSample]], bool]:
+    """By service name, how a provider is asked, with its share of a step's calls (a mere fallback has all); the
+    samples of each call, which all judges get; and whether more than one call is made."""
     config, training, scoring = plan.config.reward, plan.config.training, plan.reward.scoring
     verdicts = training.generation_batch_size * config.judge_repeats
+    if judge.orders:
+        verdicts = math.ceil(training.generation_batch_size / training.num_generations) * judge.orders
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
     clients = list(judge.providers.values()) if isinstance(judge, JudgeClient) else []
     asked: list[ProviderClient | None] = [*clients] or [None]
@@ -216,27 +218,27 @@ def _judge_targets(judge: Judge, plan: "Plan") -> tuple[dict[str, Target[Verdict
         in_flight[name] = min(math.ceil(verdicts * share), limits_of(name, config).cap)
     count = max(calls_of(plan, number) for number in in_flight.values())
     action_format = None if config.judges_answers else config.action_format()
-    planned = samples(_rubrics(plan), action_format, max(count, MIN_CALLS))
+    planned = samples(_rubrics(plan), action_format, max(count, MIN_CALLS), of_groups=judge.orders > 0)
     if not clients:  # a judge of one's own reads the answers in an order of its own
-        planned = [dataclasses.replace(sample, candidate_first=True) for sample in planned]
+        planned = [[dataclasses.replace(sample, candidate_first=True) for sample in call] for call in planned]
     timeouts = [provider.timeout_s or 0.0 for provider in config.parsed_judge_providers()]
     patience_s = max([config.judge_timeout_s, *timeouts])
 
-    async def ask(client: ProviderClient | None, sample: JudgedSample) -> Verdict:
-        contents = (sample.rubric, sample.row, sample.action, sample.candidate, sample.reference)
+    async def ask(client: ProviderClient | None, call: Sequence[JudgedSample]) -> Sequence[Verdict]:
+        sample, candidates = call[0], [(sample.action, sample.candidate) for sample in call]
         if isinstance(judge, JudgeClient) and client is not None:
-            material = judge.material(*contents)
-            return await client.ask(material, candidate_first=sample.candidate_first, patient=True)
-        verdict = await judge.judge(*contents)
-        check_verdict(True, verdict)
-        return verdict
+            material = judge.material(sample.rubric, sample.row, candidates, sample.reference)
+            first = {place for place, sample in enumerate(call) if sample.candidate_first}
+            order = [*first, len(call), *({*range(len(call))} - first)]
+            return await client.ask(material, order=order, patient=True)
+        return await judged(judge, sample.rubric, sample.row, candidates, sample.reference)
 
     targets = {
         name: Target(
             None if client is None else client.settings.transport,
             number,
             patience_s,
-            [partial(ask, client, sample) for sample in planned],
+            [partial(ask, client, call) for call in planned],
             "Its verdicts go to the other providers.",
         )
         for (name, number), client in zip(in_flight.items(), asked, strict=True)
@@ -262,11 +264,12 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
             invalid = sum(isinstance(error, JudgeInvalid) for error in load.errors)
             findings.figures[f"{name}_invalid_share"] = invalid / len(load.results)
             scored[name] = [
-                (sample, result[0].candidate)
-                for sample, result in zip(planned, load.results, strict=True)
+                (sample, verdict.candidate)
+                for call, result in zip(planned, load.results, strict=True)
                 if not isinstance(result, ServiceError)
+                for sample, verdict in zip(call, result[0], strict=True)
             ]
-            _report_noise(findings, name, noise_of(scored[name]), config)
+            _report_noise(findings, name, noise_of(scored[name]), judge.orders, config.judge_repeats)
         if (gap := widest_gap(scored)) is not None:  # `None` where there is one judge
             findings.figures["judge_providers_gap"] = gap
         if gap is not None and gap >= FAR_APART:
@@ -284,8 +287,10 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
             budget.settle()
 
 
-def _report_noise(findings: Findings, name: str, noise: Noise, config: RewardConfig) -> None:
-    share = noise.share(config.judge_repeats)
+def _report_noise(findings: Findings, name: str, noise: Noise, orders: int, times: int) -> None:
+    """`orders`: the judge's, if it judges groups; `times`: the verdicts on an answer that is judged alone."""
+    setting, times = ("judge_orders", orders) if orders else ("judge_repeats", times)
+    share = noise.share(times)
     figures = {**dataclasses.asdict(noise), "noise_share": share}
     findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
     if noise.spread_sd is not None and noise.spread_sd < FLAT:
@@ -296,9 +301,9 @@ def _report_noise(findings: Findings, name: str, noise: Noise, config: RewardCon
         )
     elif share is not None and noise.verdict_sd is not None and share > NOISY:
         remedy = "Choose another model, write a clearer rubric, or lower the `temperature` of a provider that has one."
-        for repeats in range(2 * (config.judge_repeats // 2) + 2, MOST_REPEATS + 1, 2):
+        for repeats in range(2 * (times // 2) + 2, MOST_REPEATS + 1, 2):
             if (left := noise.share(repeats)) is not None and left <= NOISY:
-                remedy = f"Set `judge_repeats: {repeats}`: it brings the share of noise to {left:.0%}."
+                remedy = f"Set `{setting}: {repeats}`: it brings the share of noise to {left:.0%}."
                 break
         findings.note(
             f"{name} is noisy: its verdicts on one answer have a standard deviation of {noise.verdict_sd:.3f}, those "
@@ -309,7 +314,8 @@ def _report_noise(findings: Findings, name: str, noise: Noise, config: RewardCon
     gap, error = noise.order_gap, noise.order_gap_error or 0.0
     if gap is not None and abs(gap) >= max(BIASED, 2 * error):
         direction = "higher" if gap > 0 else "lower"
+        where = "stands in the first half of its group" if orders else "stands before the reference"
         findings.note(
-            f"{name} scores a candidate {abs(gap):.2f} {direction} where it stands before the reference.",
-            "" if config.judge_repeats % 2 == 0 else "Set `judge_repeats: 2`, for a verdict in each order.",
+            f"{name} scores a candidate {abs(gap):.2f} {direction} where it {where}.",
+            "" if times % 2 == 0 else f"Set `{setting}: 2`, for a verdict in each order.",
         )

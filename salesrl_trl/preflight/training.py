@@ -42,7 +42,7 @@ def _count_weights(plan: Plan, findings: Findings) -> None:
     if config.training.mode == "rewards":
         findings.skipped = NO_POLICY
         return
-    empty = empty_model(config.policy_path, lora.model_revision, config.training.trust_remote_code)
+    empty = empty_model(*config.policy_source)
     findings.figures["parameters_m"] = sum(weight.numel() for weight in empty.parameters()) / 1e6
     trained: torch.nn.Module = empty
     if lora.use_peft:

@@ -35,10 +35,10 @@ class Judged:
     """What a judge said by one rubric: two scores, `None` without a verdict, and words or a failure's code. Or what a
     reward function said: its number, and why."""
 
-    candidate: float | None
-    reference: float | None
-    reason: str
-    provider: str
+    candidate: float | None = None
+    reference: float | None = None
+    reason: str = ""
+    provider: str = ""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ Called by `rejudge.__main__`.
 """
 
 import dataclasses
+import logging
 import shutil
 import sqlite3
 import tempfile
@@ -29,6 +30,8 @@ from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
+logger = logging.getLogger(__name__)
+
 AT_ONCE = 256  # completions that are begun together. The judge's own limits hold beside it.
 
 
@@ -44,6 +47,8 @@ def rejudged(
             parts.rag = RecordedRag(completions, {row.row_id: row for row in rows})
         own = Path(folder)  # for the budget and the answers of this command alone
         reward = build_reward(config, parts, rows, *urls, output_dir=own, records=True, keeps_references=False)
+        if config.judge_mode == "group":
+            logger.info("`judge_mode: group` is left aside: each completion is judged again by a call of its own")
         asked = [{**columns_of(row), "row": place, "prompt": row.prompt} for place, row in enumerate(rows)]
         with closing(RewardLoop(reward)) as reward_loop:
             judged: list[tuple[Reward, CompletionRecord]] = []

@@ -7,6 +7,7 @@ loop's thread, unless they say otherwise. `scorer` makes batches, `reward_loop` 
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -33,6 +34,7 @@ class BatchReport:
     seconds: float = 0.0  # seconds from the first call to the last answer
     judge_seconds: float = 0.0  # seconds from the first request for a verdict to the last verdict
     usage: Mapping[str, ProviderUsage] = field(default_factory=dict)
+    judged_singly: int = 0  # completions that were judged one by one because the call for their group failed
     traffic: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Counts by service, then by the names of `transport.TRAFFIC` and `"slots"`."""
     records: Sequence[JudgeRecord] = ()
@@ -113,6 +115,8 @@ class Sample:
     place: int = 0
     size: int = 1
     group: int = 1  # completions of a prompt. They are neighbours.
+    round: int = 0  # how often those that are scored together with it have begun
+    failed: str | None = None  # why it gets no number, whatever its score
     origin: Origin | None = None  # where the batch comes from. Not sent to a process of the reward's own.
 
     @property
@@ -177,9 +181,9 @@ class RewardBatch:
         self._origin = origin
         self._late = late
         self._samples: list[Sample | None] = [None] * len(self.rows)
-        self._failed: list[str | None] = [None] * len(self.rows)  # why the completion at a place gets no number
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
         self._whole: dict[int, asyncio.Future[None]] = {}  # by first place of a unit: done once all of it is there
+        self._rounds: Counter[int] = Counter()  # by first place of a unit: how often it has begun
         self._changed: asyncio.Future[None] | None = None
         self._cut_off: str | None = None
 
@@ -200,15 +204,15 @@ class RewardBatch:
             return
         if row is not None:
             self.rows[place] = row
-        self._failed[place] = failed
         self._samples[place] = Sample(
             row=self.rows[place], completion=completion, token_ids=token_ids, batch=self.number, place=place,
-            size=len(self), group=self._group, origin=self._origin,
+            size=len(self), group=self._group, origin=self._origin, failed=failed,
         )  # fmt: skip
         first = place - place % self._unit
         unit = range(first, min(first + self._unit, len(self)))
         if known is not None or first not in self._whole:
             self._whole[first] = asyncio.get_running_loop().create_future()
+            self._rounds[first] += 1
         # 2. Begin to score it, or all of its unit anew. A cut off batch scores no more.
         for other in [place] if known is None else unit:
             if (sample := self._samples[other]) is None:
@@ -216,13 +220,14 @@ class RewardBatch:
             if self._drop(other) or self.rewards[other] is not None:  # of another text, or beside one
                 self.rewards[other] = None
                 self.stages[other] = StageTimes(self._tracks[other])
-            why = self._cut_off or (self._failed[other] if self._unit == 1 else None)
+            why = self._cut_off or (sample.failed if self._unit == 1 else None)
             if why is not None:  # others of its unit may want to see it
                 self._settle(other, missing(Outcome.INFRA, why, {}))
                 continue
             if self.times.first is None:
                 self.times.first = time.perf_counter()
-            self._tasks[other] = self._context.run(asyncio.ensure_future, self._scored(sample, self._whole[first]))
+            scoring = self._scored(replace(sample, round=self._rounds[first]), self._whole[first])
+            self._tasks[other] = self._context.run(asyncio.ensure_future, scoring)
         # 3. The time of the unit runs once all of it is there. The last ones are usually the last to come.
         if all(self._samples[other] is not None for other in reversed(unit)) and not self._whole[first].done():
             self._whole[first].set_result(None)
@@ -248,8 +253,8 @@ class RewardBatch:
                 reward = missing(Outcome.INFRA, reason, stages.seconds)
         finally:
             scoring.cancel()  # another text took its place, or nobody wants it any more
-        if (why := self._failed[sample.place]) is not None:
-            reward = missing(Outcome.INFRA, why, stages.seconds)
+        if sample.failed is not None:
+            reward = missing(Outcome.INFRA, sample.failed, stages.seconds)
         # 5. It has its reward. Whoever waits for its group looks again.
         self._settle(sample.place, reward)
 
@@ -265,7 +270,7 @@ class RewardBatch:
     def take_over(self, parts: Sequence[tuple["RewardBatch", range]]) -> None:
         """Take settled completions out of other batches, which were waited for together. From any thread. The time is
         the longest that one of them took, from the first call of its own batch."""
-        for name in ("rewards", "rows", "stages", "ended", "_samples", "_failed"):
+        for name in ("rewards", "rows", "stages", "ended", "_samples"):
             setattr(self, name, [getattr(other, name)[place] for other, places in parts for place in places])
         for other, places in parts:  # each stage is told once
             other.stages[places.start : places.stop] = [StageTimes(other._tracks[place]) for place in places]

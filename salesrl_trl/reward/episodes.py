@@ -101,9 +101,8 @@ class Playing:
                     return future.result(max(episode.deadline_s - idle_s(), 0.01))
                 except TimeoutError:
                     if idle_s() >= episode.deadline_s:
-                        return episode.without_number(
-                            "timeout", f"went on for {episode.deadline_s:g} s without a turn"
-                        )
+                        words = f"went on for {episode.deadline_s:g} s without a turn"
+                        return episode.without_number("timeout", words)
                 except CancelledError:
                     if self.stopped is None:  # rewards are closed
                         raise GivenUp from None

@@ -14,6 +14,7 @@ from salesrl_trl.names import (
     BRANCH,
     CACHES,
     JUDGE_SECONDS,
+    JUDGED_SINGLY,
     LENGTH_CORRELATION,
     POSITION_GAP,
     REFERENCE_MISSING,
@@ -127,7 +128,7 @@ class RewardFigures:
     def __init__(self, branches: Sequence[str], names: RewardNames | None = None) -> None:
         names = names or RewardNames()
         self.branches = branches
-        self._has_meter = names.meter is not None
+        self._parts = {"meter": names.meter is not None, "groups": names.judges_groups}
         self._stages = (*Stage, *names.stages)
         components = [component for component in names.components if component != REFERENCE]
         own: dict[str, Value] = {component_of(name, BRANCH): partial(_component, name) for name in components}
@@ -138,6 +139,7 @@ class RewardFigures:
             *(usage_of(provider, kind) for provider in names.providers for kind in USAGE),
             *(traffic_of(service, kind) for service in names.services for kind in (*TRAFFIC, "slots")),
             *(saved_by(cache) for cache in CACHES),
+            *(JUDGED_SINGLY,) * names.judges_groups,
         )
         self.words = {
             "branch": branches,
@@ -157,7 +159,7 @@ class RewardFigures:
 
     def names(self, with_baseline: bool = False) -> tuple[str, ...]:
         """Every tag of the ledger's line, but for the KL and the judge's bias."""
-        parts = {"rewards": True, "baseline": with_baseline, "meter": self._has_meter}
+        parts = {"rewards": True, "baseline": with_baseline, **self._parts}
         return line_names({part for part, is_there in parts.items() if is_there}, self.words)
 
     def column(self, table: torch.Tensor, name: str) -> torch.Tensor:
@@ -210,6 +212,7 @@ class RewardFigures:
             **{usage_of(name, kind): getattr(usage, kind) for name, usage in report.usage.items() for kind in USAGE},
             **{traffic_of(name, kind): kinds[kind] for name, kinds in report.traffic.items() for kind in kinds},
             **{saved_by(cache): report.cache_hits[cache] for cache in CACHES},
+            JUDGED_SINGLY: report.judged_singly,
         }
         counted = [float(counts.get(name, 0)) for name in self._counts]
         row = [report.seconds, report.judge_seconds, *bias_sums(report.records), *counted]

@@ -24,9 +24,8 @@ import math
 import pickle
 import re
 import sys
-import time
 import types
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, overload
 
@@ -42,6 +41,7 @@ from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.service.http import service_error_of
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.together import Together
 from salesrl_trl.reward.watched_loop import THREADS, HeldUp
 from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward
 
@@ -50,42 +50,6 @@ Function = Callable[..., Any]
 MOST_CALLS = 1024
 """Calls in flight of a function without a transport of its own."""
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
-
-
-class Together:
-    """One call for `size` completions that are scored together, made when the last of them is there."""
-
-    def __init__(self, size: int, call: Callable[[Sequence[Sample]], Awaitable[list[Reward]]]) -> None:
-        self._size = size
-        self._call = call
-        self._is_full = asyncio.Event()
-        self._calling: asyncio.Task[dict[int, Reward]] | None = None
-        self.waiting: dict[int, Sample] = {}
-        """The completions without a reward, by place."""
-        self.started = 0.0
-        """When the call began, on `time.perf_counter`'s scale."""
-        self.record = CompletionRecord()  # of its requests
-
-    async def reward(self, sample: Sample) -> Reward:
-        """The reward of one of the completions. When nobody waits any more, the call is cancelled."""
-        self.waiting[sample.place] = sample
-        if len(self.waiting) == self._size:
-            with noted_in(self.record):
-                self._calling = asyncio.ensure_future(self._run(dict(sorted(self.waiting.items()))))
-            self._is_full.set()
-        try:
-            await self._is_full.wait()
-            assert self._calling is not None
-            return (await asyncio.shield(self._calling))[sample.place]
-        finally:
-            if self.waiting.get(sample.place) is sample:
-                del self.waiting[sample.place]
-            if self._calling is not None and not self.waiting:
-                self._calling.cancel()
-
-    async def _run(self, asked: dict[int, Sample]) -> dict[int, Reward]:
-        self.started = time.perf_counter()
-        return dict(zip(asked, await self._call([*asked.values()]), strict=True))
 
 
 class RewardFunction(Scorer):
@@ -153,7 +117,7 @@ class RewardFunction(Scorer):
         self.code = self._transport.service
         """Name in figures and reason codes."""
         self._at_once = AT_ONCE if transport is None else transport.max_concurrency
-        self._calls: dict[tuple[int, int], Together] = {}
+        self._together: Together[Sample, Reward] = Together(per, self._rewards)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A decorated function is found by its name, as functions are."""
@@ -197,21 +161,13 @@ class RewardFunction(Scorer):
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         if self._per is Per.COMPLETION:
             return (await stages.timed(self._rewards([sample]), self.code))[0]
-        size = self._per.size(sample.group, sample.size)
-        key = (sample.batch, sample.place // size)
-        first = sample.place - sample.place % size
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = Together(min(size, sample.size - first), self._rewards)
-        try:
-            reward = await call.reward(sample)
-        finally:
-            if not call.waiting and self._calls.get(key) is call:
-                del self._calls[key]
-            shared = [replace(each, path=each.path or self._per.value) for each in call.record.calls]
-            stages.own_record.add(CompletionRecord(calls=shared, queue_s=call.record.queue_s))
-        stages.record(self.code, call.started, failed=reward.value is None)
-        return reward
+        with self._together.entered(sample) as member:
+            try:
+                reward = await member.result(sample)
+            finally:
+                member.note(stages.own_record, self._per.value)
+            stages.record(self.code, member.started, failed=reward.value is None)
+            return reward
 
     async def _rewards(self, samples: Sequence[Sample]) -> list[Reward]:
         try:
@@ -375,18 +331,14 @@ class VerlFunction:
 def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
     """Note what the function `name` said of a completion, and what it logged. Parts are in the reward."""
     if reward is None:  # cancelled
-        record.verdicts[name] = _said("was given up before it answered")
+        record.verdicts[name] = Judged(reason="was given up before it answered")
         return
     for key, value in reward.columns.items():
         if key == f"{name}/reason":
-            record.verdicts[name] = _said(str(value), reward.value)
+            record.verdicts[name] = Judged(candidate=reward.value, reason=str(value))
         elif value is not None and key not in {f"{name}/{part}" for part in reward.components}:
             number = float(value) if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD else None
-            record.verdicts[key] = _said("" if number is not None else str(value), number)
-
-
-def _said(words: str, number: float | None = None) -> Judged:
-    return Judged(candidate=number, reference=None, reason=words, provider="")
+            record.verdicts[key] = Judged(candidate=number, reason="" if number is not None else str(value))
 
 
 def reward_of(function: object) -> Scorer:

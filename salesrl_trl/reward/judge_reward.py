@@ -16,18 +16,19 @@ from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.judge.judge_interface import Judge, check_verdict
+from salesrl_trl.reward.judge.judge_interface import Judge, check_verdicts, judged
 from salesrl_trl.reward.judge.meter import METER, SECOND, MeterSettings
 from salesrl_trl.reward.judge.noise import JudgedSample
-from salesrl_trl.reward.judge.verdict import verdict_from_json
+from salesrl_trl.reward.judge.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.reward.parsing import is_empty_text
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.scoring import Scoring, missing
-from salesrl_trl.reward.service.event_loop import deadline
+from salesrl_trl.reward.service.event_loop import deadline, remaining_s
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.together import Member, Together
 from salesrl_trl.types import (
     ALL,
     JUDGE,
@@ -46,6 +47,7 @@ T = TypeVar("T")
 
 Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
 """A part behind the answer: from a case to what is known then, or to a refusal."""
+Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
 """What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
 texts, or of `{text, weight, name}`."""
@@ -111,19 +113,21 @@ class JudgeReward(Scorer):
         self._second = second
         self._judges = (judge,) if second is None else (judge, second.judge)
         self._store = answers or AnswerStore()
-        self._verdicts = Cache(self._store, asdict, verdict_from_json)
+        self._verdicts = Cache(self._store, verdicts_to_json, verdicts_from_json)
+        self._per = Per.GROUP if judge.orders else Per.COMPLETION
+        self._together = Together(self._per, self._verdicts_of)
+        self._judged_singly = 0
         self._scoring = scoring.with_stages(stages)
         self._stages = tuple(stages)
-        self._steps: tuple[Step, ...] = (
-            *(functools.partial(_run, stage) for stage in stages if not stage.after_judge),
-            self._judged,
-            *(functools.partial(_run, stage) for stage in stages if stage.after_judge),
-        )
+        self._before: list[Step] = [functools.partial(_run, stage) for stage in stages if not stage.after_judge]
+        self._behind: list[Step] = [functools.partial(_run, stage) for stage in stages if stage.after_judge]
 
     @property
     def names(self) -> RewardNames:
         return RewardNames(
             functions={self.own_name: self.own_name},
+            together=self._per,
+            judges_groups=self._per is Per.GROUP,
             columns=frozenset((*COLUMNS, METER)),
             needs=needs_of(self._scoring),
             at_once=slots_of(self._judge.transports),
@@ -144,11 +148,12 @@ class JudgeReward(Scorer):
         drained = BatchReport(
             usage=usage,
             traffic={name: transport.drain_traffic() for name, transport in self._transports().items()},
+            judged_singly=self._judged_singly,
             records=self._judge.drain_records(),
             cache_hits={"answers": self._verdicts.hits, "references": 0},
             calls=self._ahead_record.drain_calls(),
         )
-        self._verdicts.hits = 0
+        self._verdicts.hits = self._judged_singly = 0
         if self.budget is not None:
             self.budget.settle()
         return drained
@@ -184,12 +189,16 @@ class JudgeReward(Scorer):
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         if METER in sample.row:
             return await self._judged_for_meter(sample, stages)
-        with noted_in(stages.own_record if self.records else None):
+        record = stages.own_record if self.records else None
+        with self._together.entered(sample) as member, noted_in(record):
+            if sample.failed is not None:
+                return missing(Outcome.INFRA, sample.failed, {})
             try:
                 # 1. The answer to score.
                 result: Case | InvalidAction | Missing = await self._case(sample, stages)
                 # 2. The stages of one's own and the judge. Each may refuse the case.
-                for step in self._steps:
+                steps: list[Step] = [*self._before, functools.partial(self._judged, member), *self._behind]
+                for step in steps:
                     if isinstance(result, Case):
                         result = await step(result, stages)
                 # 3. The number.
@@ -236,11 +245,17 @@ class JudgeReward(Scorer):
         answer = None if reference is None else _answer(reference)
         return Case(row=row, action=NOTHING_WRITTEN, answer=_answer(sample.text), reference=answer)
 
-    async def _judged(self, case: Case, stages: StageTimes) -> Case:
-        """Ask for all verdicts that the branch weighs at the same time."""
-        wanted = self._scoring.rubrics(case.row.branch)
-        asked = (_or_error(functools.partial(self._verdict, rubric, case)) for rubric in wanted.values())
-        results = dict(zip(wanted, await stages.timed(asyncio.gather(*asked), Stage.JUDGE), strict=True))
+    async def _judged(self, member: Member[Case, Results], case: Case, stages: StageTimes) -> Case:
+        """Ask for all verdicts that the branch weighs at the same time: on this case, or on those of its group."""
+        if self._per is Per.GROUP:
+            try:
+                results = await member.result(case)
+            finally:
+                if self.records:
+                    member.note(stages.own_record, self._per.value)
+            stages.record(Stage.JUDGE, member.started)
+        else:
+            [results] = await stages.timed(self._verdicts_of([case]), Stage.JUDGE)
         if stages.completion_record is not None:
             stages.completion_record.verdicts |= {
                 name: Judged(candidate=None, reference=None, reason=result.code, provider="")
@@ -260,17 +275,62 @@ class JudgeReward(Scorer):
         outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
         return replace(case, verdicts=verdicts, failure=(outcome, failed.code))
 
-    async def _verdict(self, rubric: str, case: Case) -> Verdict:
-        row, reference = case.row, case.reference
-        row = row if rubric == row.branch else replace(row, criteria=())  # by a further rubric the answer as a whole
-        texts = (case.answer.text, None if reference is None else reference.text)
-        criteria = [asdict(criterion) for criterion in row.criteria]
-        material = (row.branch, row.context, row.documents, case.action.as_dict(), texts, *criteria)
+    async def _verdicts_of(self, cases: Sequence[Case]) -> list[Results]:
+        """What was said of each of these cases, by component. Those of one row and reference are judged together, and
+        equal ones as one."""
+        results: list[Results] = [{} for _ in cases]
+        wanted = [self._scoring.rubrics(case.row.branch) for case in cases]
+        groups: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # to equal cases, those of one row and reference
+        for place, case in enumerate(cases):
+            blank = replace(case, action=NOTHING_WRITTEN, answer=_answer(""))
+            for name, rubric in wanted[place].items():
+                group = groups.setdefault((name, rubric, cache_key(_material(rubric, blank))), {})
+                group.setdefault(cache_key(_material(rubric, case)), []).append(place)
+
+        async def judge(name: str, rubric: str, group: Mapping[str, list[int]]) -> None:
+            places = [group[key] for key in sorted(group)]  # so that the same texts are the same call
+            said = await self._judged_or_errors(rubric, [cases[equal[0]] for equal in places])
+            for equal, result in zip(places, said, strict=True):
+                for place in equal:
+                    results[place][name] = result
+
+        await asyncio.gather(*(judge(name, rubric, group) for (name, rubric, _), group in groups.items()))
+        return [{name: said[name] for name in names} for said, names in zip(results, wanted, strict=True)]
+
+    async def _judged_or_errors(self, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict | ServiceError]:
+        """The verdicts on different answers to one row. Where the call for all of them fails, or takes half of the
+        time, they are judged one by one."""
+        if len(cases) > 1:
+            with deadline(remaining_s() / 2):
+                together = await _or_error(functools.partial(self._ask, rubric, cases))
+            if not isinstance(together, ServiceError):
+                return together
+            self._judged_singly += len(cases)
+        alone = await asyncio.gather(*(_or_error(functools.partial(self._ask, rubric, [case])) for case in cases))
+        return [said if isinstance(said, ServiceError) else said[0] for said in alone]
+
+    async def _ask(self, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict]:
+        """Kept verdicts, or those of a call, on a case or on several together."""
+        row, reference = _row(rubric, cases[0].row), cases[0].reference
+        candidates = [(case.action, case.answer) for case in cases]
+        materials = (_material(rubric, case) for case in cases)
         return await self._verdicts.get(
-            cache_key(self._judge.identity(rubric), material),
-            lambda: self._judge.judge(rubric, row, case.action, case.answer, reference),
-            functools.partial(check_verdict, reference is not None),
+            cache_key(self._judge.identity(rubric), *materials, *[self._judge.orders] * (len(cases) > 1)),
+            lambda: judged(self._judge, rubric, row, candidates, reference),
+            functools.partial(check_verdicts, len(cases), reference is not None),
         )
+
+
+def _row(rubric: str, row: SalesRow) -> SalesRow:
+    return row if rubric == row.branch else replace(row, criteria=())  # by a further rubric the answer as a whole
+
+
+def _material(rubric: str, case: Case) -> tuple[object, ...]:
+    """All that decides a verdict on a case, beside the judge, as JSON values."""
+    row, reference = _row(rubric, case.row), case.reference
+    texts = (case.answer.text, None if reference is None else reference.text)
+    criteria = [asdict(criterion) for criterion in row.criteria]
+    return (row.branch, row.context, row.documents, case.action.as_dict(), texts, *criteria)
 
 
 def _by_criteria(reward: Reward, case: Case) -> Reward:

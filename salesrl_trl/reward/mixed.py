@@ -99,6 +99,7 @@ class MixedReward(Scorer):
         return BatchReport(
             usage={name: usage for report in reports for name, usage in report.usage.items()},
             traffic=traffic,
+            judged_singly=sum(report.judged_singly for report in reports),
             records=[record for report in reports for record in report.records],
             calls=[call for report in reports for call in report.calls],
             cache_hits=hits,
@@ -131,6 +132,7 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         columns=None if any(names.columns is None for names in every) else columns,
         at_once=min((names.at_once for names in every), default=AT_ONCE),
         places={name: place for names in every for name, place in names.places.items()},
+        judges_groups=any(names.judges_groups for names in every),
         meter=next((names.meter for names in every if names.meter is not None), None),
         **{kind: tuple(dict.fromkeys(entry for names in every for entry in getattr(names, kind))) for kind in kinds},
     )

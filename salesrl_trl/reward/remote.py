@@ -51,10 +51,8 @@ InHand: TypeAlias = tuple[int, list[str], list[Span]]
 Scored: TypeAlias = tuple[Reward, list[Span], CompletionRecord | None]  # the child's answer for a completion
 
 
-class _ChildEnded(ServiceUnavailable):
+class _ChildEnded(ServiceUnavailable, code="reward_process_ended"):
     """The child ended before its answer."""
-
-    default_code = "reward_process_ended"
 
 
 class Channel:

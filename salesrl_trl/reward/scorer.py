@@ -87,6 +87,7 @@ class RewardNames:
     places: Mapping[str, str] = field(default_factory=dict)  # the address of each service, with its model
     required: tuple[tuple[str, ...], ...] = ()
     """Services of which one of each tuple has to answer: without it nothing could be scored."""
+    judges_groups: bool = False  # whether a judge scores the completions of a prompt together
     meter: MeterSettings | None = None  # of the meter over the judge, if there is one
 
     @property

@@ -6,6 +6,7 @@ of what is asked. `wiring.trl_access` opens an episode and closes it.
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import secrets
@@ -39,29 +40,19 @@ class PolicyEndpoint:
 
     def __init__(self) -> None:
         self._episodes: dict[str, AgentCalls] = {}
-        self._told: set[str] = set()
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self._guarded(self._complete)),
-                web.get("/v1/models", self._guarded(_models)),
-                web.route("*", "/{others:.*}", self._guarded(_nowhere)),
-            ]
-        )
-        self._runner, self._loop = (
-            web.AppRunner(app, access_log=None, handler_cancellation=True),
-            asyncio.new_event_loop(),
-        )
+        self._tell = functools.cache(logger.warning)  # each line once
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
+        app.add_routes([web.post("/v1/chat/completions", self._complete), web.get("/v1/models", _models)])
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="policy endpoint", daemon=True)
         self._thread.start()
-        port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        self.address = f"http://127.0.0.1:{port}/v1"
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        self.address = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
 
-    async def _listen(self) -> int:
+    async def _listen(self) -> None:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        port: int = self._runner.addresses[0][1]
-        return port
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
@@ -79,44 +70,42 @@ class PolicyEndpoint:
         finally:
             del self._episodes[key]
 
-    def _guarded(self, answer: Callable[[web.Request, AgentCalls], Awaitable[web.StreamResponse]]) -> Handler:
+    def _calls(self, request: web.Request) -> AgentCalls | None:
+        return self._episodes.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answers with the key of an open episode alone. What fails here or in the engine is kept for the trainer."""
+        calls = self._calls(request)
+        try:
+            if calls is None:
+                raise Refused("The key is of no episode that is under way.", code="invalid_api_key", status=401)
+            return await handler(request)
+        except Refused as refused:
+            words, code, status = str(refused), refused.code, refused.status
+            if status == 400:
+                self._tell(f"a request of an episode is refused: {words}")
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as nowhere:
+            words = f"{request.method} {request.path} is not here. Expected POST /v1/chat/completions, GET /v1/models."
+            code, status = "not_found", nowhere.status
+        except (web.HTTPException, ConnectionError):
+            raise
+        except (Exception, GivenUp) as failure:
+            assert calls is not None
+            calls.error = failure
+            words, code, status = "The policy answers this episode no more.", "given_up", 410
+        error = {"message": words, "type": "invalid_request_error", "param": None, "code": code}
+        return web.json_response({"error": error}, status=status)
 
-        async def answered(request: web.Request) -> web.StreamResponse:
-            calls = self._episodes.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
-            try:
-                if calls is None:
-                    raise Refused("The key is of no episode that is under way.", code="invalid_api_key", status=401)
-                return await answer(request, calls)
-            except Refused as refused:
-                words, code, status = str(refused), refused.code, refused.status
-                if status == 400:
-                    self._tell(f"a request of an episode is refused: {words}")
-            except (web.HTTPException, ConnectionError):
-                raise
-            except (Exception, GivenUp) as failure:
-                assert calls is not None
-                calls.error = failure
-                words, code, status = "The policy answers this episode no more.", "given_up", 410
-            error = {"message": words, "type": "invalid_request_error", "param": None, "code": code}
-            return web.json_response({"error": error}, status=status)
-
-        return answered
-
-    def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
-            logger.warning(line)
-
-    async def _complete(self, request: web.Request, calls: AgentCalls) -> web.StreamResponse:
-        asked = await _body(request)
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        calls, asked = self._calls(request), await _body(request)
+        assert calls is not None
         for name in sorted(asked.keys() - _READ):
             if asked[name] is not None and asked[name] != _USUAL.get(name):
                 self._tell(f"off: `{name}` in requests of episodes. The policy samples with the run's own settings")
         started = await _in_thread(calls.start, asked["messages"], asked.get("tools") or None)
-        turns = await asyncio.gather(
-            *(_in_thread(calls.turn, started, asked["max_tokens"]) for _ in range(asked["n"]))
-        )
+        ask = functools.partial(_in_thread, calls.turn, started, asked["max_tokens"])
+        turns = await asyncio.gather(*(ask() for _ in range(asked["n"])))
         answer = _answer(calls, turns, has_logprobs=bool(asked.get("logprobs")))
         calls.answered += turns  # not those of a request that was left
         if not asked.get("stream"):
@@ -129,14 +118,9 @@ class PolicyEndpoint:
         return response
 
 
-async def _models(request: web.Request, calls: AgentCalls) -> web.Response:
+async def _models(request: web.Request) -> web.Response:
     model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "salesrl_trl"}
     return web.json_response({"object": "list", "data": [model]})
-
-
-async def _nowhere(request: web.Request, calls: AgentCalls) -> web.StreamResponse:
-    words = f"{request.method} {request.path} is not here. Expected POST /v1/chat/completions or GET /v1/models."
-    raise Refused(words, code="not_found", status=404)
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: object) -> Any:
@@ -213,9 +197,7 @@ def _chunks(answer: Mapping[str, Any], *, has_usage: bool) -> Iterator[dict[str,
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
         piece = {"index": choice["index"], "logprobs": choice["logprobs"], "delta": delta, "finish_reason": None}
         yield {**common, "choices": [piece]}
-        yield {
-            **common,
-            "choices": [{**piece, "logprobs": None, "delta": {}, "finish_reason": choice["finish_reason"]}],
-        }
+        end = {"index": choice["index"], "logprobs": None, "delta": {}, "finish_reason": choice["finish_reason"]}
+        yield {**common, "choices": [end]}
     if has_usage:
         yield {**common, "choices": [], "usage": answer["usage"]}

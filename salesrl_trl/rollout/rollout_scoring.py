@@ -238,7 +238,8 @@ class RolloutScoring:
         rollout.failed = torch.isnan(values).all(dim=1)  # and those that are not in: nobody trains on them yet
         scored_fraction = (~rollout.failed).float().mean().item()
         in_by_rank = is_in_everywhere.bool().view(-1, len(rewards)).cpu()  # (world size, B)
-        groups.record(in_by_rank, PartialState().process_index, scored_fraction, self.run_control.wanted_fraction)
+        wanted = self.run_control.min_valid_reward_fraction
+        groups.record(in_by_rank, PartialState().process_index, scored_fraction, wanted)
         return None if groups.complete else values
 
     def _compared(self, result: BatchResult, rewards: torch.Tensor, group: int) -> tuple[torch.Tensor, BatchResult]:

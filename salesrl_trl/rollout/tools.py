@@ -283,9 +283,8 @@ async def tried(tools: Sequence[Callable[..., Any]]) -> dict[str, float | Servic
         settings = ToolSettings.of(tool)
         if settings.example is None:
             return math.nan
-        return await seconds_or_error(
-            functools.partial(_within, settings, f"tool_{tool.__name__}", tool, settings.example)
-        )
+        service = f"tool_{tool.__name__}"
+        return await seconds_or_error(functools.partial(_within, settings, service, tool, settings.example))
 
     ended = await asyncio.gather(*map(once, tools))
     return {tool.__name__: result for tool, result in zip(tools, ended, strict=True)}

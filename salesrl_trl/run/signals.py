@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 from salesrl_trl.errors import StopRequested
@@ -32,14 +33,14 @@ POLL_S = 0.25  # time between two looks at whether it exits, after a signal
 _PR_SET_PDEATHSIG = 1
 
 
+@dataclass
 class _SignalAsked:
     """What was asked of this process."""
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.stop: Callable[[str], object] | None = None
-        self.interrupts = 0
-        self.report: ReportLine = print_line
+    reason: str | None = None
+    stop: Callable[[str], object] | None = None
+    interrupts: int = 0
+    report: ReportLine = print_line
 
 
 _asked = _SignalAsked()

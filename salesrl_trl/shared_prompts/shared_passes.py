@@ -132,7 +132,7 @@ class SharedPrompts:
         reason = None
         if groups is None:
             reason = "a batch has an empty prompt, or is padded in another way than TRL's"
-        elif self._window is not None and longest(groups) > self._window:
+        elif self._window is not None and self._window < max(each.prompt + max(each.completions) for each in groups):
             reason = f"a sequence is longer than the model's sliding window of {self._window} tokens"
         elif (name := support.attention_of(extract_model_from_parallel(model))) != self._attention:
             reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
@@ -267,10 +267,6 @@ class Columns(NamedTuple):
             for kind in ("ids", "mask")
         )
         return cls(ids, mask, batches[0]["completion_ids"].size(1))
-
-
-def longest(groups: Sequence[Group]) -> int:
-    return max(group.prompt + max(group.completions) for group in groups)
 
 
 def packed(groups: Sequence[Group], most: int) -> list[list[Group]]:

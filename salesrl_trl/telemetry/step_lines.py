@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from salesrl_trl import names
 from salesrl_trl.names import Phase
@@ -21,15 +21,6 @@ logger = logging.getLogger(__name__)
 Logs = Mapping[str, float | None]  # figures of a step, as the trainer logs them. A branch without a row has `None`.
 QUIET_STEPS = 10  # steps without a log line after which a short line says that the run goes on
 SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not shown
-
-
-def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None:
-    """Replace transformers' own console output by these callbacks. transformers prints all figures of a step, here
-    about two hundred, beside a progress bar."""
-    for stock in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(stock)
-    for callback in callbacks:
-        trainer.add_callback(callback)
 
 
 @dataclass(eq=False)
@@ -93,7 +84,7 @@ def step_line(
     are_actions: bool = True,
 ) -> str:
     """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
-    rewards 0.26 s`."""
+    waited 0.26 s for rewards`."""
     bad = (Outcome.INVALID_ACTION,) if are_actions else (Outcome.JUDGE_INVALID, Outcome.INFRA)
     shares_of_bad = [share for outcome in bad if (share := logs.get(names.outcome_of(outcome))) is not None]
     ended_well = f"{1 - sum(shares_of_bad):.0%}" if shares_of_bad else "n/a"
@@ -106,7 +97,7 @@ def step_line(
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
         failures_shown(failures),
         *alike,
-        f"{seconds:.1f} s, rewards {figure(logs.get(names.REWARD_SECONDS))} s",
+        f"{seconds:.1f} s, waited {figure(logs.get(names.REWARD_EXPOSED))} s for rewards",
     )
     return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
 
@@ -159,11 +150,14 @@ def clock(seconds: float) -> str:
 
 def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1) -> str:
     """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
-    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`."""
+    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`. Where
+    groups are judged together, a verdict is one call's."""
     counts = {name: round((logs.get(names.usage_of(name, "verdicts")) or 0) * batches) for name in providers}
     saved = (logs.get(names.saved_by("answers")) or 0) * batches
     why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""
     none = "" if any(counts.values()) else f" (no new verdict since the last line{why})"
+    if singly := (logs.get(names.JUDGED_SINGLY) or 0) * batches:
+        none += f" ({singly:,.0f} completions judged one by one: the call for their group failed)"
     return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
 
 

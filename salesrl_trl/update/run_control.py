@@ -29,29 +29,22 @@ ADVICE = {
 MAX_OUTAGE_S = 3600.0  # `max_outage_s` of a training
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunControlSettings:
-    """Settings of a run's end, under the names that `SalesGRPOConfig` has and describes."""
+@dataclass(eq=False, kw_only=True)
+class RunControl:
+    """Decides for one run, and after `restart` for the next. `SalesGRPOConfig` describes the first fields. `places`
+    has the address of each service, by the name with which its reason codes begin. `spent` says what was spent,
+    `is_reached` whether a limit is, by the account."""
 
     min_valid_reward_fraction: float
     max_skipped_generations: int
     """Also for batches with no reward on the same rank. At the last step, `SKIPPED_AT_END` are enough."""
     max_outage_s: float = math.inf
     output_dir: str = ""
-
-
-@dataclass(eq=False)
-class RunControl:
-    """Decides for one run, and after `restart` for the next. `places` has the address of each service, by the name
-    with which its reason codes begin. `spent` says what was spent, `is_reached` whether a limit is, by the account."""
-
-    settings: RunControlSettings
     places: Mapping[str, str] = field(default_factory=dict)
     spent: Callable[[], str] = str
     is_reached: Callable[[], bool] = bool
 
     def __post_init__(self) -> None:
-        self.wanted_fraction = self.settings.min_valid_reward_fraction
         self.restart()
 
     def restart(self) -> None:
@@ -74,7 +67,7 @@ class RunControl:
         """Skip a batch with too few scored completions. Count batches in which all completions of a rank failed.
         `missing` has the number of unscored ones by reason code; `failing` the same for each rank of whose completions
         all failed. Returns a warning; `None` for a batch that counts."""
-        wanted = self.wanted_fraction
+        wanted = self.min_valid_reward_fraction
         self.is_skipping = scored_fraction < wanted
         self._failures = failing or {}
         self._failing = {rank: self._failing.get(rank, 0) + 1 for rank in self._failures if wanted}
@@ -98,7 +91,7 @@ class RunControl:
 
     def urgency(self) -> int:
         """This rank's reason to end the run: 2 if it was asked to stop, 1 if batches are skipped for too long."""
-        is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self.settings.max_outage_s
+        is_long = self._skipped_in_a_row > 0 and time.monotonic() - self._skips_since >= self.max_outage_s
         return 2 if self.requested is not None else int(is_long)
 
     def record_urgency(self, urgency: int) -> None:
@@ -111,7 +104,7 @@ class RunControl:
         """End the run after this optimizer step if too many batches in a row were skipped, or for too long. `is_last`:
         training ends with this step anyway."""
         skipped, missing = self._skipped_in_a_row, self._missing
-        limit = self.settings.max_skipped_generations
+        limit = self.max_skipped_generations
         most = min(limit, SKIPPED_AT_END) if is_last else limit
         is_skipped = skipped >= most or self._is_out_too_long
         rank = max(self._failing, key=self._failing.__getitem__, default=0)
@@ -122,7 +115,7 @@ class RunControl:
             began = datetime.now() - timedelta(seconds=time.monotonic() - self._skips_since)
             since = f"{began:%Y-%m-%d %H:%M:%S}"
             what = (
-                f"{skipped} generation batches in a row had fewer than {self.wanted_fraction:.0%} of their "
+                f"{skipped} generation batches in a row had fewer than {self.min_valid_reward_fraction:.0%} of their "
                 f"completions scored, since {since}"
             )
             if is_last:
@@ -194,7 +187,7 @@ class RunControl:
         return f"stopped by {reason} after {step} steps. The state was saved; go on with {self._resume(step)}."
 
     def _resume(self, step: int) -> str:
-        return f"--resume_from_checkpoint {Path(self.settings.output_dir) / f'{CHECKPOINT_FOLDERS}{step}'}"
+        return f"--resume_from_checkpoint {Path(self.output_dir) / f'{CHECKPOINT_FOLDERS}{step}'}"
 
 
 def _counted(missing: Counter[str]) -> str:

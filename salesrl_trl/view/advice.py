@@ -1,10 +1,12 @@
 """Advice of the report: sentences about figures that are out of their usual range.
 
-Owns the thresholds and the sentences. Pure: called by `report_page`.
+`advice.toml` has the thresholds and the sentences. Owns what is looked at. Pure: called by `report_page`.
 """
 
 import itertools
+import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from salesrl_trl import names
 from salesrl_trl.view import run_figures as figures
@@ -13,15 +15,7 @@ from salesrl_trl.view.run_folder import Run
 from salesrl_trl.view.wording import percent, plural, seconds, shown
 
 MOST_ADVICE = 5  # most sentences of advice. Nobody reads a longer list.
-EXPOSED_SHARE = 0.3
-"""Share of a step that waits for rewards. Above it, the wait costs more than any usual phase but generation."""
-UNACCOUNTED_SHARE = 0.02  # share of a step outside of all phases. The trainer's own code between phases takes less.
-IN_BAND_SHARE = 0.5
-"""Share of steps with the KL in its band. Below it, the controller does not reach the band, or there is none."""
-FAILED_SHARE = 0.05
-"""Share of failed completions. Below it, failures are chance. Above it, they usually have one cause."""
-DATA_LOADING_SHARE = 0.05
-"""Share of a step that loads data. Prompts are short texts, so that loading should take almost no time."""
+_ADVICE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def advice(run: Run) -> tuple[str, ...]:
@@ -29,57 +23,42 @@ def advice(run: Run) -> tuple[str, ...]:
     return tuple(itertools.islice(_sentences(run), MOST_ADVICE))
 
 
+def _sentence(name: str, share: float | None = None, **words: str) -> list[str]:
+    """The sentence of this name, if the share is above its threshold."""
+    entry = _ADVICE[name]
+    is_due = share is not None and share > entry.get("above", 0.0)
+    return [entry["text"].format(share=percent(share), **words)] if is_due else []
+
+
 def _sentences(run: Run) -> Iterator[str]:
-    if skipped := figures.skipped_updates(run):
-        yield (
-            f"{plural(skipped, 'update')} {'was' if skipped == 1 else 'were'} skipped because too few completions "
-            "could be scored: look at the failures below, and at the service behind the most frequent one."
-        )
+    skipped = figures.skipped_updates(run)
+    were = "was" if skipped == 1 else "were"
+    yield from _sentence("skipped", skipped, updates=plural(skipped, "update"), were=were)
     unscored = []
-    for source, cause, place in (
-        (SERVICES, " because a service failed", "that service (docs/SERVICES.md)"),
-        (OTHERS, "", "that reason code (docs/REWARDS.md, docs/SERVICES.md), or at your own reward"),
-    ):
+    for source, name in ((SERVICES, "services"), (OTHERS, "others")):
         reasons, share = failures_of(run, source)
-        if reasons and (share is None or share > FAILED_SHARE):
+        if reasons:
             what = "Completions" if share is None else f"{percent(share)} of the completions"
-            unscored.append(
-                f"{what} could not be scored{cause}{_mostly(reasons)}. That is no fault of the policy: look at "
-                f"{place}."
-            )
-    if unscored:
-        yield " ".join(unscored)
+            unscored += _sentence(name, 1.0 if share is None else share, what=what, mostly=_mostly(reasons))
+    yield from [" ".join(unscored)] * bool(unscored)
     # The phase is per step. The exposed makespan is per generation batch, which is usually the same.
     waited = share_of_steps(run, names.time_of(names.Phase.REWARD_WAIT))
-    share = share_of_steps(run, names.REWARD_EXPOSED) if waited is None else waited
-    if share is not None and share > EXPOSED_SHARE:
-        timed = (stage for stage in figures.stages(run) if stage.p95)
-        slow = max(timed, key=lambda stage: stage.p95 or 0.0, default=None)
-        cause = f" The slowest stage is {slow.name} (p95 {seconds(slow.p95)}): look there first." if slow else ""
-        yield f"Training waits for rewards during {percent(share)} of the step.{cause}"
+    waited = share_of_steps(run, names.REWARD_EXPOSED) if waited is None else waited
+    timed = (stage for stage in figures.stages(run) if stage.p95)
+    slow = max(timed, key=lambda stage: stage.p95 or 0.0, default=None)
+    cause = f" The slowest stage is {slow.name} (p95 {seconds(slow.p95)}): look there first." if slow else ""
+    yield from _sentence("exposed", waited, cause=cause)
     shares = {branch: share for branch in run.branches if (share := figures.share_in_band(run, branch)) is not None}
-    far = [f"{shown(branch)} (in band {percent(share)})" for branch, share in shares.items() if share < IN_BAND_SHARE]
-    if far:
-        more = f" and {len(far) - 3} more" if len(far) > 3 else ""
-        yield (
-            f"The KL lay outside its band for most of the run: {', '.join(far[:3])}{more}. Look whether beta stands "
-            "at a bound, and whether the band can be reached at this learning rate (docs/KL.md)."
-        )
+    far = {branch: share for branch, share in shares.items() if 1 - share > _ADVICE["out_of_band"]["above"]}
+    said = [f"{shown(branch)} (in band {percent(share)})" for branch, share in far.items()]
+    more = f" and {len(said) - 3} more" if len(said) > 3 else ""
+    yield from _sentence("out_of_band", float(bool(far)), branches=f"{', '.join(said[:3])}{more}")
     reasons, share = failures_of(run, POLICY)
-    if share is not None and share > FAILED_SHARE:
-        yield (
-            f"{percent(share)} of the completions were no valid action{_mostly(reasons)}. That is the policy's doing: "
-            "look at its prompt (docs/DATA.md), and whether `max_completion_length` cuts actions short."
-        )
+    yield from _sentence("invalid", share, mostly=_mostly(reasons))
     ratio = mean(run.of(names.DATA_LOADING_RATIO).values())
-    share = share_of_steps(run, names.time_of(names.Phase.DATA_LOADING)) if ratio is None else ratio
-    if share is not None and share > DATA_LOADING_SHARE:
-        yield f"Data loading takes {percent(share)} of the step: look at dataloader_num_workers and at the disk."
-    share = share_of_steps(run, names.time_of(names.Phase.UNACCOUNTED))
-    if share is not None and share > UNACCOUNTED_SHARE:
-        yield (
-            f"{percent(share)} of the step belongs to no phase: look for work outside the phases, such as a callback."
-        )
+    loading = share_of_steps(run, names.time_of(names.Phase.DATA_LOADING)) if ratio is None else ratio
+    yield from _sentence("loading", loading)
+    yield from _sentence("unaccounted", share_of_steps(run, names.time_of(names.Phase.UNACCOUNTED)))
 
 
 def _mostly(reasons: Mapping[str, float]) -> str:

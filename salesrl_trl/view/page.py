@@ -103,7 +103,6 @@ def _last_steps(index: Index, run: str, mode: str) -> list[int]:
 
 
 def _report(index: Index, run: str) -> queries.Answer:
-    """The report, or why there is none."""
     try:
         return queries.report(index, {"run": run})
     except ConfigError as error:

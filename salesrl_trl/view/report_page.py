@@ -126,8 +126,8 @@ def text_page(run: Run) -> str:
     lines = [f"Training report: {shown(str(run.folder), PATH_CHARS)}", *aligned(main, left=2), ""]
 
     phases = sorted(figures.phases(run), key=lambda phase: -phase.share)
-    # The lines of the account and of the meter take the place of one each.
-    most = MOST_PHASES - bool(run.account.services) - bool(run.of(names.JUDGE_ALARMS))
+    # The lines of the account and of figures that few runs have take the place of one each.
+    most = MOST_PHASES - bool(run.account.services) - len(_listed_figures(run))
     if rest := phases[most:]:
         share, part_s = sum(phase.share for phase in rest), sum(phase.seconds for phase in rest)
         phases[most:] = [figures.PhaseTime(f"{len(rest)} other", part_s, share)]
@@ -175,7 +175,7 @@ def _listed_figures(run: Run) -> list[MainFigure]:
     """The figures of `names.FIGURES` with a name for the report: a row for each branch, if they are by branch."""
     rows = []
     for metric in (metric for metric in names.FIGURES if metric.report):
-        if metric.line == "meter" and not run.of(metric.tag):
+        if metric.line in ("groups", "meter") and not run.of(metric.tag):
             continue
         if names.BRANCH not in metric.tag:
             rows.append(MainFigure(metric.report, _changed(run, metric.tag)))

@@ -22,14 +22,13 @@ def shown(name: str, most: int = NAME_CHARS) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def number(value: float | None) -> str:
+def number(value: float | None, form: str = ".3f") -> str:
     """`0.412`; `n/a` for `None`."""
-    return NOT_KNOWN if value is None else f"{value:.3f}"
+    return NOT_KNOWN if value is None else format(value, form)
 
 
-def figure(value: float | None) -> str:
-    """Three significant digits, `0.0512`; `n/a` for `None`."""
-    return NOT_KNOWN if value is None else f"{value:.3g}"
+figure = partial(number, form=".3g")
+"""Three significant digits, `0.0512`; `n/a` for `None`."""
 
 
 def percent(value: float | None) -> str:

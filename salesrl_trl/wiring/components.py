@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.checkpoint.identity import identity_of_run
@@ -74,14 +74,14 @@ from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.rollout.tools import ToolCalls
-from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
+from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import ScalarLayout, Trackers
 from salesrl_trl.types import Example
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl, RunControlSettings
+from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import Stopping
@@ -148,7 +148,7 @@ class Hooks:
     restore: Callable[[StepSnapshot], None]
 
 
-class Components:
+class Components(TrainerCallback):
     """The components of one trainer. Without `instruments`: phases, heartbeats, and a trace of the first 50 steps.
     `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
@@ -191,8 +191,14 @@ class Components:
         with_baseline = bool(args.hybrid_reference_weight)
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), with_baseline=with_baseline)
         self.spending = Spending(reward.budget)
-        settings = from_fields(RunControlSettings, args, max_outage_s=MAX_OUTAGE_S)
-        self.run_control = RunControl(settings, reward.names.places, self.spending.reported, self.spending.is_reached)
+        self.run_control = from_fields(
+            RunControl,
+            args,
+            max_outage_s=MAX_OUTAGE_S,
+            places=reward.names.places,
+            spent=self.spending.reported,
+            is_reached=self.spending.is_reached,
+        )
         self.keeper = Keeper(
             args,
             self.kl,
@@ -423,7 +429,7 @@ class Components:
         )
         return [
             self.stopping,
-            StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
+            self,
             StepLine(
                 args.branches,
                 names.providers if names.components else None,
@@ -438,7 +444,7 @@ class Components:
             *([ClosingReport()] if "tensorboard" in args.report_to else []),  # behind all that logs figures
         ]
 
-    def _begin(self) -> None:
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
@@ -447,6 +453,17 @@ class Components:
             self.quick_eval.run_begins(trl.step())
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.instruments.record_model(trl.unwrapped())
+        self.timeline.end(StartUp.PREPARE)
+        self.instruments.run_begins(state.global_step, state.max_steps)
+        self.evaluate_quickly()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.timeline.end(Phase.OPTIMIZER)
+        self.instruments.step_ends()
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        self.pipeline.forget()
+        self.timeline.stops()
 
     def _padded(self, sampled: Sampled) -> dict[str, Any]:
         trl = self._trl

@@ -31,7 +31,7 @@ SERVICES = ("rag_8b", "judge")
 def material():
     action = Action(fields={"user_profile": "a nurse", "rewritten_query": "price", "history_summary": "none"})
     return Material(
-        "fairness", "Judge.", row(), action, Answer(text="It costs 5980 yuan.", passages=(), took_ms=1.0), None
+        "fairness", "Judge.", row(), [(action, Answer(text="It costs 5980 yuan.", passages=(), took_ms=1.0))], None
     )
 
 
@@ -70,7 +70,7 @@ async def main(url, path, kind, most):
         return rag.call(lambda: http.post("/v1/rag/8b", {"context": "hi"}))
 
     def verdict():
-        return provider.ask(material(), candidate_first=True, patient=True)
+        return provider.ask(material(), order=(0,), patient=True)
 
     asked = [verdict] if kind == "usd" else [verdict, rag_8b]
     await asyncio.gather(*(ask(each) for each in asked for _ in range(2 * SLOTS)))

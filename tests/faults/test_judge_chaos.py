@@ -1,9 +1,12 @@
 """The packaged judge as a reward function, over providers that fail in every way, against a ledger of what they said.
 
 No two replies have the same numbers. So a number shows that was not validly said of this very completion.
+`CHAOS_GROUPS=10000` judges so many groups together.
 """
 
+import itertools
 import json
+import os
 import random
 import re
 from collections import Counter, defaultdict
@@ -19,12 +22,18 @@ from salesrl_trl.ground.fencing import make_nonce, read_sections
 from salesrl_trl.types import Outcome
 
 COMPLETIONS, GROUP, WAVE = 3000, 8, 500
+GROUPS = int(os.environ.get("CHAOS_GROUPS", "500"))
 PROVIDERS = {"first": 2.0, "second": 1.0, "last": 0.0}
 CRITERIA = [{"text": "is right", "weight": 1.0}, {"text": "is polite", "weight": 3.0, "name": "polite"}]
 
 
 def scores_of(verdict):
     return verdict["candidate"] if isinstance(verdict["candidate"], list) else [verdict["candidate"]]
+
+
+def spoilt(change):
+    """Of a verdict on a group, the scores of the candidates, changed."""
+    return lambda verdict: {**verdict, "candidates": change([*verdict["candidates"]])}
 
 
 SPOILS = {
@@ -37,6 +46,16 @@ SPOILS = {
     "no score of the reference": lambda verdict: {**verdict, "reference": None} if verdict["reference"] else {},
 }
 """What makes a verdict invalid. A row without criteria has one score, and a list is no number."""
+SPOILS_OF_A_GROUP = {
+    "a candidate less": spoilt(lambda scores: scores[1:]),
+    "a candidate more": spoilt(lambda scores: [*scores, {**scores[0], "name": "gggggg"}]),
+    "two for one": spoilt(lambda scores: [*scores, scores[0]]),
+    "two for one, and one less": spoilt(lambda scores: [*scores[1:], scores[-1]]),
+    "no names": spoilt(lambda scores: [{"score": entry["score"]} for entry in scores]),
+    "a place for a name": spoilt(lambda scores: [{**entry, "name": str(at)} for at, entry in enumerate(scores)]),
+    "a null": spoilt(lambda scores: [{**scores[0], "score": None}, *scores[1:]]),
+    **{name: SPOILS[name] for name in ("a wrong nonce", "no nonce", "no score of the reference")},
+}
 FAULTS = {
     "500": {"kind": "status", "status": 500},
     "400": {"kind": "status", "status": 400},
@@ -48,7 +67,7 @@ FAULTS = {
     "hanging": {"kind": "latency", "seconds": {"": 1e5}},
     "slow": {"kind": "latency", "seconds": {"": 9.0}},
     "another's": {"kind": "latency", "seconds": {"": 0.5}},
-    **{name: {"kind": "latency", "seconds": {"": 0.5}} for name in SPOILS},
+    **{name: {"kind": "latency", "seconds": {"": 0.5}} for name in {**SPOILS, **SPOILS_OF_A_GROUP}},
 }
 
 
@@ -59,27 +78,38 @@ class Ledger:
         self.said = defaultdict(list)
         self.random = random.Random(0)
         self.earlier = [chat("{}")]
-        answers = {name: lambda path, body, spoil=spoil: chat(json.dumps(spoil(self.verdict(body)[2])))
-                   for name, spoil in SPOILS.items()}  # fmt: skip
+        answers = {name: lambda path, body, name=name: self.bad(name, body) for name in FAULTS}
         answers |= {"slow": self.good, "another's": lambda path, body: self.random.choice(self.earlier)}
-        self.faults = [{**fault, "good": answers.get(name, self.good)} for name, fault in FAULTS.items()]
+        self.faults = [{**fault, "good": answers[name]} for name, fault in FAULTS.items()]
 
     def verdict(self, body):
-        """What is judged, its new scores, and these as a provider writes them."""
+        """The new scores of what is judged, and these as a provider writes them."""
         system, user = (message["content"] for message in json.loads(body)["messages"])
         shown = read_sections(user)
-        judged = number_in("row", shown["conversation"]), number_in("item", shown["candidate_answer"])
         count = len(re.findall(r"^\d\. is ", system, re.MULTILINE))
-        scores = [[self.random.random() for _ in range(count or 1)] for _ in range(1 + ("reference_answer" in shown))]
-        candidate, reference = [*(each if count else each[0] for each in scores), None][:2]
-        said = {"nonce": nonce_of(body), "candidate": candidate, "reference": reference, "reason": ""}
-        return judged, scores, said
+        scores = {name: [self.random.random() for _ in range(count or 1)]
+                  for name in shown if name.startswith(("candidate_", "reference_"))}  # fmt: skip
+        written = {name: each if count else each[0] for name, each in scores.items()}
+        reference, of_reference = written.pop("reference_answer", None), scores.pop("reference_answer", None)
+        row = number_in("row", shown["conversation"])
+        judged = {(row, number_in("item", shown[name])): [each, of_reference][: 2 if of_reference else 1]
+                  for name, each in scores.items()}  # fmt: skip
+        named = [{"name": name.removeprefix("candidate_"), "score": each} for name, each in written.items()]
+        of_all = {"candidate": written["candidate_answer"]} if len(written) == 1 else {"candidates": named}
+        return judged, {"nonce": nonce_of(body), **of_all, "reference": reference, "reason": ""}
 
     def good(self, path, body):
-        judged, scores, said = self.verdict(body)
-        self.said[judged].append(scores)
+        judged, said = self.verdict(body)
+        for of_whom, scores in judged.items():
+            self.said[of_whom].append(scores)
         self.earlier.append(chat(json.dumps(said)))
         return self.earlier[-1]
+
+    def bad(self, name, body):
+        """A verdict that is spoilt, in a way that its form has."""
+        said = self.verdict(body)[1]
+        spoil = (SPOILS if "candidate" in said else SPOILS_OF_A_GROUP).get(name)
+        return chat(json.dumps({} if spoil is None else spoil(said)))
 
 
 def numbers(scores):
@@ -91,17 +121,19 @@ def numbers(scores):
     return {"value": judge, "judge": judge, **parts, **margin}
 
 
-def rewards_of(reward):
+def rewards_of(reward, completions, group=1):
     rows = [{"prompt": f"Tell me all about row-{number}.",
              "reference": "It is good." if number % 3 else None,
-             "criteria": CRITERIA if number % 2 else None} for number in range(COMPLETIONS // GROUP)]  # fmt: skip
-    asked = [(number // GROUP, number % (GROUP - 1)) for number in range(COMPLETIONS)]  # of each group, two are equal
+             "criteria": CRITERIA if number % 2 else None} for number in range(completions // GROUP)]  # fmt: skip
+    asked = [(number // GROUP, number % (GROUP - 1)) for number in range(completions)]  # of each group, two are equal
 
     async def in_waves():
         rewards, verdicts = [], Counter()
-        for start in range(0, COMPLETIONS, WAVE):
-            wave = asked[start : start + WAVE]
-            result = await reward.score_all([rows[row] for row, _ in wave], [f"item-{item}" for _, item in wave])
+        for start in range(0, completions, WAVE - WAVE % group):
+            wave = asked[start : start + WAVE - WAVE % group]
+            texts = [f"item-{item}" if item != 3 or group == 1 else " " for _, item in wave]  # some say nothing
+            result = await reward.score_all([rows[row] for row, _ in wave], texts, group=group)
+            verdicts["judged_singly"] += result.report.judged_singly
             rewards += result.rewards
             verdicts += Counter({name: usage.verdicts for name, usage in result.report.usage.items()})
         await reward.aclose()
@@ -110,28 +142,79 @@ def rewards_of(reward):
     return asked, *virtual_time.run(in_waves())
 
 
-def test_each_completion_has_a_verdict_of_its_own_or_a_reason(fault_in_memory):
-    ledger = Ledger()
-    servers = {name: fault_in_memory("some", share=0.6, others=ledger.faults, good=ledger.good) for name in PROVIDERS}
-    providers = [
+def providers_of(fault_in_memory, ledger, share):
+    servers = {
+        name: fault_in_memory("some", share=share, others=ledger.faults, good=ledger.good) for name in PROVIDERS
+    }
+    return servers, [
         {"name": name, "base_url": f"{servers[name].url}/v1", "model": "m", "weight": weight}
         for name, weight in PROVIDERS.items()
     ]
-    reward = judge_reward(
-        "Grade it.", judge_providers=providers, max_attempts=2, judge_timeout_s=20.0, reward_deadline_s=60.0
-    )
-    asked, rewards, verdicts = rewards_of(reward)
+
+
+def check_against(ledger, asked, rewards, times):
+    """Each completion has the mean of one to `times` verdicts that were validly said of it, or a reason."""
     scored = Counter()
     for judged, each in zip(asked, rewards, strict=True):
         if each.outcome is Outcome.OK:
             got = {name: number for name, number in each.components.items() if number is not None}
-            assert {"value": each.value, **got} in [pytest.approx(numbers(said)) for said in ledger.said[judged]]
-        else:
+            known = [numbers(said) for said in ledger.said[judged]]
+            means = [
+                {name: fmean(one[name] for one in chosen) for name in chosen[0]}
+                for count in range(1, times + 1)
+                for chosen in itertools.combinations(known, count)
+            ]
+            assert {"value": each.value, **got} in [pytest.approx(mean) for mean in means]
+        elif each.outcome is not Outcome.INVALID_ACTION:
             assert (each.value, each.components.get("judge")) == (None, None)
             assert each.reason
-        scored[each.reason if each.value is None else "scored"] += 1
-    met = {name: sum(server.scenarios.others[place].stats["requests"] for server in servers.values())
-           for place, name in enumerate(FAULTS)}  # fmt: skip
-    print(f"{len(rewards)} completions: {dict(scored)}; verdicts {dict(verdicts)}; faults met {met}")
-    assert 0.5 * COMPLETIONS < scored["scored"] < COMPLETIONS
-    assert min(*met.values(), *verdicts.values()) > 20
+        scored[each.reason if each.value is None else each.outcome.value] += 1
+    return scored
+
+
+def met(servers):
+    return {
+        name: sum(server.scenarios.others[place].stats["requests"] for server in servers.values())
+        for place, name in enumerate(FAULTS)
+    }
+
+
+def test_each_completion_has_a_verdict_of_its_own_or_a_reason(fault_in_memory):
+    ledger = Ledger()
+    servers, providers = providers_of(fault_in_memory, ledger, 0.6)
+    reward = judge_reward(
+        "Grade it.", judge_providers=providers, max_attempts=2, judge_timeout_s=20.0, reward_deadline_s=60.0
+    )
+    asked, rewards, verdicts = rewards_of(reward, COMPLETIONS)
+    scored = check_against(ledger, asked, rewards, times=1)
+    print(f"{len(rewards)} completions: {dict(scored)}; verdicts {dict(verdicts)}; faults met {met(servers)}")
+    assert 0.5 * COMPLETIONS < scored["ok"] < COMPLETIONS
+    assert min(*met(servers).values(), *(verdicts[name] for name in PROVIDERS)) > 20
+
+
+def test_each_completion_of_a_group_has_scores_of_its_own_or_a_reason(fault_in_memory):
+    ledger = Ledger()
+    servers, providers = providers_of(fault_in_memory, ledger, 0.5)
+    reward = judge_reward(
+        "Grade it.", judge_providers=providers, max_attempts=1, judge_timeout_s=20.0, reward_deadline_s=60.0,
+        judge_mode="group",
+    )  # fmt: skip
+    asked, rewards, verdicts = rewards_of(reward, GROUPS * GROUP, GROUP)
+    scored = check_against(ledger, asked, rewards, times=2)
+    print(f"{GROUPS} groups: {dict(scored)}; verdicts {dict(verdicts)}; faults met {met(servers)}")
+    assert scored["ok"] > 0.6 * GROUPS * GROUP and verdicts["judged_singly"] > 0.1 * GROUPS * GROUP
+    assert min(met(servers).values()) > 10
+
+
+def test_without_faults_a_group_costs_a_quarter_of_the_calls(fault_in_memory):
+    ledger = Ledger()
+    servers, providers = providers_of(fault_in_memory, ledger, 0.0)
+    calls = {}
+    for mode in ("single", "group"):
+        reward = judge_reward("Grade it.", judge_providers=providers, judge_mode=mode)
+        before = sum(server.stats["requests"] for server in servers.values())
+        rows = [{"prompt": f"Tell me all about row-{number // GROUP}."} for number in range(40 * GROUP)]
+        result = virtual_time.run(reward.score_all(rows, [f"item-{at}" for at in range(len(rows))], group=GROUP))
+        assert None not in result.values and result.report.judged_singly == 0
+        calls[mode] = sum(server.stats["requests"] for server in servers.values()) - before
+    assert calls == {"single": 320, "group": 80}

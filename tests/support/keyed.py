@@ -52,9 +52,17 @@ def text_of(prompt, step, place):
 
 
 def judge(system, user):
-    """A score in [0, 1] by the action's text."""
-    written = read_sections(user)["action"]
-    return {} if UNSCORABLE in written else {**VERDICT, "candidate": zlib.crc32(written.encode()) % 101 / 100}
+    """A score in [0, 1] by the action's text, of one or of each of a group."""
+    sections = read_sections(user)
+    scores = {
+        name: zlib.crc32(written.encode()) % 101 / 100
+        for name, written in sections.items()
+        if name.startswith("action") and UNSCORABLE not in written
+    }
+    if "candidate_answer" in sections:
+        return {**VERDICT, "candidate": scores["action"]} if scores else {}
+    named = [{"name": name.removeprefix("action_"), "score": score} for name, score in scores.items()]
+    return {"candidates": named, **{name: VERDICT[name] for name in ("reference", "reason")}}
 
 
 class KeyedTrainer(SalesGRPOTrainer):
@@ -147,8 +155,12 @@ def keyed_rows(branches):
     ]
 
 
-def build_keyed(policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, lora=None, dtype=None, **given):
+def build_keyed(
+    policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, lora=None, dtype=None, judging=None, place=lambda it: it,
+    **given
+):  # fmt: skip
     """A trainer of rows of `branches`, whose coefficients may move every two steps unless `given` otherwise.
+    `judging`: as in `build_reward`, whose reward `place` takes.
 
     With `lora` it trains an adapter, and pushes its weights before each rollout.
     """
@@ -157,7 +169,7 @@ def build_keyed(policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, lora=No
     defaults |= {"beta": 0.0, "branch_kl": BRANCH_KL, "loss_type": "dapo", "kl_update_steps": 2}
     return (PushingTrainer if lora else KeyedTrainer)(
         AutoModelForCausalLM.from_pretrained(policy, dtype=dtype),
-        build_reward(url, rows, invalid_action_reward=0.0),
+        place(build_reward(url, rows, invalid_action_reward=0.0, judging=judging)),
         SalesGRPOConfig(**settings(output_dir, **{**defaults, **given})),
         train_dataset=build_dataset(rows, "compact"),
         eval_dataset=build_dataset(rows[:4], "compact"),

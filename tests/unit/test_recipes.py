@@ -339,8 +339,8 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
         gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
         return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda device: Card("a card", 80.0))
-    monkeypatch.setattr("salesrl_trl.preflight.memory.estimate", weighed)
+    monkeypatch.setattr("salesrl_trl.build.memory.estimate.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.build.memory.estimate.estimate", weighed)
     monkeypatch.setattr("salesrl_trl.preflight.memory.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--dtype", "bfloat16"]
     given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]

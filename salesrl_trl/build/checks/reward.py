@@ -166,7 +166,7 @@ def own_functions(config: RewardConfig) -> dict[str, Scorer]:
 
 def rag_key_of(config: RewardConfig) -> str | None:
     """The RAG service's key. Raises as `read_key` does."""
-    return None if config.asks_nobody and not config.uses_rag else read_key(config.rag_api_key_env, "rag_api_key_env")
+    return None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env")
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:

@@ -40,7 +40,7 @@ MAX_ID_BYTES = 256  # longer ids are not returned
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run both services until a signal or the end of the parent stops them. Returns the exit code."""
-    options = parser_of("demo.services", port=_port).parse_args(arguments, argparse.Namespace(parent=os.getppid()))
+    options = parser_of("demo.services").parse_args(arguments, argparse.Namespace(parent=os.getppid()))
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.setLevel(options.log_level.upper())  # bm25s sets its own logger to DEBUG when it is imported
@@ -54,12 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
     return 0
-
-
-def _port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port from 0 to 65535")
-    return int(text)
 
 
 def _writer(options: argparse.Namespace) -> Writer:
@@ -81,8 +75,9 @@ def _listen(host: str, port: int) -> socket.socket:
         # Without it each answer waits 40 ms, until the client acknowledges the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
-    except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (while")[0]  # the rest says the address again
+    except (OSError, OverflowError) as error:  # the latter for no port at all
+        reason = str(getattr(error, "strerror", None) or error)
+        reason = reason.partition(" (while")[0]  # the rest says the address again
         raise ConfigError(
             f"cannot listen on {host} port {port} ({reason}); "
             "give another with --host, --rag-port or --judge-port (0 takes any free port)"

@@ -7,6 +7,7 @@ answers with the same JSON. `rubric` scores, and `demo_server` runs it.
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Request
@@ -17,8 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from salesrl_trl.demo.services.rubric import ProtectedTerms, judge_sections
 from salesrl_trl.ground.fencing import read_nonce, read_sections
 
-REQUIRED_SECTIONS = frozenset({"branch", "conversation", "candidate_answer"})
-"""A message without one of these sections can't be judged."""
+REQUIRED_SECTIONS = frozenset({"branch", "conversation"})
+"""A message without one of these sections, or without a candidate, can't be judged."""
+CANDIDATE = "candidate_"  # begins the name of a candidate's section; behind it the candidate's name, `answer` of one
 CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a conversation and an answer."
 """Content of the answer to such a message. Like a model's refusal, it is no JSON."""
 
@@ -81,13 +83,25 @@ def create_judge_app(terms: ProtectedTerms) -> FastAPI:
             return _error("got stream=true, expected false; this judge does not stream; leave it out", "stream")
         asked = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
         sections, content = read_sections(asked), CANNOT_JUDGE
-        if sections.keys() >= REQUIRED_SECTIONS:
-            verdict = judge_sections(sections, terms)
-            scores = {"candidate": verdict.candidate, "reference": verdict.reference, "reason": verdict.reason}
-            content = json.dumps({"nonce": read_nonce(asked), **scores})
+        names = [name.removeprefix(CANDIDATE) for name in sections if name.startswith(CANDIDATE)]
+        if sections.keys() >= REQUIRED_SECTIONS and names:
+            verdicts = {name: judge_sections(_alone(sections, name), terms) for name in names}
+            first = next(iter(verdicts.values()))
+            scores: dict[str, object] = {"candidate": first.candidate}
+            if len(names) > 1:
+                named = [{"name": name, "score": verdict.candidate} for name, verdict in verdicts.items()]
+                scores = {"candidates": named}
+            said = {**scores, "reference": first.reference, "reason": first.reason}
+            content = json.dumps({"nonce": read_nonce(asked), **said})
         return JSONResponse(_completion(request, content))
 
     return app
+
+
+def _alone(sections: Mapping[str, str], name: str) -> dict[str, str]:
+    """The sections of one candidate as if it were judged alone."""
+    written = {"action": sections[f"action_{name}"]} if f"action_{name}" in sections else {}
+    return {**sections, **written, f"{CANDIDATE}answer": sections[CANDIDATE + name]}
 
 
 def _completion(request: ChatRequest, content: str) -> dict[str, object]:

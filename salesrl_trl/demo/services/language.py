@@ -10,12 +10,7 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
-try:
-    import rjieba
-
-    HAS_RJIEBA = True
-except ImportError:  # no wheel for the platform: Chinese is cut into character bigrams instead
-    HAS_RJIEBA = False
+import rjieba
 
 _HAN = r"\u3400-\u9fff\uf900-\ufaff"
 _RUN = re.compile(rf"(?P<han>[{_HAN}]+)|\d+(?:[.:/]\d+)*|(?:(?![{_HAN}])[^\W\d_])+(?:'[a-z]+|\+\+|#)?")
@@ -48,15 +43,8 @@ def words(text: str, *, overlapping: bool = False) -> list[str]:
 def _cut_run(run: re.Match[str], overlapping: bool) -> Iterator[str]:
     if run["han"] is None:
         yield _singular(run[0])
-    elif not HAS_RJIEBA:
-        yield from bigrams(run[0])
     else:
         yield from rjieba.cut_for_search(run[0]) if overlapping else rjieba.cut(run[0])
-
-
-def bigrams(run: str) -> list[str]:
-    """All pairs of neighbours in a run of Chinese characters. A single character stays as it is."""
-    return [run[start : start + 2] for start in range(max(len(run) - 1, 1))]
 
 
 def _singular(word: str) -> str:

@@ -4,7 +4,6 @@ A child stops when the handle that started it stops it, or when its parent has e
 trainer imports this module, and must not load the libraries of the services.
 """
 
-import contextlib
 import json
 import os
 import select
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +21,6 @@ from salesrl_trl.ground.process import child_environment
 
 TERMINATE_TIMEOUT_S = 6.0
 """Seconds that a child may take to stop: `demo_server.DRAIN_TIMEOUT_S`, and as much again for its end."""
-HEALTH_POLL_S = 0.05  # seconds between two requests to a service that does not answer yet
-HEALTH_TIMEOUT_S = 2.0  # seconds that one such request may take
 STDERR_TAIL_CHARS = 2_000
 """Characters of a failed child's stderr that an error shows, from its end: the last calls of a traceback."""
 
@@ -70,7 +66,7 @@ class EmbeddedServices:
         )
 
     def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
-        """Start the child and wait until both services answer. If it runs already, return its addresses. Raises
+        """Start the child and wait until both services listen. If it runs already, return its addresses. Raises
         `ServiceUnavailable` with the end of the child's stderr, if it ends or takes more than `timeout_s`."""
         if self._addresses is not None:
             return self._addresses
@@ -78,8 +74,6 @@ class EmbeddedServices:
         self.launch()
         try:
             addresses = ServiceAddresses(**json.loads(self._first_line(deadline)))
-            for url in (addresses.rag_base_url, addresses.judge_base_url.removesuffix("/v1")):
-                self._await_health(f"{url}/healthz", deadline)
         except BaseException:
             self.stop()
             raise
@@ -107,19 +101,6 @@ class EmbeddedServices:
                 raise self._failure("ended before they listened")
             line += part
         return line
-
-    def _await_health(self, url: str, deadline: float) -> None:
-        assert self._child is not None
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches this loopback
-        while True:
-            with contextlib.suppress(OSError), opener.open(url, timeout=HEALTH_TIMEOUT_S) as response:
-                if response.status == 200:
-                    return
-            if self._child.poll() is not None:
-                raise self._failure("ended before they answered")
-            if time.monotonic() > deadline:
-                raise self._failure(f"did not answer at {url} in time")
-            time.sleep(HEALTH_POLL_S)
 
     def _failure(self, what: str) -> ServiceUnavailable:
         assert self._child is not None and self._stderr is not None

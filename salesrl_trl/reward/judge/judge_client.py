@@ -15,7 +15,7 @@ from pathlib import Path
 from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.judge.judge_interface import Judge, JudgeRecord, ProviderUsage
+from salesrl_trl.reward.judge.judge_interface import Candidates, Judge, JudgeRecord, ProviderUsage
 from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.reward.judge.verdict import MESSAGE_VERSION
 from salesrl_trl.reward.service.event_loop import seconds_or_error
@@ -71,6 +71,8 @@ class JudgeClient(Judge):
     The weights decide which provider is asked first. It is the same provider for the same material. If it fails or
     gives no valid verdict, the others follow in the order in which they are listed.
 
+    With `orders` the completions of a prompt are judged together, once in each of so many orders.
+
     A rubric is the system message of its judge; a branch's rubric has the branch's name. With several `repeats` the
     order of candidate and reference alternates. If more than half of the repeats are valid, `aggregation`, a key of
     `AGGREGATIONS`, makes one verdict of them.
@@ -83,7 +85,9 @@ class JudgeClient(Judge):
         *,
         repeats: int = 1,
         aggregation: str = "mean",
+        orders: int = 0,
     ) -> None:
+        self.orders = orders
         self.providers = {provider.name: ProviderClient(provider) for provider in providers}
         """By name, in fallback order."""
         self._all = [*self.providers.values()]
@@ -120,17 +124,21 @@ class JudgeClient(Judge):
     async def judge(
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
     ) -> Verdict:
-        material = self.material(rubric, row, action, candidate, reference)
-        results = await asyncio.gather(
-            *(self._one_verdict(material, repeat) for repeat in range(self._repeats)), return_exceptions=True
-        )
-        return self._merge(results)
+        [verdict] = await self._judged(self.material(rubric, row, [(action, candidate)], reference), self._repeats)
+        return verdict
 
-    def material(
-        self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
-    ) -> Material:
-        """Everything that a provider is asked about. Arguments as in `Judge.judge`."""
-        return Material(rubric, self._rubrics[rubric], row, action, candidate, reference)
+    async def judge_group(
+        self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
+    ) -> list[Verdict]:
+        return await self._judged(self.material(rubric, row, candidates, reference), self.orders)
+
+    async def _judged(self, material: Material, times: int) -> list[Verdict]:
+        asked = (self._first_valid(material, order, number) for number, order in enumerate(material.orders(times)))
+        return self._merge(await asyncio.gather(*asked, return_exceptions=True))
+
+    def material(self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None) -> Material:
+        """Everything that a provider is asked about. Arguments as in `Judge.judge_group`."""
+        return Material(rubric, self._rubrics[rubric], row, candidates, reference)
 
     def drain_usage(self) -> dict[str, ProviderUsage]:
         return {name: provider.drain_usage() for name, provider in self.providers.items()}
@@ -148,8 +156,8 @@ class JudgeClient(Judge):
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
         """Ask every provider once, by the branch's rubric. Returns seconds, or the error, by service name."""
-        material = self.material(row.branch, row, action, answer, answer)
-        asked = [partial(provider.ask, material, candidate_first=True, patient=True) for provider in self._all]
+        material = self.material(row.branch, row, [(action, answer)], answer)
+        asked = [partial(provider.ask, material, order=(0, 1), patient=True) for provider in self._all]
         results = await asyncio.gather(*map(seconds_or_error, asked))
         self.drain_usage()
         return dict(zip(self.transports, results, strict=True))
@@ -158,25 +166,24 @@ class JudgeClient(Judge):
         for provider in self._all:
             await provider.http.aclose()
 
-    async def _one_verdict(self, material: Material, repeat: int) -> Verdict:
-        lot = hashlib.sha256(f"{material.key} {repeat}".encode()).digest()
-        order = self._order(int.from_bytes(lot[:8]) / 2**64)
-        candidate_first = (material.lot + repeat) % 2 == 0
+    async def _first_valid(self, material: Material, order: Sequence[int], number: int) -> list[Verdict]:
+        lot = hashlib.sha256(f"{material.key} {number}".encode()).digest()
+        providers = self._order(int.from_bytes(lot[:8]) / 2**64)
         failure: ServiceError | None = None
-        for provider in order:
+        for provider in providers:
             try:
-                verdict = await provider.ask(material, candidate_first=candidate_first, patient=provider is order[-1])
+                verdicts = await provider.ask(material, order=order, patient=provider is providers[-1])
             except ServiceError as error:
                 # An invalid verdict says more than a provider that was down. One that was not asked says nothing.
                 is_less = isinstance(failure, JudgeInvalid) or isinstance(error, BudgetSpent)
                 failure = failure if failure is not None and is_less else error
                 continue
-            first = None if material.reference is None else candidate_first
-            verdict = replace(verdict, provider=provider.settings.name)
-            self._records.append(
-                JudgeRecord(score=verdict.candidate, chars=len(material.candidate.text), candidate_first=first)
-            )
-            return verdict
+            for place, (verdict, (_, answer)) in enumerate(zip(verdicts, material.candidates, strict=True)):
+                behind = 2 * order.index(place) + 1 - len(order)  # above 0 in the second half
+                first = None if behind == 0 else behind < 0
+                record = JudgeRecord(score=verdict.candidate, chars=len(answer.text), candidate_first=first)
+                self._records.append(record)
+            return [replace(verdict, provider=provider.settings.name) for verdict in verdicts]
         assert failure is not None
         raise failure
 
@@ -190,20 +197,26 @@ class JudgeClient(Judge):
                 return [provider, *providers[:index], *providers[index + 1 :]]
         return providers
 
-    def _merge(self, results: Sequence[Verdict | BaseException]) -> Verdict:
-        verdicts = [result for result in results if isinstance(result, Verdict)]
+    def _merge(self, results: Sequence[list[Verdict] | BaseException]) -> list[Verdict]:
+        """One verdict on each candidate, of those of all requests."""
+        valid = [result for result in results if not isinstance(result, BaseException)]
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:
             if not isinstance(error, ServiceError):
                 raise error
-        if 2 * len(verdicts) <= len(results):
+        if 2 * len(valid) <= len(results):
             raise errors[0]
         merge = AGGREGATIONS[self._aggregation]
-        references = [verdict.reference for verdict in verdicts if verdict.reference is not None]
-        return Verdict(
-            candidate=merge([verdict.candidate for verdict in verdicts]),
-            reference=merge(references) if references else None,
-            reason=verdicts[0].reason,
-            provider=verdicts[0].provider,
-            criteria=[merge(scores) for scores in zip(*(verdict.criteria for verdict in verdicts), strict=True)],
-        )
+        merged = []
+        for verdicts in zip(*valid, strict=True):
+            references = [verdict.reference for verdict in verdicts if verdict.reference is not None]
+            of_criteria = zip(*(verdict.criteria for verdict in verdicts), strict=True)
+            merged.append(
+                replace(
+                    verdicts[0],
+                    candidate=merge([verdict.candidate for verdict in verdicts]),
+                    reference=merge(references) if references else None,
+                    criteria=[merge(scores) for scores in of_criteria],
+                )
+            )
+        return merged

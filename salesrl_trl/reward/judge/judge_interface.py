@@ -14,12 +14,16 @@ Owns what the chain asks of a judge.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.service.event_loop import seconds_or_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+
+Candidates: TypeAlias = Sequence[tuple[Action, Answer]]
+"""Answers to score, and what the policy wrote for each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,16 +46,25 @@ class JudgeRecord:
     chars: int
     """Length of the candidate's answer."""
     candidate_first: bool | None
-    """Whether it stood before the reference; `None` without a reference."""
+    """Whether it stood before the reference, or of a group in the first half; `None` in the middle, or alone."""
 
 
 class Judge(ABC):
-    """Scores answers. Only `judge` has to be written.
+    """Scores answers. Only `judge` has to be written. One with `orders` has `judge_group` too.
 
     One object serves all completions, many at a time, on one event loop. Work that blocks, such as a model on this
     machine, belongs into `asyncio.to_thread`. The object must be picklable, because the reward may run in a process of
     its own. So load a model at the first call, not at construction.
     """
+
+    orders: int = 0  # calls for the completions of a prompt together; 0: each completion is judged alone
+
+    async def judge_group(
+        self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
+    ) -> Sequence[Verdict]:
+        """Score several candidates to one row together, each with the reference beside it: as `judge`, a verdict for
+        each candidate. Where it raises a `ServiceError` they are judged one by one, in the time that is left."""
+        raise NotImplementedError(f"{type(self).__name__} has `orders`. Expected a method `judge_group`.")
 
     @abstractmethod
     async def judge(
@@ -113,7 +126,22 @@ class Judge(ABC):
         """Close what belongs to the running event loop. The next call opens it again."""
 
 
-def check_verdict(expect_reference: bool, verdict: Verdict) -> None:
-    """Refuse a verdict that scores a reference where there was none, or lacks the score of one."""
-    if (verdict.reference is not None) != expect_reference:
+async def judged(
+    judge: Judge, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
+) -> Sequence[Verdict]:
+    """The verdicts on one alone, or on several together. Raises as `Judge.judge` does."""
+    if len(candidates) > 1:
+        verdicts = await judge.judge_group(rubric, row, candidates, reference)
+    else:
+        verdicts = [await judge.judge(rubric, row, *candidates[0], reference)]
+    check_verdicts(len(candidates), reference is not None, verdicts)
+    return verdicts
+
+
+def check_verdicts(count: int, expect_reference: bool, verdicts: Sequence[Verdict]) -> None:
+    """Refuse verdicts on another number of candidates, and one that scores a reference where there was none, or lacks
+    the score of one."""
+    if len(verdicts) != count:
+        raise JudgeInvalid(f"{len(verdicts)} verdicts on {count} candidates", code="judge_wrong_candidates")
+    if any((verdict.reference is not None) != expect_reference for verdict in verdicts):
         raise JudgeInvalid("the verdict is of other material", code="judge_no_reference")

@@ -42,14 +42,18 @@ class JudgedSample:
         return *self.group, self.candidate.text
 
 
-def samples(rubrics: Mapping[str, str], action_format: ActionFormat | None, calls: int) -> list[JudgedSample]:
-    """The verdicts to ask for: each answer in both orders, at least twice, `calls` at most and `MIN_CALLS` at least.
-    `rubrics` names for each rubric a branch that is judged by it. With few calls some are left out. Without an
-    `action_format` the answers are those of a policy that writes no action."""
+def samples(
+    rubrics: Mapping[str, str], action_format: ActionFormat | None, calls: int, *, of_groups: bool = False
+) -> list[list[JudgedSample]]:
+    """The verdicts to ask for, by calls: each answer in both orders, at least twice, `calls` at most and `MIN_CALLS`
+    at least. `rubrics` names for each rubric a branch that is judged by it. With few calls some are left out. Without
+    an `action_format` the answers are those of a policy that writes no action. `of_groups`: a call is for all answers
+    to a conversation. Their `candidate_first` says whether they stand in the first half, before the reference."""
     noise_set = resources.files(__package__).joinpath("noise_set.json")
     talks = json.loads(noise_set.read_text(encoding="utf-8"))  # answers from right to wrong
     # 1. As many rubrics and conversations as have all their answers asked for twice, in both orders.
     size, turns = len(talks[0]["answers"]), len(talks)
+    calls, per_call = (calls * size, size) if of_groups else (calls, 1)
     pairs = [(name, (at + turn) % turns) for turn in range(turns) for at, name in enumerate(rubrics)]
     chosen = pairs[: max(calls // (size * len(ORDERS) * MIN_REPEATS), 1)]
     # 2. Fewer answers where not even one pair has them all, the best and the worst among them.
@@ -65,21 +69,23 @@ def samples(rubrics: Mapping[str, str], action_format: ActionFormat | None, call
             documents=(talk["document"],),
         )
         reference = Answer(text=talk["reference"], passages=(), took_ms=0.0)
-        for written in (talk["answers"][place] for place in places):
-            action = NOTHING_WRITTEN if action_format is None else _action(written, action_format)
-            candidate = Answer(text=written["answer"], passages=(), took_ms=0.0)
-            inputs += [
-                JudgedSample(rubric=name, row=row, action=action, candidate=candidate, reference=reference,
-                             candidate_first=candidate_first) for candidate_first in ORDERS
-            ]  # fmt: skip
+        for first in ORDERS:
+            call = []
+            for place, written in ((place, talk["answers"][place]) for place in places):
+                action = NOTHING_WRITTEN if action_format is None else _action(written, action_format)
+                candidate = Answer(text=written["answer"], passages=(), took_ms=0.0)
+                is_first = first == (2 * place < size) if of_groups else first
+                call.append(JudgedSample(rubric=name, row=row, action=action, candidate=candidate, reference=reference,
+                                         candidate_first=is_first))  # fmt: skip
+            inputs += [call] if of_groups else [[sample] for sample in call]
     # 3. Further verdicts on the same.
-    return inputs * (calls // len(inputs))
+    return inputs * (calls // per_call // len(inputs))
 
 
 def anchors(rubrics: Mapping[str, str], action_format: ActionFormat | None, most: int) -> list[JudgedSample]:
     """Different answers, `most` at most, to be judged again and again. Arguments as in `samples`."""
     wanted = samples(rubrics, action_format, max(most * len(ORDERS) * MIN_REPEATS, MIN_CALLS))
-    return [*{sample.answer: sample for sample in wanted}.values()][:most]
+    return [*{sample.answer: sample for [sample] in wanted}.values()][:most]
 
 
 def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:

@@ -6,7 +6,8 @@ message and which text counts as a verdict. `judge_client` owns which provider i
 
 import functools
 import logging
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pydantic import BaseModel, Field, ValidationError
@@ -21,12 +22,18 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
-from salesrl_trl.reward.judge.judge_interface import ProviderUsage
-from salesrl_trl.reward.judge.verdict import judge_message, read_verdict, response_format, signed_rubric
+from salesrl_trl.reward.judge.judge_interface import Candidates, ProviderUsage
+from salesrl_trl.reward.judge.verdict import (
+    candidate_names,
+    judge_message,
+    read_verdict,
+    response_format,
+    signed_rubric,
+)
 from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+from salesrl_trl.types import Answer, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +41,9 @@ RESPONSE_FORMATS = ("auto", "json_schema", "text")
 """`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""
 
 MAX_TOKENS = 10**9  # most tokens of one call. A larger number is not counted.
+
+TOKENS_OF_SCORE, TOKENS_OF_CRITERION = 32, 8
+"""Room for each further candidate in a verdict: its name, its score and JSON, and for each criterion a number."""
 
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
 """Values of `finish_reason`, in lower case, of a text that was cut off: those of OpenAI, Gemini and Mistral."""
@@ -97,21 +107,27 @@ class Material:
     name: str
     rubric: str
     row: SalesRow
-    action: Action
-    candidate: Answer
+    candidates: Candidates  # one alone, or several that are compared with each other
     reference: Answer | None
 
     @functools.cached_property
     def key(self) -> str:
         """A hash of everything that a judge reads."""
         reference = None if self.reference is None else self.reference.text
-        material = (self.row.context, self.row.documents, self.action.as_dict(), self.candidate.text, reference)
+        written = [(action.as_dict(), answer.text) for action, answer in self.candidates]
+        material = (self.row.context, self.row.documents, written, reference)
         return cache_key(self.name, material, *map(asdict, self.row.criteria))
 
-    @property
-    def lot(self) -> int:
-        """A number from the key, in [0, 15]. It decides which answer stands first."""
-        return int(self.key[-1], 16)
+    def orders(self, count: int) -> Iterator[list[int]]:
+        """So many orders of the candidates and, behind them, the reference: by chance, the same for the same material.
+        Every second one is the one before turned round, so that each answer is in front as often as behind."""
+        places, draws = [*range(len(self.candidates) + (self.reference is not None))], random.Random(self.key)
+        for number in range(count):
+            if number % 2 == 0 and (number == 0 or len(places) > 2):
+                draws.shuffle(places)
+            else:
+                places.reverse()
+            yield [*places]
 
 
 class ProviderClient:
@@ -127,29 +143,30 @@ class ProviderClient:
         usage, self._usage = self._usage, ProviderUsage()
         return usage
 
-    async def ask(self, material: Material, *, candidate_first: bool, patient: bool) -> Verdict:
-        """A verdict by schema, or by text where that does not work. After one by text, all later requests go so."""
+    async def ask(self, material: Material, *, order: Sequence[int], patient: bool) -> list[Verdict]:
+        """The verdict on each candidate, by schema, or by text where that does not work. After one by text, all later
+        requests go so."""
         unheld = False  # the schema did not work for this material, and text has not been tried since
 
-        async def attempt() -> Verdict:
+        async def attempt() -> list[Verdict]:
             nonlocal unheld
             if not (self._by_text or unheld):
                 try:
-                    return await self._one_way(material, candidate_first, by_text=False)
+                    return await self._one_way(material, order, by_text=False)
                 except (JudgeInvalid, ServiceRejected) as error:
                     if not self._may_not_take_formats(error):
                         raise
                 unheld = True
                 await self.settings.transport.admit()
             try:
-                verdict = await self._one_way(material, candidate_first, by_text=True)
+                verdicts = await self._one_way(material, order, by_text=True)
             except ServiceError:
                 unheld = False
                 raise
             if not self._by_text:
                 self._by_text = True
                 logger.info(f"judge {self.settings.name}: no verdict by response_format; from here on by text")
-            return verdict
+            return verdicts
 
         return await self.settings.transport.call(attempt, patient=patient)
 
@@ -160,32 +177,35 @@ class ProviderClient:
             return not isinstance(error, AccessDenied) and error.code.endswith(("_http_400", "_http_422"))
         return error.code in _UNHELD
 
-    async def _one_way(self, material: Material, candidate_first: bool, *, by_text: bool) -> Verdict:
+    async def _one_way(self, material: Material, order: Sequence[int], *, by_text: bool) -> list[Verdict]:
         nonce = make_nonce()  # of the fence and of the verdict, for this one request
-        message = judge_message(
-            material.row, material.action, material.candidate, material.reference,
-            candidate_first=candidate_first, nonce=nonce,
-        )  # fmt: skip
+        message = judge_message(material.row, material.candidates, material.reference, order=order, nonce=nonce)
+        names = candidate_names(nonce, len(material.candidates))
+        shown = [names[place] for place in order if place < len(names)]
         expect_reference, criteria = material.reference is not None, material.row.criteria
+        room = (len(names) - 1) * (TOKENS_OF_SCORE + TOKENS_OF_CRITERION * len(criteria))
         body: dict[str, object] = {
             "model": self.settings.model,
             "messages": [
-                {"role": "system", "content": signed_rubric(material.rubric, nonce, criteria)},
+                {"role": "system", "content": signed_rubric(material.rubric, nonce, criteria, shown)},
                 {"role": "user", "content": message},
             ],
-            "max_completion_tokens": self.settings.max_completion_tokens,
+            "max_completion_tokens": self.settings.max_completion_tokens + room,
         }
         if self.settings.temperature is not None:
             body["temperature"] = self.settings.temperature
         if not by_text:
-            body["response_format"] = response_format(expect_reference=expect_reference, by_criteria=bool(criteria))
+            body["response_format"] = response_format(
+                expect_reference=expect_reference, by_criteria=bool(criteria), of_group=len(names) > 1
+            )
 
-        def read(answer: bytes) -> Verdict:
+        def read(answer: bytes) -> list[Verdict]:
             value = self._completion(answer)
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
-                verdict = read_verdict(
-                    _text_of(value), nonce=nonce, expect_reference=expect_reference, criteria=criteria
+                text, count = _text_of(value), len(names)
+                verdicts = read_verdict(
+                    text, nonce=nonce, expect_reference=expect_reference, criteria=criteria, count=count
                 )
             except ForeignVerdict:  # another request counts its tokens
                 raise
@@ -194,7 +214,7 @@ class ProviderClient:
                 raise
             self._count_tokens(usage, bill)
             self._usage.verdicts += 1
-            return verdict
+            return verdicts
 
         with self.settings.transport.bill() as bill:
             return await self.http.post("/chat/completions", {**body, **self.settings.extra_body}, read)

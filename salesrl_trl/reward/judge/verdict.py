@@ -6,14 +6,17 @@ the very end, signed with the request's nonce. Any other text is `JudgeInvalid`,
 
 import functools
 import json
+import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
-from salesrl_trl.types import Action, Answer, Criterion, SalesRow, Verdict
+from salesrl_trl.reward.judge.judge_interface import Candidates
+from salesrl_trl.types import Answer, Criterion, SalesRow, Verdict
 
 if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
     from openai.types.shared_params import ResponseFormatJSONSchema
@@ -22,7 +25,10 @@ MESSAGE_VERSION = 2  # version of the message. Raise it with each change: verdic
 MAX_VERDICT_CHARS = 65_536
 """Characters of a judge's text that are read, from its end. A judge may think aloud before the verdict."""
 MAX_OBJECT_STARTS = 64
-"""Most opening braces that are tried, from the end of the text. The reason in a verdict holds fewer."""
+"""Most opening braces that are tried, from the end of the text, beside those of candidates' scores. The reason in a
+verdict holds fewer."""
+ALONE = "answer"  # name of a candidate that is judged alone
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # names of sections have no digits
 
 _TWICE: dict[str, object] = {}  # stands for an object in which a key comes twice
 
@@ -30,27 +36,32 @@ _TWICE: dict[str, object] = {}  # stands for an object in which a key comes twic
 _Score = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-class _VerdictBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    nonce: str
-    candidate: _Score
-    reference: _Score | None
-    reason: str
+_FIELDS = frozenset({"nonce", "candidate", "candidates", "reference", "reason"})
+_STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-class _CriteriaVerdictBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    nonce: str
-    candidate: list[_Score]
-    reference: list[_Score] | None
-    reason: str
+@functools.cache
+def _form(of_reference: bool | None, by_criteria: bool, of_group: bool) -> type[BaseModel]:
+    """The form of a verdict. `of_reference`: whether it has a score of the reference, or `None` for either. It has the
+    same names for each request: some providers take seconds to prepare a new schema."""
+    score: Any = list[_Score] if by_criteria else _Score
+    reference: Any = {True: score, False: None, None: score | None}[of_reference]
+    named: Any = create_model("_Named", __config__=_STRICT, name=(str, ...), score=(score, ...))
+    scores: dict[str, Any] = {"candidates": (list[named], ...)} if of_group else {"candidate": (score, ...)}
+    fields = {"nonce": (str, ...), **scores, "reference": (reference, ...), "reason": (str, ...)}
+    return create_model("_Verdict", __config__=_STRICT, **fields)
 
 
 _INSTRUCTION = """
 
 End your reply with the JSON object, and write nothing after it. Begin the object with the field "nonce" that holds
 {nonce}, which shows that the verdict is yours and on these answers:
-{{"nonce": "{nonce}", "candidate": {score}, "reference": {score} or null, "reason": "<one sentence>"}}"""
+{{"nonce": "{nonce}", {candidate}, "reference": {score} or null, "reason": "<one sentence>"}}"""
+_OF_GROUP = """
+
+There are {count} candidate answers, each in a section that ends with its name: {names}. Where a reference answer is
+given, it is the anchor: score it first, then each candidate by the same measure. The order of the sections means
+nothing. Answers that are equally good have equal scores."""
 _BY_CRITERIA = """
 
 Score each answer by these {count} criteria, one by one, and by nothing else: 1 for one that it meets, 0 for one that
@@ -59,49 +70,63 @@ it does not, a number between for one that it meets in part.
 A score is a list of {count} numbers, in the order of the criteria. null stands for a reference that is not given."""
 
 
+def candidate_names(nonce: str, count: int) -> list[str]:
+    """Different names of so many candidates of a request: letters that no candidate can know. One alone has none."""
+    numbers = random.Random(nonce).sample(range(16**6), count)
+    return [f"{number:06x}".translate(_LETTERS) for number in numbers] if count > 1 else [ALONE]
+
+
 def judge_message(
-    row: SalesRow, action: Action, candidate: Answer, reference: Answer | None, *, candidate_first: bool, nonce: str
+    row: SalesRow, candidates: Candidates, reference: Answer | None, *, order: Sequence[int], nonce: str
 ) -> str:
-    """The user message: all material in sections, whose fences the nonce marks."""
-    answers = {"candidate_answer": candidate.text}
+    """The user message: all material in sections, whose fences the nonce marks. `order`: places of the candidates,
+    and behind them that of the reference, as they are shown."""
+    material = {"branch": row.branch, "conversation": row.context, "documents": "\n\n".join(row.documents)}
+    answers = []
+    for name, (action, answer) in zip(candidate_names(nonce, len(candidates)), candidates, strict=True):
+        written = {f"action_{name}": json.dumps(action.as_dict(), ensure_ascii=False)} if action.fields else {}
+        if name == ALONE and written:
+            material["action"] = written.pop(f"action_{name}")
+        answers.append({**written, f"candidate_{name}": answer.text})
     if reference is not None:
-        answers["reference_answer"] = reference.text
-    written = {"action": json.dumps(action.as_dict(), ensure_ascii=False)} if action.fields else {}
-    material = {
-        "branch": row.branch,
-        "conversation": row.context,
-        "documents": "\n\n".join(row.documents),
-        **written,
-    }
-    ordered = answers.items() if candidate_first else reversed(answers.items())
-    return fence({**material, **dict(ordered)}, nonce)
+        answers.append({"reference_answer": reference.text})
+    for place in order:
+        material |= answers[place]
+    return fence(material, nonce)
 
 
 @functools.cache
-def response_format(*, expect_reference: bool, by_criteria: bool = False) -> "ResponseFormatJSONSchema":
-    """The schema of a verdict, as the field `response_format` of a request. It has no value for the nonce: some
-    providers take seconds to prepare a new schema. A model that may choose null for the reference does so at times."""
-    base, score = (_CriteriaVerdictBody, list[_Score]) if by_criteria else (_VerdictBody, _Score)
+def response_format(
+    *, expect_reference: bool, by_criteria: bool = False, of_group: bool = False
+) -> "ResponseFormatJSONSchema":
+    """The schema of a verdict, as the field `response_format` of a request. It has no value for the nonce. A model
+    that may choose null for the reference does so at times."""
     pair, verdict = "pair" if expect_reference else "lone", "criteria" if by_criteria else "verdict"
-    fields: dict[str, Any] = {"reference": (score if expect_reference else None, ...)}
-    body = create_model(f"_{pair.title()}{verdict.title()}Body", __base__=base, **fields)
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": f"{pair}_{verdict}", "strict": True, "schema": body.model_json_schema()},
-    }
+    schema = _form(expect_reference, by_criteria, of_group).model_json_schema()
+    name = f"{pair}_{'group_' * of_group}{verdict}"
+    return {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": schema}}
 
 
-def signed_rubric(rubric: str, nonce: str, criteria: Sequence[Criterion] = ()) -> str:
-    """The system message. The rubric is not a template: only what is appended is filled in."""
-    if not criteria:
-        return rubric + _INSTRUCTION.format(nonce=nonce, score="<0 to 1>")
-    listed = "\n".join(f"{number}. {criterion.text}" for number, criterion in enumerate(criteria, 1))
-    by_criteria = _BY_CRITERIA.format(count=len(criteria), criteria=listed)
-    return rubric + by_criteria + _INSTRUCTION.format(nonce=nonce, score="[<0 to 1>, ...]")
+def signed_rubric(rubric: str, nonce: str, criteria: Sequence[Criterion] = (), names: Sequence[str] = (ALONE,)) -> str:
+    """The system message. The rubric is not a template: only what is appended is filled in. `names`: those of the
+    candidates, in the order in which they are shown."""
+    score, is_group = "[<0 to 1>, ...]" if criteria else "<0 to 1>", len(names) > 1
+    if is_group:
+        rubric += _OF_GROUP.format(count=len(names), names=", ".join(names))
+    if criteria:
+        listed = "\n".join(f"{number}. {criterion.text}" for number, criterion in enumerate(criteria, 1))
+        rubric += _BY_CRITERIA.format(count=len(criteria), criteria=listed)
+    of_each = f'"candidates": [{{"name": "{names[0]}", "score": {score}}}, ... one entry for each name]'
+    candidate = of_each if is_group else f'"candidate": {score}'
+    return rubric + _INSTRUCTION.format(nonce=nonce, score=score, candidate=candidate)
 
 
-def read_verdict(content: str, *, nonce: str, expect_reference: bool, criteria: Sequence[Criterion] = ()) -> Verdict:
-    """Read a verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce.
+def read_verdict(
+    content: str, *, nonce: str, expect_reference: bool, criteria: Sequence[Criterion] = (), count: int = 1
+) -> list[Verdict]:
+    """Read a verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce. One on
+    several candidates, as many as `count`, has a score under each of their names, once, and under no other name.
+    Returns what it says of each candidate.
 
     With `criteria` it has a score for each, and their weighted mean is the answer's.
 
@@ -109,8 +134,9 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool, criteria: 
     before the last object is read. With `expect_reference`, a reference answer was shown and must be scored. Raises
     `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
     """
+    names = candidate_names(nonce, count)
     text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
-    last = _last_object(text)
+    last = _last_object(text, MAX_OBJECT_STARTS + len(names))
     if last is _TWICE:
         raise _invalid("a verdict with a field twice", "judge_outside_schema")
     if last is None:
@@ -118,20 +144,23 @@ def read_verdict(content: str, *, nonce: str, expect_reference: bool, criteria: 
     if last.get("nonce") != nonce:
         raise _unsigned(last.get("nonce"))
     try:
-        body = (_CriteriaVerdictBody if criteria else _VerdictBody).model_validate(last)
+        said = _form(None, bool(criteria), len(names) > 1).model_validate(last).model_dump()
     except ValidationError as error:
         raise _invalid(f"a verdict in which {_faults(error)}", "judge_outside_schema") from None
-    if expect_reference and body.reference is None:
+    if expect_reference and said["reference"] is None:
         raise _invalid("a verdict without the score of the reference that was shown", "judge_no_reference")
-    if isinstance(body, _VerdictBody):
-        of_reference = body.reference if expect_reference else None
-        return Verdict(candidate=body.candidate, reference=of_reference, reason=body.reason)
-    return Verdict(
-        candidate=_mean(body.candidate, criteria),
-        reference=_mean(body.reference, criteria) if expect_reference and body.reference is not None else None,
-        reason=body.reason,
-        criteria=tuple(body.candidate),
-    )
+    named = said["candidates"] if len(names) > 1 else [{"name": ALONE, "score": said["candidate"]}]
+    scores = {entry["name"]: entry["score"] for entry in named}
+    if scores.keys() != {*names} or len(named) != len(names):
+        known = len(scores.keys() & {*names})
+        raise _invalid(f"{len(named)} scores, for {known} of {len(names)} candidates", "judge_wrong_candidates")
+    reference = said["reference"] if expect_reference else None
+    if criteria and reference is not None:
+        reference = _mean(reference, criteria)
+    shared = {"reference": reference, "reason": said["reason"]}
+    if not criteria:
+        return [Verdict(candidate=scores[name], **shared) for name in names]
+    return [Verdict(candidate=_mean(scores[name], criteria), criteria=tuple(scores[name]), **shared) for name in names]
 
 
 def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
@@ -142,21 +171,25 @@ def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
     return weighted / sum(criterion.weight for criterion in criteria)
 
 
-def verdict_from_json(value: object) -> Verdict:
-    """The verdict of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
-    if not isinstance(value, dict):
-        raise TypeError(f"a kept verdict is a {type(value).__name__}. Expected an object.")
-    return Verdict(**value)
+def verdicts_to_json(verdicts: Sequence[Verdict]) -> object:
+    """The value in the cache: an object for one verdict, a list for those of a group."""
+    values = [asdict(verdict) for verdict in verdicts]
+    return values if len(values) > 1 else values[0]
 
 
-def _last_object(text: str) -> dict[str, object] | None:
+def verdicts_from_json(value: Any) -> Sequence[Verdict]:
+    """The verdicts of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
+    return [Verdict(**each) for each in (value if isinstance(value, list) else [value])]
+
+
+def _last_object(text: str, most: int) -> dict[str, object] | None:
     """The object at the end of a text, or `_TWICE`. `None` if there is none."""
     decoder = json.JSONDecoder(
         object_pairs_hook=lambda pairs: _TWICE if len(dict(pairs)) < len(pairs) else dict(pairs)
     )
     start = len(text)
     value: dict[str, object]
-    for _ in range(MAX_OBJECT_STARTS):
+    for _ in range(most):
         start = text.rfind("{", 0, start)
         if start < 0:
             return None
@@ -190,7 +223,7 @@ def _faults(error: ValidationError) -> str:
     faults = []
     for detail in error.errors(include_input=False, include_url=False):
         name = detail["loc"][0]
-        known = name in _VerdictBody.model_fields  # both forms have these
+        known = name in _FIELDS
         faults.append(f"`{name}`: {detail['msg'].lower()}" if known else "a field stands that was not asked for")
     return "; ".join(dict.fromkeys(faults))
 

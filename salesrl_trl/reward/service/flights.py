@@ -97,8 +97,7 @@ class HedgePolicy:
         self._fraction = fraction
         self._latencies: deque[float] = deque(maxlen=WINDOW)
         self._since_refresh = 0
-        self._sent = 0
-        self._hedges = 0
+        self.sent = self.hedges = 0  # calls, and extra ones among them; counted by the caller
         self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
 
     @property
@@ -108,13 +107,7 @@ class HedgePolicy:
     @property
     def affordable(self) -> bool:
         """Whether one more extra call stays within the budget."""
-        return self._hedges + 1 <= self._fraction * self._sent
-
-    def record_sent(self) -> None:
-        self._sent += 1
-
-    def record_hedge(self) -> None:
-        self._hedges += 1
+        return self.hedges + 1 <= self._fraction * self.sent
 
     def record_answer(self, seconds: float) -> None:
         """A call was answered after `seconds`, without the time in the queue."""
@@ -172,7 +165,7 @@ class Flights:
     async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
         """Run `attempt`. If it is late, send further requests, up to `MAX_HEDGES`; the earliest success is the result.
         `number` is the request's number in `limit`."""
-        self.hedging.record_sent()
+        self.hedging.sent += 1
         flight = _Flight(attempt, number, self._failed_beside)
         self._flying[flight] = None
         if self.hedging.enabled and (self._hedge_timer is None or self._hedge_timer.done()):
@@ -214,7 +207,7 @@ class Flights:
                 return False
             flight.send(self.limit.record_sent())
             self._hedges += 1
-            self.hedging.record_hedge()
+            self.hedging.hedges += 1
             self.traffic.update(sent=1, hedges=1)
         return False
 

@@ -228,17 +228,13 @@ class Transport:
             self._limit.record_overload(number)
             self._flights.get().resize()
             raise
-        except AccessDenied as error:
-            self._traffic["failures"] += 1
-            self._breaker.record_failure(now(), probe=probe, denial=error.code)
-            self._wake()
-            raise
         except (DeadlineExceeded, BudgetSpent):
             self._abandon(probe)
             raise
-        except (ServiceUnavailable, ServiceTimeout) as error:
+        except (AccessDenied, ServiceUnavailable, ServiceTimeout) as error:
             self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
-            self._breaker.record_failure(now(), probe=probe)
+            denial = error.code if isinstance(error, AccessDenied) else None
+            self._breaker.record_failure(now(), probe=probe, denial=denial)
             self._wake()
             raise
         except ServiceError:  # the error is about this call alone: the service is alive
@@ -265,9 +261,11 @@ class Transport:
         if _out_of_patience(self._breaker, patience_s) and (paused or self._breaker.is_probing):
             raise self._held_back(code)
 
-    def _held_back(self, code: str) -> "_HeldBack":
+    def _held_back(self, code: str) -> ServiceUnavailable:
         self._traffic["held_back"] += 1
-        return _HeldBack(f"{self.service} was not asked, because its latest calls failed", code)
+        error = ServiceUnavailable(f"{self.service} was not asked, because its latest calls failed", code)
+        error.worth_retrying = False
+        return error
 
     async def _admitted(self, patience_s: float) -> int:
         """As `_permitted`, for a request that the budget lets pass."""
@@ -317,12 +315,6 @@ class Transport:
 async def _noted(service: str, attempt: Callable[[], Awaitable[T]]) -> T:
     with CallNote(service):
         return await attempt()
-
-
-class _HeldBack(ServiceUnavailable):
-    """The breaker is open and the call does not wait."""
-
-    worth_retrying = False
 
 
 def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:

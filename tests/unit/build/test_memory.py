@@ -260,8 +260,8 @@ def stage(tiny, monkeypatch, tmp_path):
             return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
 
         rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"{used_gib * 1024}, 41, python"}
-        monkeypatch.setattr(f"{memory.__name__}.estimate", weighed)
-        monkeypatch.setattr(f"{memory.__name__}.card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
+        monkeypatch.setattr(f"{cards.__name__}.estimate", weighed)
+        monkeypatch.setattr(f"{cards.__name__}.card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
 
         def ask(command, **_):
             said = next(rows[name] for name in rows if any(name in word for word in command))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from salesrl_trl.build.services_plan import StepSettings
-from salesrl_trl.build.settings import FIRST, PATHS, all_kinds, names_of_settings, parse, parse_part
-from salesrl_trl.build.settings_help import GROUPS, answer_help, settings, shown
+from salesrl_trl.build.settings import PATHS, all_kinds, names_of_settings, parse, parse_part
+from salesrl_trl.build.settings_help import FIRST, GROUPS, answer_help, settings, shown
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.errors import ConfigError

@@ -152,11 +152,17 @@ def test_examples_show_what_the_policy_wrote_first_and_last(evaluate, caplog):
         for text, reward in (("Python", 0.25), ("no", 0.0), ("Python price", None), ("other", 1.0))
     ]
     evaluate(0, 0.25, wrote=answers[:2])
-    evaluate(20, 0.5, wrote=answers[2:])
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "price é"}}}
+    conversation = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "search", "content": "one\ntwo"},
+        *answers[2].completion,
+    ]
+    evaluate(20, 0.5, wrote=[answers[2]._replace(completion=conversation), answers[3]])
     assert [line for line in caplog.messages if "example" in line or "    " in line] == [
         "held-out example 1: seller: Hello! | customer: And the price?",
         "    before reward=0.25 Python",
-        "    after  reward=n/a Python price",
+        '    after  reward=n/a search({"query": "price é"}) | search: one | two | Python price',
     ]
 
 

@@ -372,11 +372,11 @@ def deepspeed_in_16_bits(training):
 
 
 def test_checkpoints_have_room(told, policy, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.preflight.memory.parameter_count", lambda *_: 2**30)
+    monkeypatch.setattr("salesrl_trl.build.memory.shape.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
     free = {"gib": 200.0}
     monkeypatch.setattr("salesrl_trl.preflight.memory.free_gib", lambda *_: free["gib"])
-    monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.build.memory.estimate.card_here", lambda device: Card("a card", 80.0))
     asked_with = functools.partial(told, *given, stages=runner.STAGES[1:5])
     assert "free disk" not in asked_with()
     free["gib"] = 30.0

@@ -252,6 +252,25 @@ def test_a_judge_that_likes_the_first_answer_is_told(services):
     ends_as(report, NOTED, "scores a candidate 0.20 higher where it stands before the reference. Set `judge_repeats")
 
 
+def test_of_a_judge_of_groups_the_halves_of_its_order_are_compared(services):
+    def judge(system, user):
+        shown = [name for name in read_sections(user) if name.startswith(("candidate_", "reference_"))]
+        half = shown.index("reference_answer") if "candidate_answer" not in shown else 1
+        scores = {
+            name: 0.3 + 0.6 * any(words in read_sections(user)[name] for words in RIGHT) - 0.2 * (place > half)
+            for place, name in enumerate(shown)
+        }
+        named = [{"name": name.removeprefix("candidate_"), "score": scores[name]}
+                 for name in shown if name != "reference_answer"]  # fmt: skip
+        return {"candidates": named, "reference": 0.5, "reason": ""}
+
+    services.judge_by(judge)
+    report = examine(JUDGE_STAGE, services, judge_mode="group", judge_orders=1)
+    assert report.figures["judge_order_gap"] == pytest.approx(0.2) and report.figures["judge_repeat_sd"] == 0
+    assert report.figures["judge_calls"] == 32 and report.figures["judge_in_flight"] == 4  # a step's groups
+    ends_as(report, NOTED, "0.20 higher where it stands in the first half of its group. Set `judge_orders: 2`")
+
+
 def test_a_judge_that_can_not_tell_right_from_wrong_is_told(services):
     services.judge_by(lambda system, user: VERDICT)
     report = examine(JUDGE_STAGE, services)

@@ -72,7 +72,7 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
         moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name=SCORING, parts={"weights": 9.0}))
         return Estimate(card_gib=80.0, moments=moments, sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.preflight.memory.card_here", lambda _: Card("a", 80.0))
+    monkeypatch.setattr("salesrl_trl.build.memory.estimate.card_here", lambda _: Card("a", 80.0))
     monkeypatch.setattr(Scales, "shape", property(weighed))
     monkeypatch.setattr(Scales, "weigh", weighed)
     memory, _, step = examine(planned(), stages=(MEMORY_STAGE, MODEL_STAGE, STEP_STAGE))

@@ -85,10 +85,12 @@ def config(services, **given):
     return RewardConfig(**urls, **given)
 
 
-def test_the_same_judge_changes_nothing_and_no_answer_is_asked_for_again(services, rows, run):
+def test_the_same_judge_changes_nothing_and_no_answer_is_asked_for_again(services, rows, run, caplog):
     completions = [*recorded(run)]
     asked = services.calls
-    found = rejudged(config(services), completions, rows, BRANCHES)
+    with caplog.at_level("INFO"):
+        found = rejudged(config(services, judge_mode="group"), completions, rows, BRANCHES)
+    assert "`judge_mode: group` is left aside: each completion is judged again by a call of its own" in caplog.text
     assert [reward.value for reward, _ in found] == [each.reward for each in completions]
     assert [notes.verdicts for _, notes in found] == [each.verdicts for each in completions]
     assert {name: services.calls[name] - asked[name] for name in ("8b", "32b")} == {"8b": 0, "32b": 0}

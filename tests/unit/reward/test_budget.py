@@ -228,11 +228,11 @@ def test_every_request_to_a_judge_is_billed_also_the_second_of_an_attempt(
     transport, budget = limited(price=PRICE, max_attempts=1)
     client = ProviderClient(JudgeProvider(name="judge", base_url=url, model="m", transport=transport))
     action = Action(fields={"rewritten_query": "price"})
-    material = Material("fairness", "Judge.", row(), action, Answer(text="5980", passages=(), took_ms=1.0), None)
+    material = Material("fairness", "Judge.", row(), [(action, Answer(text="5980", passages=(), took_ms=1.0))], None)
 
     async def scene():
         with pytest.raises(ServiceError):
-            await client.ask(material, candidate_first=True, patient=True)
+            await client.ask(material, order=(0,), patient=True)
         await client.http.aclose()
         budget.settle()
 

@@ -36,7 +36,7 @@ PROVIDER = ProviderClient(
 READERS = {
     "completion": parse_action,
     "hollow": is_empty_text,
-    "verdict": lambda text: read_verdict(text, nonce=NONCE, expect_reference=True),
+    "verdict": lambda text: read_verdict(text, nonce=NONCE, expect_reference=True)[0],
     "rag answer": lambda text: _read_answer("rag_8b", "salesrl-1", text.encode()),
     "chat completion": lambda text: _text_of(PROVIDER._completion(text.encode())),
     "retry after": lambda text: retry_after_s({"retry-after": text[:8190]}),  # all of a header that aiohttp takes

@@ -14,9 +14,11 @@ FIVE = {f"rubric_{at}": "fairness" for at in range(5)}
 
 @pytest.mark.parametrize("rubrics", [ONE, TWO, FIVE])
 @pytest.mark.parametrize("calls", [MIN_CALLS, 15, 32, 64, 100, 1000])
-def test_every_input_is_asked_for_at_least_twice_and_in_both_orders(rubrics, calls):
-    planned = samples(rubrics, DEFAULT_FORMAT, calls)
-    times = Counter((each.answer, each.candidate_first) for each in planned)
+@pytest.mark.parametrize("of_groups", [False, True])
+def test_every_input_is_asked_for_at_least_twice_and_in_both_orders(rubrics, calls, of_groups):
+    planned = samples(rubrics, DEFAULT_FORMAT, calls, of_groups=of_groups)
+    times = Counter((each.answer, each.candidate_first) for call in planned for each in call)
+    assert {(len(call), sum(each.candidate_first for each in call)) for call in planned if of_groups} <= {(4, 2)}
     assert calls / 2 < len(planned) <= calls
     assert len(set(times.values())) == 1 and min(times.values()) >= 2
     assert {(answer, not first) for answer, first in times} == set(times)
@@ -25,7 +27,7 @@ def test_every_input_is_asked_for_at_least_twice_and_in_both_orders(rubrics, cal
 
 def test_actions_have_the_fields_of_the_run():
     own = ActionFormat(fields=("filters", "question"), query="question")
-    action = samples(ONE, own, 32)[0].action
+    action = samples(ONE, own, 32)[0][0].action
     assert (
         list(action.fields) == ["filters", "question"] and action.query == "bookkeeping course price, payment in parts"
     )
@@ -37,7 +39,7 @@ QUALITY = (0.9, 0.6, 0.3, 0.2)
 def scored(noise=0.0, gap=0.0, quality=QUALITY, calls=6400):
     """Verdicts of a judge with a known noise, and a known preference of the answer that stands first."""
     rng, planned, known = random.Random(1), samples(TWO, DEFAULT_FORMAT, calls), {}
-    for sample in planned:
+    for [sample] in planned:
         known.setdefault(sample.answer, quality[len(known) % len(quality)])
         yield sample, known[sample.answer] + rng.gauss(0, noise) + (gap / 2 if sample.candidate_first else -gap / 2)
 

@@ -27,7 +27,7 @@ from salesrl_trl.errors import ConfigError, JudgeInvalid, ModelNotFoundError, Se
 from salesrl_trl.reward.judge.verdict import read_verdict
 from salesrl_trl.run.catalogue import FAULTS, PAGE
 from salesrl_trl.run.last_words import recognised, words_of, words_of_end
-from salesrl_trl.update.run_control import RunControl, RunControlSettings
+from salesrl_trl.update.run_control import RunControl
 
 ROOT = Path(__file__).parents[3]
 
@@ -174,7 +174,7 @@ def _out_of_memory(module, function):
 
 
 def _too_few(**reasons):
-    control = RunControl(RunControlSettings(min_valid_reward_fraction=0.5, max_skipped_generations=1))
+    control = RunControl(min_valid_reward_fraction=0.5, max_skipped_generations=1)
     control.record_batch(0.0, Counter(reasons))
     control.end_step(1, is_last=False)
     return control.error

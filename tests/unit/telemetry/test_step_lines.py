@@ -18,7 +18,7 @@ LOGS = {
     "reward/fairness": 0.5,
     "reward/hallucination": None,
     "outcome/invalid_action": 0.125,
-    "time/reward_s": 0.26,
+    "time/reward_exposed_s": 0.26,
 }
 
 
@@ -26,7 +26,7 @@ def test_a_step_line_says_rewards_valid_actions_failures_and_seconds():
     line = step_line(3, 60, LOGS, BRANCHES, Counter(not_json=8, judge_timeout=1), 1.25)
     assert line == (
         "[Step 3/60] reward fairness=0.50 hallucination=n/a | valid actions 88% | "
-        "failures judge_timeout=1 not_json=8 | 1.2 s, rewards 0.26 s"
+        "failures judge_timeout=1 not_json=8 | 1.2 s, waited 0.26 s for rewards"
     )
 
 
@@ -82,6 +82,8 @@ def test_the_judges_line_says_what_kept_answers_saved_where_no_verdict_is_new():
     assert judge_line(1, {}, ("judge",), 1) == f"{none})"
     saved = {"cache/answers_saved": 32.0}
     assert judge_line(1, saved, ("judge",), 1) == f"{none}; kept answers and verdicts saved 32 calls)"
+    singly = judge_line(1, {"judge/judge/verdicts": 1.5, "judge/judged_singly": 4.0}, ("judge",), 2)
+    assert singly.endswith("={'judge': 3} (8 completions judged one by one: the call for their group failed)")
     assert "saved" not in judge_line(1, {**saved, "judge/judge/verdicts": 1.0}, ("judge",), 1)
 
 
@@ -110,10 +112,10 @@ def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
             callback.on_log(None, state, TrainerControl(), logs=logs)
     lines = [record.message for record in caplog.records[::2]]
     # 20 s, of which 16 s for the evaluation before it: 4 s, and eleven more to come
-    assert "| 20.0 s, rewards 0.26 s | avg 4.0 s, elapsed 0:20, ETA 0:44" in lines[0]
-    assert "| 3.0 s, rewards 0.26 s | avg 3.0 s, elapsed 0:23, ETA 0:30" in lines[1]
+    assert "| 20.0 s, waited 0.26 s for rewards | avg 4.0 s, elapsed 0:20, ETA 0:44" in lines[0]
+    assert "| 3.0 s, waited 0.26 s for rewards | avg 3.0 s, elapsed 0:23, ETA 0:30" in lines[1]
     # 3 s and 5 s, an evaluation on the way included: there will be more of them
-    assert "| 5.0 s, rewards 0.26 s | avg 4.0 s, elapsed 0:28, ETA 0:36" in lines[2]
+    assert "| 5.0 s, waited 0.26 s for rewards | avg 4.0 s, elapsed 0:28, ETA 0:36" in lines[2]
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.126, "0.13"), (1, "1.00"), (None, "n/a"), ("x", "n/a")])

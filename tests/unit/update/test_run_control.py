@@ -6,14 +6,14 @@ from datetime import datetime
 import pytest
 
 from salesrl_trl.errors import DivergedError, RunStopped, TooFewRewardsError
-from salesrl_trl.update.run_control import RunControl, RunControlSettings
+from salesrl_trl.update.run_control import RunControl
 
 NONE_MISSING: Counter[str] = Counter()
 
 
 def control_of(most=3, places=(), is_reached=bool, **settings):
     kept = {"min_valid_reward_fraction": 0.5, "max_skipped_generations": most, "output_dir": "runs/a"}
-    return RunControl(RunControlSettings(**kept, **settings), dict(places), is_reached=is_reached)
+    return RunControl(**kept, **settings, places=dict(places), is_reached=is_reached)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import salesrl_trl.data.demo
 from salesrl_trl.data.files import Document, load_documents
-from salesrl_trl.demo.services import language
 from salesrl_trl.demo.services.bm25_index import BM25_B, BM25_K1, KnowledgeIndex
 from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import DataError
@@ -58,14 +57,6 @@ def test_words_are_cut_and_folded(text, expected):
 
 def test_overlapping_words_hold_the_parts_of_a_long_one():
     assert words("数据分析", overlapping=True) == ["数据", "分析", "数据分析"]
-
-
-def test_chinese_is_cut_into_bigrams_without_its_tokenizer(monkeypatch):
-    monkeypatch.setattr(language, "HAS_RJIEBA", False)
-    # Pairs of neighbours: 数据, 据分, 分析; Latin words are cut as ever.
-    assert words("Python数据分析") == ["python", "数据", "据分", "分析"]
-    documents = [Document(id="1", text="数据分析课程的价格"), Document(id="2", text="上课时间在晚上")]
-    assert KnowledgeIndex(documents).search("课程价格", 1, 0.0)[0].id == "1"
 
 
 def test_language_is_that_of_most_words():

@@ -8,7 +8,7 @@ import pytest
 
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.demo.services.rag_app import NOTHING_FOUND
-from salesrl_trl.ground.fencing import fence
+from salesrl_trl.ground.fencing import fence, read_sections
 
 PRICE_ZH = "Python数据分析课程的价格是3800元。"
 HOURS_ZH = "Python数据分析课程在周三晚上七点半上课。"
@@ -167,6 +167,31 @@ def test_judge_answers_an_openai_client_with_a_verdict(judge):
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     # Four bytes a token, rounded up.
     assert usage.prompt_tokens == -(-len(judge_message().encode()) // 4)
+
+
+def test_judge_scores_each_of_a_group_as_it_scores_it_alone(judge):
+    candidates = [
+        (f"price {number}", text) for number, text in enumerate((PRICE_EN, "Parking is free.", "It costs 9."))
+    ]
+    actions = [
+        {"user_profile": f"aged {query}", "rewritten_query": query, "history_summary": ""} for query, _ in candidates
+    ]
+    whole = {name: text for name, text in read_sections(judge_message()).items() if name.split("_")[-1] not in
+             ("action", "answer")} | {"reference_answer": "Parking is free."}  # fmt: skip
+    of_each = {}
+    for name, action, (_, text) in zip("ghi", actions, candidates, strict=True):
+        of_each |= {f"action_{name}": json.dumps(action), f"candidate_{name}": text}
+    said = json.loads(ask(judge, fence(whole | of_each, NONCE)).choices[0].message.content)
+    alone = [
+        json.loads(
+            ask(judge, judge_message(action=json.dumps(action), candidate_answer=text)).choices[0].message.content
+        )
+        for action, (_, text) in zip(actions, candidates, strict=True)
+    ]
+    assert said["candidates"] == [
+        {"name": name, "score": each["candidate"]} for name, each in zip("ghi", alone, strict=True)
+    ]
+    assert said["reference"] == alone[0]["reference"] and len({each["candidate"] for each in alone}) == 3
 
 
 def test_judge_reads_the_last_user_message(judge):

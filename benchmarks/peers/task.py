@@ -1,0 +1,168 @@
+"""What all arms share: prompts, lengths of completions, rewards, and which steps count.
+
+Needs the standard library alone, because each arm runs in an environment of its own.
+
+- A step trains on 8 prompts with 8 completions each.
+- A prompt has a number of tokens that is the same for all. Its row says how long the two calls of its reward take.
+- A completion's length is drawn as in `benchmarks.lengths`. Where an arm numbers a prompt's samples, the same sample
+  has the same length in all arms; else the distribution is the same.
+- A reward takes two waits one after the other, log-normal as in `benchmarks.service`, and depends on the text alone.
+- The rows come in blocks, one for each latency, and are not shuffled. An arm that reads `ahead` steps ahead mixes two
+  blocks at their border, so the first `ahead + 1` steps and the last `ahead` steps of a block do not count.
+"""
+
+import asyncio
+import json
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PROMPTS = 8
+"""Prompts of a step."""
+GROUP = 8
+"""Completions of a prompt."""
+MICRO_BATCH = 8
+"""Completions of a micro-batch."""
+RANK = 16
+"""Of the LoRA adapter."""
+TEMPLATE = 64
+"""More tokens than a chat template adds."""
+SPREAD = 0.25
+"""Standard deviation of a wait's logarithm."""
+RATE = 1e-6
+"""Learning rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One arm's run, as it stands in its file.
+
+    Args:
+        arm (`str`):
+            Its name.
+        folder (`str`):
+            Weights, tokenizer and `texts.json`, a list of prompts.
+        prompt_tokens (`int`):
+            Tokens of a prompt, without the chat template.
+        tokens (`int`):
+            Longest completion. The shortest is a quarter of it.
+        latencies (`list[list[float]]`):
+            Median seconds of a reward's two calls, one pair for each block.
+        ahead (`int`):
+            Steps that rollouts may be ahead of training; 0 for an arm that waits.
+        warm (`int`):
+            Steps before the first block that do not count.
+        measured (`int`):
+            Counted steps of a block.
+        full (`bool`):
+            All weights are trained, not an adapter.
+        url (`str`):
+            Address of vLLM's server, without `/v1`, for the arms that use one.
+    """
+
+    arm: str
+    folder: str
+    prompt_tokens: int
+    tokens: int
+    latencies: list[list[float]]
+    ahead: int = 0
+    warm: int = 3
+    measured: int = 3
+    full: bool = False
+    url: str = ""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt_tokens + TEMPLATE + self.tokens
+
+    @property
+    def skipped(self) -> int:
+        """Steps at the start of a block that do not count."""
+        return self.ahead + 1
+
+    @property
+    def block(self) -> int:
+        """Steps of a block."""
+        return self.skipped + self.measured + self.ahead
+
+    @property
+    def steps(self) -> int:
+        """All steps of the run."""
+        return self.warm + self.block * len(self.latencies)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each prompt, in the order of training."""
+        texts = json.loads(Path(self.folder, "texts.json").read_text())
+        latency = [self.latencies[0]] * self.warm + [each for each in self.latencies for _ in range(self.block)]
+        return [
+            {"row": row, "text": texts[row % len(texts)], "rag_s": rag_s, "judge_s": judge_s}
+            for row, (rag_s, judge_s) in enumerate(each for each in latency for _ in range(PROMPTS))
+        ]
+
+    def conversations(self) -> list[dict[str, Any]]:
+        """The rows as TRL takes them."""
+        return [{**row, "prompt": [{"role": "user", "content": row["text"]}]} for row in self.rows()]
+
+    def figures(self, seconds: Sequence[float]) -> list[dict[str, Any]]:
+        """Seconds of the counted steps of each block.
+
+        Args:
+            seconds (`Sequence[float]`):
+                Of each step of the run, from its predecessor's end to its own. A run that was cut off has fewer.
+        """
+        found = []
+        for place, latency in enumerate(self.latencies):
+            start = self.warm + place * self.block + self.skipped
+            counted = [round(value, 3) for value in seconds[start : start + self.measured]]
+            mean = round(statistics.mean(counted), 3) if counted else None
+            found.append({"latency_s": latency, "counted": len(counted), "mean_s": mean, "step_s": counted})
+        return found
+
+    def write(self, path: Path) -> None:
+        """Write it to its file."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> "Plan":
+        """Read it from its file."""
+        return cls(**json.loads(path.read_text()))
+
+
+def write_result(path: Path, plan: Plan, seconds: Sequence[float], **more: Any) -> None:
+    """Write an arm's figures to a file. The file of a run that goes on is written anew."""
+    result = {
+        "arm": plan.arm, "prompt_tokens": plan.prompt_tokens, "ahead": plan.ahead, "blocks": plan.figures(seconds),
+        "all_s": [round(value, 3) for value in seconds], **more,
+    }  # fmt: skip
+    path.write_text(json.dumps(result))
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion, which may be a conversation."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def score_of(text: str) -> float:
+    """A reward between 0 and 1."""
+    return random.Random(text).random()
+
+
+async def scored(text: str, rag_s: float, judge_s: float) -> float:
+    """The reward of a text, after the two waits."""
+    draw = random.Random(f"{text} wait")
+    for median_s in (rag_s, judge_s):
+        await asyncio.sleep(median_s * math.exp(draw.gauss(0.0, SPREAD)))
+    return score_of(text)
+
+
+async def batch_scored(
+    prompts: Sequence[Any], completions: Sequence[Any], rag_s: Sequence[float], judge_s: Sequence[float], **_: Any
+) -> list[float]:
+    """The rewards of a batch, as TRL calls for them: all waits at once."""
+    texts = map(text_of, completions)
+    return await asyncio.gather(*(scored(*each) for each in zip(texts, rag_s, judge_s, strict=True)))

@@ -1,0 +1,134 @@
+"""One call for neighbours that are scored together: the completions of a prompt, or of a batch.
+
+Owns when the call is made, for whom, and who gets which of its results. `functions` and `judge_reward` use it.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from salesrl_trl.recording.completion_record import CompletionRecord, noted_in
+from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.scorer import Per
+from salesrl_trl.reward.service.event_loop import now, remaining_s
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Together(Generic[A, R]):
+    """Makes one `call` for the completions of each unit that `per` says. It gets what is known of those that are
+    ready, in the order of their places, and returns a result for each."""
+
+    def __init__(self, per: Per, call: Callable[[Sequence[A]], Awaitable[Sequence[R]]]) -> None:
+        self._per = per
+        self._call = call
+        self._units: dict[tuple[int, int, int], _Neighbours[A, R]] = {}  # by batch, first place and round
+
+    @contextlib.contextmanager
+    def entered(self, sample: Sample) -> Iterator["Member[A, R]"]:
+        """Inside the block the others of its unit wait for this completion until it is ready. One that leaves the
+        block before that is left out. One that is cancelled is given up with its unit, or comes in the next round."""
+        size = self._per.size(sample.group, sample.size)
+        first = sample.place - sample.place % size
+        key = (sample.batch, first, sample.round)
+        unit = self._units.setdefault(key, _Neighbours(min(size, sample.size - first), self._call))
+        unit.enter()
+        member = Member(sample.place, unit)
+        try:
+            yield member
+        except asyncio.CancelledError:
+            self._units.pop(key, None)
+            raise
+        finally:
+            if not member.is_ready and key in self._units:
+                unit.settle()
+            if unit.is_over:
+                self._units.pop(key, None)
+
+
+@dataclass(eq=False, slots=True)
+class Member(Generic[A, R]):
+    """A completion on its way to a shared call."""
+
+    place: int
+    unit: "_Neighbours[A, R]"
+    is_ready: bool = False
+    has_call: asyncio.Event = field(default_factory=asyncio.Event)
+    call: "asyncio.Task[dict[int, R]] | None" = None
+    others: "set[Member[A, R]]" = field(default_factory=set)  # all that wait for the call, this one too
+    started: float = 0.0  # when the call began, on `time.perf_counter`'s scale
+    record: CompletionRecord = field(default_factory=CompletionRecord)  # of the call's requests
+
+    async def result(self, item: A) -> R:
+        """Its result of the call, which is made once nobody else can come, and cancelled once nobody waits."""
+        self.is_ready = True
+        self.unit.settle((self, item))
+        try:
+            await self.has_call.wait()
+            assert self.call is not None
+            return (await asyncio.shield(self.call))[self.place]
+        finally:
+            self.others.discard(self)
+            if self.call is not None and not self.others:
+                self.call.cancel()
+
+    def note(self, record: CompletionRecord, path: str) -> None:
+        """Add the call's requests to a completion's record, with this path where they have none."""
+        calls = [replace(call, path=call.path or path) for call in self.record.calls]
+        record.add(CompletionRecord(calls=calls, queue_s=self.record.queue_s))
+
+
+class _Neighbours(Generic[A, R]):
+    """The completions of one unit. Where some are late, the others do not wait for them longer than half of the time:
+    these then have calls of their own."""
+
+    def __init__(self, size: int, call: Callable[[Sequence[A]], Awaitable[Sequence[R]]]) -> None:
+        self._size = size
+        self._call = call
+        self._entered = self._known = 0  # how many began, and how many are ready or left out
+        self._ready: list[tuple[Member[A, R], A]] = []  # without a call
+        self._context: contextvars.Context | None = None  # of the last to begin: it has the most time
+        self._ends = math.inf  # when nobody waits for the late ones any more, on the event loop's clock
+
+    @property
+    def is_over(self) -> bool:
+        return self._known == self._size
+
+    def enter(self) -> None:
+        self._entered += 1
+        if self._entered == self._size:
+            self._context = contextvars.copy_context()
+            if math.isfinite(left_s := remaining_s()):
+                self._ends = now() + left_s / 2
+                asyncio.get_running_loop().call_at(self._ends, self._begin)
+
+    def settle(self, *ready: tuple[Member[A, R], A]) -> None:
+        """A further one is ready, or is left out."""
+        self._ready += ready
+        self._known += 1
+        if self.is_over or now() >= self._ends:
+            self._begin()
+
+    def _begin(self) -> None:
+        asked, self._ready = sorted(self._ready, key=lambda ready: ready[0].place), []
+        if not asked:
+            return
+        call = asyncio.get_running_loop().create_task(self._run(asked), context=self._context)
+        others = {member for member, _ in asked}
+        for member in others:
+            member.call, member.others = call, others
+            member.has_call.set()
+
+    async def _run(self, asked: Sequence[tuple[Member[A, R], A]]) -> dict[int, R]:
+        started, record = time.perf_counter(), CompletionRecord()
+        for member, _ in asked:
+            member.started, member.record = started, record
+        with noted_in(record):
+            results = await self._call([item for _, item in asked])
+        return {member.place: result for (member, _), result in zip(asked, results, strict=True)}
