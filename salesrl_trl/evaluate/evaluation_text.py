@@ -7,9 +7,8 @@ from pathlib import Path
 
 from salesrl_trl.evaluate.findings import ALL, LABELS, EvaluationFindings
 from salesrl_trl.evaluation.row_statistics import FEW_ROWS, Mean
-from salesrl_trl.ground.tables import filled
+from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
 
-UNKNOWN = "n/a"
 FEW = "*"
 _OF_POLICIES = ("policy", "answers", "branch", "reward", "95 % interval", "rows scored", "valid", "unscored", "tokens",
                 "truncated")  # fmt: skip
@@ -20,7 +19,7 @@ def text_of(findings: EvaluationFindings) -> str:
     """The whole text, with a line of what was scored too little to be judged."""
     answered = [
         (
-            *((of.label, of.mode) if name == ALL else ("", "")), name, _number(group.reward.value),
+            *((of.label, of.mode) if name == ALL else ("", "")), name, number(group.reward.value, "z.3f"),
             _interval(group.reward), f"{group.reward.rows} of {group.reward.total}", f"{group.valid:.1%}",
             f"{group.unscored:.1%}", f"{group.tokens:.1f}", f"{group.truncated:.1%}",
         )
@@ -29,8 +28,8 @@ def text_of(findings: EvaluationFindings) -> str:
     ]  # fmt: skip
     changes = [
         (
-            mode if name == ALL else "", name, _number(change.value, "+"), _interval(change, "+"),
-            "<0.001" if change.p is not None and change.p < 0.001 else _number(change.p),
+            mode if name == ALL else "", name, number(change.value, "+z.3f"), _interval(change, "+"),
+            "<0.001" if change.p is not None and change.p < 0.001 else number(change.p),
             str(change.better), str(change.worse), str(change.equal), f"{change.rows} of {change.total}",
         )
         for mode, by_branch in findings.differences.items()
@@ -52,12 +51,8 @@ def text_of(findings: EvaluationFindings) -> str:
     )
 
 
-def _number(value: float | None, sign: str = "") -> str:
-    return UNKNOWN if value is None else f"{value:{sign}z.3f}"
-
-
 def _interval(mean: Mean, sign: str = "") -> str:
     if mean.interval is None:
-        return UNKNOWN
-    low, high = (_number(end, sign) for end in mean.interval)
+        return NOT_KNOWN
+    low, high = (number(end, f"{sign}z.3f") for end in mean.interval)
     return f"{low} to {high}{FEW if mean.is_few else ''}"

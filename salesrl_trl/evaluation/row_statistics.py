@@ -7,7 +7,7 @@ Student's t over rows: a bootstrap of so few rows would be too narrow (docs/EVAL
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
@@ -54,11 +54,15 @@ class Difference(Mean):
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
+def mean(values: Collection[float]) -> float | None:
+    """The mean; `None` without values."""
+    return statistics.fmean(values) if values else None
+
+
 def mean_of(values: Sequence[float]) -> Mean:
     """The mean of the rows. A row without a value is NaN."""
     known = [value for value in values if not math.isnan(value)]
-    mean = statistics.fmean(known) if known else None
-    return Mean(total=len(values), rows=len(known), value=mean, interval=_interval(known))
+    return Mean(total=len(values), rows=len(known), value=mean(known), interval=_interval(known))
 
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:

@@ -215,10 +215,7 @@ class Ready:
     """A `Handle` of a generation that is over."""
 
     sampled: Sampled
-
-    @property
-    def is_ready(self) -> bool:
-        return True
+    is_ready = True
 
     def result(self) -> Sampled:
         return self.sampled
@@ -236,14 +233,21 @@ class Begun:
     is_ready: bool = False
 
 
-class WholeBatch:
-    """TRL's own generation (`_generate`), a whole batch at once: none is reported before."""
+Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
 
-    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig) -> None:
-        self._generate = generate
-        self._owner = owner
+
+class WholeBatch:
+    """TRL's own generation (`_generate`), a whole batch at once: none is reported before. With `converse`, completions
+    may call tools: each goes through its turns by itself (`generation.conversations`), and is reported at its end."""
+
+    def __init__(
+        self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, converse: Converse | None = None
+    ) -> None:
+        self._generate, self._owner, self._converse = generate, owner, converse
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
+        if self._converse is not None:
+            return self._converse(prompts, finished, ahead)
         return Ready(self._generate(prompts))
 
     @contextlib.contextmanager
@@ -283,21 +287,6 @@ class Streamed(WholeBatch):
         track = f"vLLM server {requests.lane + 1}"
         span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
         return replace(sampled, spans=[span])
-
-
-Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
-
-
-class Conversing(WholeBatch):
-    """Completions that may call tools: each goes through its turns by itself (`generation.conversations`), and is
-    reported when it has ended."""
-
-    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, converse: Converse) -> None:
-        super().__init__(generate, owner)
-        self._converse = converse
-
-    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        return self._converse(prompts, finished, ahead)
 
 
 VISION_FIELDS = (

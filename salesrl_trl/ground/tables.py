@@ -1,12 +1,19 @@
 """Tables and texts for a terminal.
 
-Owns the padding of columns, and how a template becomes a text. Called by the commands that print figures.
+Owns the words for a number, the padding of columns, and how a template becomes a text. Commands call it.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
+
+NOT_KNOWN = "n/a"
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """`0.412`; `n/a` for `None`."""
+    return NOT_KNOWN if value is None else format(value, form)
 
 
 def aligned(rows: Sequence[Sequence[object]], left: int = 1) -> list[str]:

@@ -34,13 +34,9 @@ class BranchedKL:
         self._reported: set[str] = set()  # branches whose share was said to shrink
         self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
 
-    @property
-    def betas(self) -> list[float]:
-        return self.control.betas
-
     def penalty(self, inputs: MicroBatch, scale: float = 1.0) -> BranchPenalty:
         """The penalty of one of TRL's micro-batches, with the current coefficients times `scale`."""
-        return BranchPenalty(inputs, [scale * beta for beta in self.betas], self.settings, self.control.shares)
+        return BranchPenalty(inputs, [scale * beta for beta in self.control.betas], self.settings, self.control.shares)
 
     def add(self, penalty: BranchPenalty) -> None:
         """Add what the penalty measured of its micro-batch. Its loss must have been computed."""

@@ -21,7 +21,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.shared_prompts import support
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.row_layout import Group, Layout, Row, groups_of, layout_of
-from salesrl_trl.shared_prompts.shared_attention import LAYOUT, LayoutLostError, install, stand_in_mask
+from salesrl_trl.shared_prompts.shared_attention import LAYOUT, LayoutLostError, install
 
 logger = get_logger(__name__)
 
@@ -174,7 +174,7 @@ class SharedPrompts:
         with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
             outputs = model(
                 input_ids=row.input_ids,
-                attention_mask=stand_in_mask(ids.device),
+                attention_mask=ids.new_ones((1, 1, 1, 1), dtype=torch.bool),  # handed on as it is: models make none
                 position_ids=row.position_ids,
                 shift_labels=row.labels,
                 fused_lm_head=True,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from salesrl_trl.ground.tables import NOT_KNOWN, number
+
 _ENVIRONMENT = Environment(loader=PackageLoader("salesrl_trl.view"), autoescape=True, undefined=StrictUndefined)
 _ENVIRONMENT.filters["kind"] = lambda value: type(value).__name__
-NOT_KNOWN = "n/a"
 NAME_CHARS = 40  # longest name that is shown. A reason code is a few words. A longer name came from elsewhere.
 
 
@@ -20,11 +21,6 @@ def shown(name: str, most: int = NAME_CHARS) -> str:
     """A name from a file: printable, on one line and not too long. The templates escape HTML."""
     text = "".join(char if char.isprintable() else "?" for char in name)
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def number(value: float | None, form: str = ".3f") -> str:
-    """`0.412`; `n/a` for `None`."""
-    return NOT_KNOWN if value is None else format(value, form)
 
 
 figure = partial(number, form=".3g")
