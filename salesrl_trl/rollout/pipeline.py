@@ -63,8 +63,8 @@ class Rollout:
         self.left = parts(len(self.inputs), 1, self.group)
 
     @classmethod
-    def joined(cls, groups: "Sequence[Group]", head: "Rollout", rewards: RewardBatch) -> "Rollout":
-        """Groups of several rollouts. The figures of generation are those of `head`."""
+    def joined(cls, groups: Sequence[tuple["Rollout", range]], head: "Rollout", rewards: RewardBatch) -> "Rollout":
+        """Groups at these places of several rollouts. The figures of generation are those of `head`."""
         of_groups = [(rollout, slice(places.start, places.stop)) for rollout, places in groups]
         logps = [each.behaviour_logps[own] for each, own in of_groups if each.behaviour_logps is not None]
         width = max((logp.size(1) for logp in logps), default=0)  # each is padded as its batch was
@@ -94,9 +94,6 @@ class Rollout:
             return {}, 0
         self.is_reported = True
         return self.sampled.metrics, self.sampled.tokens
-
-
-Group = tuple[Rollout, range]  # completions of a prompt, at these places of their rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
