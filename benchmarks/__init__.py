@@ -14,6 +14,7 @@ docs/EXPERIMENTS.md holds the figures and their commands.
 - `engine`: what settings of vLLM do for generation;
 - `peers`: stock TRL, TRL's AsyncGRPO, verl and Unsloth beside this package;
 - `sharding`: ZeRO-2, ZeRO-3 and FSDP2 beside one process with the same batch;
+- `speculation`: n-gram and suffix drafts in rollouts;
 - `timing`: the cost of measuring;
 - `kl_simulate`: KL laws (`kl_laws`) against a simulated run (`kl_plant`);
 - `kl_control`: KL laws beside fixed coefficients, in real training;

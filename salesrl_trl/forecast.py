@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
+from salesrl_trl.ground.command_line import exit_code
+from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.names import TRACE_FILE, Phase
 
-PROGRAM = "python -m salesrl_trl.forecast"
 PLAYED = 400  # steps. The mean of a run whose rewards vary by a third is then exact within some 2 %
 _NOT_OF_A_STEP = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.LOGGING)
 _REWARD = re.compile(r"reward (\d+)(?: ahead (\d+))?")
@@ -175,22 +175,15 @@ def _ended(track: str, spans: Iterable[dict[str, Any]]) -> Iterable[tuple[float,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecasts. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="What a step would take with other settings.")
-    parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's folder")
-    parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2, 4, 8], metavar="N")
-    parser.add_argument("--slots", type=int, default=0, metavar="N", help="rewards at once; all by default")
-    parser.add_argument("--deadline", type=float, default=0.0, metavar="S", help="seconds of a reward at most")
-    parser.add_argument("--server", action="store_true", help="vLLM on a card of its own")
-    args = parser.parse_args(argv)
+    return exit_code("forecast", argv, _print)
+
+
+def _print(args: argparse.Namespace) -> None:
     if min(args.lookahead) < 0 or args.slots < 0 or args.deadline < 0:
-        parser.error("a number below 0")
+        raise ConfigError("a number is below 0. Expected 0 or more")
     if args.server and 0 in args.lookahead:
         args.lookahead.remove(0)  # nothing goes on beside training then
-    try:
-        run = read(args.output_dir)
-    except ConfigError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    run = read(args.output_dir)
     print(f"measured over {len(run.steps)} steps: {run.step_s:.2f} s a step, {run.waited_s:.2f} s of them waiting")
     for lookahead in args.lookahead:
         seconds, waited = forecast(run, lookahead, slots=args.slots, deadline_s=args.deadline, server=args.server)
@@ -198,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.deadline:
         late = statistics.mean(reward.seconds > args.deadline for step in run.steps for reward in step.rewards)
         print(f"{late:.1%} of the completions have no reward after {args.deadline:g} s.")
-    return 0
 
 
 if __name__ == "__main__":

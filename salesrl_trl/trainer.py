@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, GRPOTrainer
 
@@ -47,7 +47,6 @@ from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.telemetry.step_lines import take_over_the_console
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import tell
 from salesrl_trl.wiring.components import Components
@@ -121,7 +120,10 @@ class SalesGRPOTrainer(TRLAccess):
                 setattr(self, name, with_ids(getattr(self, name), row))
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
-        take_over_the_console(self, *components.connect(self._hooks(), sampler, quick_eval))
+        for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
+            self.remove_callback(stock)
+        for callback in components.connect(self._hooks(), sampler, quick_eval):
+            self.add_callback(callback)
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object

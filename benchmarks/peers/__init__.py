@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers --arms stock ours_2 verl_sync verl_async_2 unsloth --latency 0 0 --latency 5.6 3.2
     python -m benchmarks.peers --shape 3b --full --arms async_1 ours_server_1 ours_server_4    # two GPUs
+    python -m benchmarks.peers --shape 1.5b --full --dtype float32 --arms ours_2 pair_2 ours_server_2    # two GPUs
     python -m benchmarks.peers.environment verl /tmp/verl    # builds an arm's environment
 
 - `task` is what all arms share: prompts, lengths, rewards, the count of steps. It needs the standard library alone.

@@ -3,11 +3,12 @@
     python -m benchmarks.peers --arms stock ours_2 --python verl=/tmp/verl/bin/python --json FILE
 
 - Makes the weights and the prompts once; every arm reads them.
-- `--python ARM=PATH` names the interpreter of an arm's environment, `--site ARM=FOLDERS` goes in front of its
+- `--python ARM=PATH` names the interpreter of an arm's environment, `--site ARM=FOLDERS` stands in place of its
   `PYTHONPATH`. ARM is the beginning of an arm's name: `verl` stands for all arms of verl.
 - An arm that fails, or takes longer than `--limit`, leaves the steps that it made and the end of its log.
 - `async_N`, TRL's AsyncGRPO, and `ours_server_N` use vLLM's server on another GPU (`--server_gpu`), and get one of
-  their own.
+  their own. `--server_options "--data-parallel-size 2"` with two such GPUs makes it data-parallel.
+- `pair_N` is this package in two processes, a card and an engine each, with twice the completions of a step.
 """
 
 import argparse
@@ -29,8 +30,16 @@ from benchmarks.peers.task import PROMPTS, Plan
 from benchmarks.vllm_server import for_training, vllm_server
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"stock": "trl_arm", "ours": "trl_arm", "async": "async_arm", "verl": "verl_arm", "unsloth": "unsloth_arm"}
+MODULES = {
+    "stock": "trl_arm",
+    "ours": "trl_arm",
+    "pair": "trl_arm",
+    "async": "async_arm",
+    "verl": "verl_arm",
+    "unsloth": "unsloth_arm",
+}
 """By the beginning of an arm's name."""
+LAUNCH = ("--config_file", "accelerate_configs/debug.yaml", "--multi_gpu", "--num_processes")
 TOKENS = {"tiny": 24}
 TEXTS = 40 * PROMPTS
 WORDS = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")
@@ -57,7 +66,7 @@ def make_weights(shape: str, folder: Path, prompt_tokens: int) -> None:
 
 def environment_of(arm: str, sites: dict[str, str], gpus: str | None) -> dict[str, str]:
     """The variables of an arm's process."""
-    paths = [str(ROOT), *filter(None, (sites.get(kind(arm)), os.environ.get("PYTHONPATH")))]
+    paths = [str(ROOT), sites.get(kind(arm), os.environ.get("PYTHONPATH", ""))]
     own = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **own} | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
 
@@ -69,17 +78,18 @@ def run_arm(plan: Plan, args: argparse.Namespace, scratch: Path) -> dict[str, An
     began = time.perf_counter()
     ended: int | str
     with contextlib.ExitStack() as stack:
-        gpus = None
+        gpus = None if plan.processes > 1 else "0"
         if "server" in plan.arm or kind(plan.arm) == "async":
             options = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.8", *for_training(plan.longest))
             server = vllm_server(
                 Path(plan.folder), args.logs / f"{plan.arm}.server.log", *options, *args.server_options.split(),
                 CUDA_VISIBLE_DEVICES=args.server_gpu,
             )  # fmt: skip
-            plan, gpus = Plan(**{**_fields(plan), "url": stack.enter_context(server)}), "0"
+            plan = Plan(**{**_fields(plan), "url": stack.enter_context(server)})
         plan.write(path)
         python = args.python.get(kind(plan.arm), sys.executable)
-        command = [python, "-m", f"benchmarks.peers.{MODULES[kind(plan.arm)]}", str(path), str(out)]
+        launch = ["-m", "accelerate.commands.launch", *LAUNCH, str(plan.processes)] if plan.processes > 1 else []
+        command = [python, *launch, "-m", f"benchmarks.peers.{MODULES[kind(plan.arm)]}", str(path), str(out)]
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 command, stdout=stream, stderr=stream, cwd=ROOT, env=environment_of(plan.arm, args.site, gpus)
@@ -123,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--prompt_tokens", type=int, default=1024)
     made.add_argument("--latency", nargs=2, type=float, action="append", metavar=("RAG_S", "JUDGE_S"))
     made.add_argument("--full", action="store_true", help="train all weights; the default is LoRA of rank 16")
+    made.add_argument("--dtype", default="bfloat16", help="of the trainer's weights, on a GPU")
     made.add_argument("--measured", type=int, default=3, help="counted steps of a block of an arm that waits")
     made.add_argument("--measured_ahead", type=int, default=6, help="the same for an arm that reads ahead")
     made.add_argument("--warm", type=int, default=3)
@@ -152,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             plan = Plan(
                 arm=arm, folder=str(folder), prompt_tokens=args.prompt_tokens, tokens=TOKENS.get(args.shape, 256),
                 latencies=args.latency or [[0.0, 0.0]], ahead=ahead, warm=args.warm, full=args.full,
-                measured=args.measured_ahead if ahead else args.measured,
+                measured=args.measured_ahead if ahead else args.measured, dtype=args.dtype,
+                processes=2 if kind(arm) == "pair" else 1,
             )  # fmt: skip
             found = run_arm(plan, args, Path(scratch)) | {"shape": args.shape}
             print(line(found), flush=True)

@@ -22,7 +22,9 @@ class Clock(TrainerCallback):
         self._ends: list[float] = []
         self._lengths: list[float] = []
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.synchronize()

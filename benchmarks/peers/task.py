@@ -60,6 +60,10 @@ class Plan:
             Counted steps of a block.
         full (`bool`):
             All weights are trained, not an adapter.
+        dtype (`str`):
+            Of the trainer's weights. Passes are in bfloat16 on a GPU.
+        processes (`int`):
+            Processes of the trainer, a card each. Each has its own engine, and trains on as much as one alone.
         url (`str`):
             Address of vLLM's server, without `/v1`, for the arms that use one.
     """
@@ -73,6 +77,8 @@ class Plan:
     warm: int = 3
     measured: int = 3
     full: bool = False
+    dtype: str = "bfloat16"
+    processes: int = 1
     url: str = ""
 
     @property
@@ -101,7 +107,7 @@ class Plan:
         latency = [self.latencies[0]] * self.warm + [each for each in self.latencies for _ in range(self.block)]
         return [
             {"row": row, "text": texts[row % len(texts)], "rag_s": rag_s, "judge_s": judge_s}
-            for row, (rag_s, judge_s) in enumerate(each for each in latency for _ in range(PROMPTS))
+            for row, (rag_s, judge_s) in enumerate(each for each in latency for _ in range(PROMPTS * self.processes))
         ]
 
     def conversations(self) -> list[dict[str, Any]]:
@@ -136,7 +142,8 @@ class Plan:
 def write_result(path: Path, plan: Plan, seconds: Sequence[float], **more: Any) -> None:
     """Write an arm's figures to a file. The file of a run that goes on is written anew."""
     result = {
-        "arm": plan.arm, "prompt_tokens": plan.prompt_tokens, "ahead": plan.ahead, "blocks": plan.figures(seconds),
+        "arm": plan.arm, "prompt_tokens": plan.prompt_tokens, "ahead": plan.ahead, "full": plan.full,
+        "processes": plan.processes, "dtype": plan.dtype, "blocks": plan.figures(seconds),
         "all_s": [round(value, 3) for value in seconds], **more,
     }  # fmt: skip
     path.write_text(json.dumps(result))

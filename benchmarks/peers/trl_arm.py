@@ -1,4 +1,4 @@
-"""The arms on TRL's trainer: `stock`, and this package's `ours_N` and `ours_server_N`, N steps ahead.
+"""The arms on TRL's trainer: `stock`, and this package's `ours_N`, `ours_server_N` and `pair_N`, N steps ahead.
 
 python -m benchmarks.peers.trl_arm PLAN OUT
 """
@@ -45,7 +45,7 @@ def settings_of(plan: Plan, output_dir: str) -> dict[str, Any]:
 def main(plan: Plan, out: Path) -> None:
     """Train, and write the figures."""
     stock, server = plan.arm == "stock", "server" in plan.arm
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    dtype = getattr(torch, plan.dtype) if torch.cuda.is_available() else torch.float32
     model = AutoModelForCausalLM.from_pretrained(plan.folder, dtype=dtype)
     settings = settings_of(plan, tempfile.mkdtemp()) | {
         "beta": 0.0, "use_vllm": True, "vllm_mode": "server" if server else "colocate", "shuffle_dataset": False,

@@ -11,6 +11,7 @@ from typing import Any
 
 os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
 os.environ.setdefault("UNSLOTH_VLLM_STANDBY", "0")
+os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", tempfile.mkdtemp())
 
 import unsloth  # noqa: F401  before TRL, which it rewrites
 from datasets import Dataset

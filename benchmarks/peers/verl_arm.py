@@ -89,7 +89,7 @@ def command(plan: Plan, scratch: Path) -> list[str]:
         "trainer.val_before_train": False, "trainer.test_freq": -1, "trainer.resume_mode": "disable",
         "trainer.total_training_steps": plan.steps, "trainer.default_local_dir": scratch / "checkpoints",
         "+ray_kwargs.ray_init.include_dashboard": False, "+ray_kwargs.ray_init.num_gpus": 1,
-        "ray_kwargs.ray_init.num_cpus": 32,  # places, not cores: its actors outnumber the cores of a small host
+        "ray_kwargs.ray_init.num_cpus": 16,  # places, not cores: its actors outnumber the cores of a small host
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     }  # fmt: skip
     if not plan.full:

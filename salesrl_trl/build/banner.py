@@ -105,13 +105,8 @@ def _prompt(data: DataConfig, reward: RewardConfig) -> str:
 
 
 def _rag(reward: RewardConfig) -> str:
-    if reward.rag is not None:
-        return reward.rag
-    if reward.rag_base_url is not None:
-        return reward.rag_base_url
-    if reward.knowledge_file is not None:
-        return f"embedded, over {reward.knowledge_file}"
-    return "embedded, over the demo's course catalogue (your own: --rag_base_url http://HOST:PORT)"
+    over = reward.knowledge_file or "the demo's course catalogue (your own: --rag_base_url http://HOST:PORT)"
+    return reward.rag or reward.rag_base_url or f"embedded, over {over}"
 
 
 def _judge(reward: RewardConfig) -> str:

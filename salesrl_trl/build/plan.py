@@ -6,7 +6,7 @@ kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, 
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,18 +17,18 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from salesrl_trl.build.checks import model as policy_checks
 from salesrl_trl.build.checks.addresses import check_vllm_server
-from salesrl_trl.build.checks.dataset import held_out_records, prompt_limit, prompt_of, rows_of
+from salesrl_trl.build.checks.dataset import prompt_limit, prompt_of, rows_of
 from salesrl_trl.build.memory.estimate import Estimate
 from salesrl_trl.build.services_plan import ServicesPlan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
 from salesrl_trl.data.files import read_yaml
-from salesrl_trl.data.form import Records
+from salesrl_trl.data.form import Part, Records, part_of
 from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.processor import load_processor
-from salesrl_trl.data.sources import prompt_dataset
+from salesrl_trl.data.sources import load_records, prompt_dataset
 from salesrl_trl.data.templates import PromptTemplate
 from salesrl_trl.types import SalesRow
 
@@ -67,9 +67,15 @@ class Plan(ServicesPlan):
 
     @cached_property
     def held_out_records(self) -> list[Records]:
-        """The records to evaluate on, by dataset. None if nothing is to be evaluated."""
-        config = self.config
-        return held_out_records(config.data, config.reward, lambda: self.own_records) if self.evaluates else []
+        """The records to evaluate on: of each dataset a share, or a source of their own. None if nothing is to be
+        evaluated. Raises `DataError` if a dataset has none."""
+        directly = not self.config.reward.has_chain
+        return [
+            part_of(self.own_records[number], source.form(), Part.HELD_OUT)
+            if source.held_out_share
+            else replace(load_records(*source.eval_source, source.eval_form(directly)), row_name="held-out")
+            for number, source in enumerate(self.config.data.sources if self.evaluates else ())
+        ]
 
     @property
     def evaluates(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from salesrl_trl.build.assembly import addresses
 from salesrl_trl.build.checks.reward import RewardParts, read_reward
 from salesrl_trl.config import DataConfig, RewardConfig
+from salesrl_trl.data.form import Part, part_of
 from salesrl_trl.types import ALL, SalesRow
 
 if TYPE_CHECKING:
@@ -85,9 +86,11 @@ class ServicesPlan:
 
     @cached_property
     def train_records(self) -> "list[Records]":
-        from salesrl_trl.build.checks.dataset import training_records  # brings pandas
-
-        return training_records(self.config.data, self.own_records)
+        """The records to train on, by dataset. Raises `DataError` if one has none."""
+        return [
+            part_of(records, source.form(), Part.TRAINING if source.held_out_share else Part.ALL)
+            for source, records in zip(self.config.data.sources, self.own_records, strict=True)
+        ]
 
     @property
     def branches_of_rows(self) -> list[str]:
@@ -98,6 +101,7 @@ class ServicesPlan:
     @cached_property
     def train_rows(self) -> list[SalesRow]:
         """All training rows, with those whose prompts are too long."""
-        from salesrl_trl.build.checks.dataset import training_rows  # brings pandas
+        from salesrl_trl.build.checks.dataset import rows_of  # brings pandas
 
-        return training_rows(self.config.data, self.train_records, self.config.training.branches)
+        data, branches = self.config.data, self.config.training.branches
+        return rows_of(self.train_records, branches, data.max_train_rows, [source.entry for source in data.sources])

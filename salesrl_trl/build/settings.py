@@ -178,7 +178,7 @@ class SettingsParser(TrlParser):
             if not recipe or not all(isinstance(name, str) for name in recipe):
                 self._refused.tell()  # checks of other values than the recipe's would mislead
             find_modules_in(file.absolute().parent)  # beside a recipe may be its reward functions
-        self._given = {name.removeprefix("--").replace("-", "_") for name in _options(argv)}  # --max-steps is read too
+        self._given = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:
             self.set_defaults_with_config()
@@ -280,11 +280,8 @@ class SettingsParser(TrlParser):
         except yaml.YAMLError as error:
             fault = str(error)
             if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
-                # the place alone, without the line itself: it may hold a key
-                parts = (
-                    (error.context, error.context_mark),
-                    (error.problem, mark),
-                )  # begins in one line, ends in another
+                # The place alone, without the line itself: it may hold a key. It begins in one line, ends in another.
+                parts = ((error.context, error.context_mark), (error.problem, mark))
                 fault = ", ".join(f"{text} (line {at.line + 1}, column {at.column + 1})" for text, at in parts if at)
             raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
         if not isinstance(recipe, dict):
@@ -360,11 +357,6 @@ def _is_own_task(settings: Namespace) -> bool:
     return bool(functions) and SALES not in functions and str(rows).partition(":")[0] not in (DEMO, DEMO_PICTURES)
 
 
-def _options(argv: Sequence[str]) -> list[str]:
-    """Names of the arguments, without their values: a value may be a secret."""
-    return [word.split("=")[0] for word in argv if word.startswith("--")]
-
-
 def _arguments(argv: Sequence[str]) -> dict[str, object]:
     """The arguments with their values, and words such as verl's `trainer.nnodes=1`."""
     found = dict[str, object]()
@@ -375,9 +367,9 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
     return found
 
 
-def _setting(option: object) -> str:
+def _setting(option: object, before: str = "no_") -> str:
     """The setting of an argument: `learning_rate` of `--learning-rate`."""
-    return str(option).removeprefix("--").replace("-", "_").removeprefix("no_")
+    return str(option).removeprefix("--").replace("-", "_").removeprefix(before)
 
 
 def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_command_line: Collection[str]) -> str:

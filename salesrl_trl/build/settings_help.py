@@ -79,17 +79,14 @@ class _Names(dict[str, object]):
                 case ast.Import(names=names) if name in {alias.name for alias in names} & sys.stdlib_module_names:
                     return importlib.import_module(name)
                 case ast.ImportFrom(module=str() as module, names=names) if name in {alias.name for alias in names}:
-                    return _Names(module)[name] if module.startswith("salesrl_trl.") else _standard(module, name)
+                    if module.startswith("salesrl_trl."):
+                        return _Names(module)[name]
+                    if module.split(".")[0] in sys.stdlib_module_names:
+                        return getattr(importlib.import_module(module), name)
         raise KeyError(name)
 
     def value_of(self, node: ast.expr) -> object:
         return eval(compile(ast.Expression(node), "<setting>", "eval"), {}, self)
-
-
-def _standard(module: str, name: str) -> object:
-    if module.split(".")[0] not in sys.stdlib_module_names:
-        raise KeyError(name)
-    return getattr(importlib.import_module(module), name)
 
 
 @functools.cache
@@ -130,15 +127,12 @@ def _settings_of(path: str, group: str) -> Iterator[Setting]:
             text = texts.get(name) or text or (str(metadata.get("help", "")) if isinstance(metadata, dict) else "")
             default = _or_source(of_field.get("default", None if of_field else node.value), names)
             if factory := of_field.get("default_factory"):
-                default = {"list": [], "dict": {}}.get(ast.unparse(factory), _or_source(_body(factory), names))
+                made = _or_source(getattr(factory, "body", factory), names)  # of a lambda what it makes
+                default = {"list": [], "dict": {}}.get(ast.unparse(factory), made)
             hint = _or_source(node.annotation, names)
             limit = TRAINING.get(name, LORA.get(name))
             expected = f"a number, {limit.text}" if limit is not None else _expected(hint)
             yield Setting(name, group, section, text.replace("%%", "%"), shown(default), expected)
-
-
-def _body(factory: ast.expr) -> ast.expr:
-    return factory.body if isinstance(factory, ast.Lambda) else factory
 
 
 def _or_source(node: ast.expr | None, names: _Names) -> object:

@@ -73,11 +73,11 @@ class JudgeProviderConfig:
             "a provider of `judge_providers` has a name with other characters. Expected letters, digits, - and _.",
         )
         refused = Refusals()
-        with refused:
-            check_settings(self, f"{where}.")
-        with refused:
-            fault = f"`{where}.extra_body` is no mapping. Expected fields of a request."
-            check(isinstance(self.extra_body, dict), fault)
+        refused.each(lambda: check_settings(self, f"{where}."))
+        refused.check(
+            lambda: isinstance(self.extra_body, dict),
+            f"`{where}.extra_body` is no mapping. Expected fields of a request.",
+        )
         refused.check(
             lambda: self.max_usd is None or self.has_price,
             f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` "

@@ -261,8 +261,7 @@ class RewardConfig:
         refused.each(lambda: check_settings(self), self._check_replay, self._check_action, self.parsed_attempts)
         with refused.of(self, "judge_providers"):
             self.parsed_judge_providers()
-        with refused:
-            self.parsed_judge_meter()
+        refused.each(self.parsed_judge_meter)
         for name, others, why in _EITHER:
             with refused:
                 given = [other for other in others if getattr(self, other) != getattr(RewardConfig, other)]
@@ -293,8 +292,7 @@ class RewardConfig:
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
-        with refused:
-            self.parsed_branch_weights()
+        refused.each(self.parsed_branch_weights)
         refused.tell(self)
 
     def parsed_attempts(self) -> Attempts:

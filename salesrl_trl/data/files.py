@@ -115,8 +115,9 @@ def read_lines(path: Path) -> Iterator[Placed]:
                 raise DataError(f"{path}, line {number}: {unreadable(error).removeprefix('line 1, ')}.") from None
             except json.JSONDecodeError as error:
                 fault = f" is not JSON ({error.msg}, column {error.colno})"
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
-                fault = f" has such long numbers, or is nested so deep, that it can't be read ({type(error).__name__})"
+            except (ValueError, RecursionError) as error:
+                name = type(error).__name__
+                fault = f" can't be read ({name}): a number has thousands of digits, or lists are nested as deep"
             if fault:
                 raise DataError(f"{path}, line {number}{fault}. Expected one JSON object a line. Correct the line.")
             yield Placed(record, number)

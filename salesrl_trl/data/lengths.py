@@ -6,7 +6,7 @@ Owns the count of every prompt's tokens, and the three rules for prompts above t
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jinja2
@@ -34,19 +34,25 @@ class LengthLimit:
     reason: str  # source of the figure: "`vllm_max_model_length` 320 less `max_completion_length` 64"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FittingPrompts:
     """Rows whose prompts fit, and their prompts."""
 
     rows: list[SalesRow]
     prompts: list[Prompt]
     lengths: list[int]
-    note: str | None  # line for the banner about rows or turns that were left out; `None` if there are none
+    note: str | None = None  # line for the banner about rows or turns that were left out; `None` if there are none
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt; 0 without rows."""
         return max(self.lengths, default=0)
+
+    def at(self, places: Iterable[int], note: str | None = None) -> "FittingPrompts":
+        """Those at these places."""
+        wanted = [*places]
+        prompts, lengths = [self.prompts[place] for place in wanted], [self.lengths[place] for place in wanted]
+        return FittingPrompts([self.rows[place] for place in wanted], prompts, lengths, note)
 
 
 def token_counter(
@@ -110,8 +116,9 @@ def fit_prompts(
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
     lengths = [text + more for text, more in zip(count(prompts), extra, strict=True)] if rows else []
     long = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit.tokens]
+    every = FittingPrompts(list(rows), prompts, lengths)
     if limit is None or not long:
-        return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=None)
+        return every
 
     def excess(places: Sequence[int]) -> str:
         share = f"{len(places):,} of {len(rows):,} {name} rows"
@@ -132,12 +139,7 @@ def fit_prompts(
             raise DataError(
                 f"{excess(long)}: no row is left. Expected some that fit. Raise the limit, or shorten the rows."
             )
-        return FittingPrompts(
-            rows=[rows[index] for index in fitting],
-            prompts=[prompts[index] for index in fitting],
-            lengths=[lengths[index] for index in fitting],
-            note=f"{excess(long)} and are left out (`long_prompts: drop`): {named(long)}.",
-        )
+        return every.at(fitting, f"{excess(long)} and are left out (`long_prompts: drop`): {named(long)}.")
     text_limits = [limit.tokens - extra[index] for index in long]
     shortened = _without_oldest_turns([rows[index] for index in long], prompt, count, text_limits)
     if unfit := [index for index, short in zip(long, shortened, strict=True) if short is None]:
@@ -152,7 +154,7 @@ def fit_prompts(
     short_prompts = [short for short in shortened if short is not None]
     for index, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
         prompts[index], lengths[index] = short, length + extra[index]
-    return FittingPrompts(rows=list(rows), prompts=prompts, lengths=lengths, note=note)
+    return FittingPrompts(list(rows), prompts, lengths, note)
 
 
 def _without_oldest_turns(

@@ -202,6 +202,5 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
 
 
 def _with_documents(records: list[Record]) -> list[Record]:
-    """Add to each demo record the texts of its documents."""
     texts = {document["id"]: document["text"] for document in demo_records("knowledge.jsonl")}
     return [{**record, "documents": [texts[id_] for id_ in record["document_ids"]]} for record in records]

@@ -53,9 +53,8 @@ class PromptTemplate:
         try:
             system = self._system(fields).strip()
             user = self._user.render(fields, template=self._template).lstrip()
-        except (
-            Exception
-        ) as error:  # a filter may raise anything, and may quote a customer: only Jinja's words are told
+        except Exception as error:
+            # a filter may raise anything, and may quote a customer: only Jinja's words are told
             said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
@@ -115,16 +114,13 @@ PROMPT_STYLES = ("instruct", "compact")
 taught the format before: the instruction would be three quarters of its tokens."""
 
 
-def template_path(style: str) -> Path:
-    """The file of a packaged prompt. Raises `ValueError` for an unknown style."""
-    if style not in PROMPT_STYLES:
-        raise ValueError(f"prompt style {style!r} is unknown; expected one of {', '.join(PROMPT_STYLES)}")
-    return Path(str(resources.files("salesrl_trl.data") / "templates" / f"{style}.jinja"))
-
-
 @functools.cache
 def packaged_template(style: str) -> PromptTemplate:
-    return read_template(template_path(style), DEFAULT_FORMAT.fields)
+    """A packaged prompt. Raises `ValueError` for an unknown style."""
+    if style not in PROMPT_STYLES:
+        raise ValueError(f"prompt style {style!r} is unknown; expected one of {', '.join(PROMPT_STYLES)}")
+    file = resources.files("salesrl_trl.data") / "templates" / f"{style}.jinja"
+    return read_template(str(file), DEFAULT_FORMAT.fields)
 
 
 _ROLES = {"customer": "user", "seller": "assistant"}

@@ -111,13 +111,7 @@ def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], coun
         )
     branch_ids = [branches.index(first.rows[place].branch) for place in places]
     chosen = sorted(spread(branch_ids, len(places) if count is None else count, len(branches), 1))
-    places = [places[number] for number in chosen]
-    return FittingPrompts(
-        rows=[first.rows[place] for place in places],
-        prompts=[first.prompts[place] for place in places],
-        lengths=[first.lengths[place] for place in places],
-        note=None,
-    )
+    return first.at(places[number] for number in chosen)
 
 
 def _shape(folder: Path) -> Mapping[str, object]:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from salesrl_trl.evaluation.row_statistics import standard_error
 from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.ground.tables import number
 from salesrl_trl.names import DATASET, HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
 from salesrl_trl.types import Example, Outcome
 
@@ -124,12 +125,11 @@ def _compare(first: _Evaluation, last: _Evaluation, held_out: str) -> None:
     words = ("first ", "last  ") if first.step else ("before", "after ")  # training
     for word, evaluation in zip(words, (first, last), strict=True):
         logger.info(f"{held_out} {word} (step {evaluation.step}): {_text(evaluation.figures)}")
-    for number, (earlier, later) in enumerate(zip(first.examples, last.examples, strict=False), start=1):
+    for place, (earlier, later) in enumerate(zip(first.examples, last.examples, strict=False), start=1):
         if earlier.prompt == later.prompt:
-            logger.info(f"held-out example {number}: {_plain(earlier.prompt)}")
+            logger.info(f"held-out example {place}: {_plain(earlier.prompt)}")
             for when, written in zip(words, (earlier, later), strict=True):
-                reward = "n/a" if written.reward is None else f"{written.reward:.2f}"
-                logger.info(f"    {when} reward={reward} {_whole(written.completion)}")
+                logger.info(f"    {when} reward={number(written.reward, '.2f')} {_whole(written.completion)}")
     before, after = first.figures[REWARD], last.figures[REWARD]
     if before is None or after is None:
         return
@@ -199,4 +199,4 @@ def _whole(completion: object) -> str:
 
 
 def _text(figures: Figures) -> str:
-    return " ".join(f"{name}={'n/a' if value is None else f'{value:.2f}'}" for name, value in figures.items())
+    return " ".join(f"{name}={number(value, '.2f')}" for name, value in figures.items())

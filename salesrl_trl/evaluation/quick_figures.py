@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.evaluation.row_statistics import mean
 from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.names import REWARD
 
@@ -68,7 +69,7 @@ class _Own:
 
 def mean_reward(answers: Iterable[Answered]) -> float | None:
     """Mean reward of the answers that could be scored; `None` without such answers."""
-    return _mean([answer.reward.value for answer in answers if answer.reward.value is not None])
+    return mean([answer.reward.value for answer in answers if answer.reward.value is not None])
 
 
 def kl_per_token(answers: Iterable[Answered]) -> float | None:
@@ -79,8 +80,8 @@ def kl_per_token(answers: Iterable[Answered]) -> float | None:
 
 OWN_FIGURES: tuple[Figure, ...] = (
     _Own(SCORE, ".2f", mean_reward),
-    _Own("truncated", ".0%", lambda answers: _mean([answer.truncated for answer in answers])),
-    _Own("length", ".0f", lambda answers: _mean([answer.tokens for answer in answers])),
+    _Own("truncated", ".0%", lambda answers: mean([answer.truncated for answer in answers])),
+    _Own("length", ".0f", lambda answers: mean([answer.tokens for answer in answers])),
     _Own("kl", ".3f", kl_per_token),
 )
 """In the order of the record."""
@@ -124,7 +125,3 @@ def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> 
         taken.add(made.name)
         figures.append(made)
     return tuple(figures)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -13,6 +13,7 @@ from salesrl_trl.evaluation.quick_figures import BETA, OWN_FIGURES, SCORE, WORST
 from salesrl_trl.evaluation.row_statistics import pareto_front
 from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.ground.process import write_whole
+from salesrl_trl.ground.tables import NOT_KNOWN, number
 from salesrl_trl.names import REWARD
 
 Record = Mapping[str, Any]
@@ -72,17 +73,17 @@ class QuickEvaluation:
         for name, measured in self.branches.items():
             scored = f" ({measured['scored']} of {measured['rows']} scored)"
             few = scored if measured["scored"] < measured["rows"] else ""
-            words.append(f"{name}={_shown(measured[SCORE], '.2f')}{few}")
+            words.append(f"{name}={number(measured[SCORE], '.2f')}{few}")
         letters = initials(list(self.branches))
         shown = [(own.name, own.form) for own in OWN_FIGURES if own.name != SCORE]
         given = {own.name: own.form for own in figures}
         for figure, form in [*shown, (BETA, ".3g"), *given.items()]:
             words.append(figure.upper() if figure == "kl" else figure)
             words += [
-                f"{letters[name]}={_shown(values[figure], form)}"
+                f"{letters[name]}={number(values[figure], form)}"
                 for name, values in self.branches.items()
                 if values[figure] is not None or figure not in given
-            ] or ["n/a"]
+            ] or [NOT_KNOWN]
         return " ".join(words)
 
     def as_dict(self) -> dict[str, object]:
@@ -187,7 +188,7 @@ class QuickEvalHistory:
         front = self.front()
         shown = ["..."] if len(front) > SHOWN_ON_FRONT else []
         for evaluation in front[-SHOWN_ON_FRONT:]:
-            scores = [f"{name} {_shown(measured[SCORE], '.2f')}" for name, measured in evaluation.branches.items()]
+            scores = [f"{name} {number(measured[SCORE], '.2f')}" for name, measured in evaluation.branches.items()]
             shown.append(f"step {evaluation.step} ({', '.join(scores)})")
         count = f"{len(front)} of {len(self.evaluations)} evaluations on the front"
         return f"[Pareto@{self.evaluations[-1].step}] {count}: {', '.join(shown) or 'none'}"
@@ -203,7 +204,3 @@ def initials(names: Sequence[str]) -> dict[str, str]:
         )
         short[name] = name[:length].capitalize()
     return short
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "n/a" if value is None else format(value, form)

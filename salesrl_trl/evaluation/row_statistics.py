@@ -7,7 +7,7 @@ Student's t over rows: a bootstrap of so few rows would be too narrow (docs/EVAL
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
@@ -54,11 +54,15 @@ class Difference(Mean):
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
+def mean(values: Collection[float]) -> float | None:
+    """The mean; `None` without values."""
+    return statistics.fmean(values) if values else None
+
+
 def mean_of(values: Sequence[float]) -> Mean:
     """The mean of the rows. A row without a value is NaN."""
     known = [value for value in values if not math.isnan(value)]
-    mean = statistics.fmean(known) if known else None
-    return Mean(total=len(values), rows=len(known), value=mean, interval=_interval(known))
+    return Mean(total=len(values), rows=len(known), value=mean(known), interval=_interval(known))
 
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:
@@ -84,21 +88,7 @@ def share_within(t: float, freedom: int) -> float:
     """The probability that a value of Student's t distribution lies between -t and t, for a `t` of 0 or more. The
     finite series for whole degrees of freedom, 1 or more: Abramowitz and Stegun, Handbook of Mathematical Functions,
     26.7.3 and 26.7.4."""
-    return _share_within(math.atan(t / math.sqrt(freedom)), freedom)
-
-
-@functools.cache
-def critical(freedom: int) -> float:
-    """The t for which 95 % of Student's distribution lie between -t and t, by bisection of the angle."""
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _share_within(middle, freedom) < CONFIDENCE else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _share_within(angle: float, freedom: int) -> float:
-    """`share_within` of t = sqrt(freedom) tan(angle)."""
+    angle = math.atan(t / math.sqrt(freedom))
     is_odd, square = freedom % 2, math.cos(angle) ** 2
     term, total = (math.cos(angle) if is_odd else 1.0), 0.0
     for number in range(freedom // 2):
@@ -106,6 +96,16 @@ def _share_within(angle: float, freedom: int) -> float:
         term *= square * (2 * number + 1 + is_odd) / (2 * number + 2 + is_odd)
     total *= math.sin(angle)
     return (angle + total) * 2 / math.pi if is_odd else total
+
+
+@functools.cache
+def critical(freedom: int) -> float:
+    """The t for which 95 % of Student's distribution lie between -t and t, by bisection."""
+    low, high = 0.0, 13.0  # with one degree of freedom it is 12.7
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share_within(middle, freedom) < CONFIDENCE else (low, middle)
+    return low
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -82,16 +82,6 @@ class Sampled:
     fields with a value for each token of a prompt, a list of B lists."""
 
     @classmethod
-    def of(
-        cls, generated: tuple[Any, ...], metrics: Mapping[str, list[float]], tokens: int, vision: Mapping[str, Any]
-    ) -> "Sampled":
-        """TRL's output. Its list of pictures has `None` for a row without any, which processors refuse: here `[]`."""
-        if (images := generated[6]) is None:
-            return cls(generated=generated, metrics=metrics, tokens=tokens)
-        generated = (*generated[:6], [image or [] for image in images], *generated[7:])
-        return cls(generated=generated, metrics=metrics, tokens=tokens, vision=vision)
-
-    @classmethod
     def joined(cls, parts: Sequence[tuple["Sampled", range]], figures: "Sampled") -> "Sampled":
         """Completions of several batches, each at these places, without pictures. `figures`: the batch whose figures
         and tokens it has."""
@@ -225,10 +215,7 @@ class Ready:
     """A `Handle` of a generation that is over."""
 
     sampled: Sampled
-
-    @property
-    def is_ready(self) -> bool:
-        return True
+    is_ready = True
 
     def result(self) -> Sampled:
         return self.sampled
@@ -246,14 +233,21 @@ class Begun:
     is_ready: bool = False
 
 
-class WholeBatch:
-    """TRL's own generation (`_generate`), a whole batch at once: none is reported before."""
+Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
 
-    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig) -> None:
-        self._generate = generate
-        self._owner = owner
+
+class WholeBatch:
+    """TRL's own generation (`_generate`), a whole batch at once: none is reported before. With `converse`, completions
+    may call tools: each goes through its turns by itself (`generation.conversations`), and is reported at its end."""
+
+    def __init__(
+        self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, converse: Converse | None = None
+    ) -> None:
+        self._generate, self._owner, self._converse = generate, owner, converse
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
+        if self._converse is not None:
+            return self._converse(prompts, finished, ahead)
         return Ready(self._generate(prompts))
 
     @contextlib.contextmanager
@@ -293,21 +287,6 @@ class Streamed(WholeBatch):
         track = f"vLLM server {requests.lane + 1}"
         span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
         return replace(sampled, spans=[span])
-
-
-Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
-
-
-class Conversing(WholeBatch):
-    """Completions that may call tools: each goes through its turns by itself (`generation.conversations`), and is
-    reported when it has ended."""
-
-    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, converse: Converse) -> None:
-        super().__init__(generate, owner)
-        self._converse = converse
-
-    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        return self._converse(prompts, finished, ahead)
 
 
 VISION_FIELDS = (

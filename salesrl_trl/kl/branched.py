@@ -34,13 +34,9 @@ class BranchedKL:
         self._reported: set[str] = set()  # branches whose share was said to shrink
         self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
 
-    @property
-    def betas(self) -> list[float]:
-        return self.control.betas
-
     def penalty(self, inputs: MicroBatch, scale: float = 1.0) -> BranchPenalty:
         """The penalty of one of TRL's micro-batches, with the current coefficients times `scale`."""
-        return BranchPenalty(inputs, [scale * beta for beta in self.betas], self.settings, self.control.shares)
+        return BranchPenalty(inputs, [scale * beta for beta in self.control.betas], self.settings, self.control.shares)
 
     def add(self, penalty: BranchPenalty) -> None:
         """Add what the penalty measured of its micro-batch. Its loss must have been computed."""
@@ -68,7 +64,7 @@ class BranchedKL:
             return
         for decision in decisions:
             _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
-        for branch in self.control.branches:
+        for branch, notice, (kl, penalty, *_) in zip(self.control.branches, before, totals, strict=True):
             if branch.share < 1 and branch.branch not in self._reported:
                 self._reported.add(branch.branch)
                 _PLAIN_LOGGER.warning(
@@ -76,10 +72,8 @@ class BranchedKL:
                     f"Its rewards count less in the update from here on, by {branch.target.least_share:g} at least; "
                     f"{kl_of(branch.branch, '_update_share')} has the share"
                 )
-        for branch, notice in zip(self.control.branches, before, strict=True):
             if branch.notice and branch.notice != notice:
                 _PLAIN_LOGGER.warning(f"[BranchedKL@{step}] {branch.branch}: {branch.notice}")
-        for branch, (kl, penalty, *_) in zip(self.control.branches, totals, strict=True):
             if not math.isfinite(kl + penalty):
                 _PLAIN_LOGGER.warning(
                     f"[BranchedKL@{step}] {branch.branch}: the KL is {kl}, its penalty {penalty}: log-probs of the "

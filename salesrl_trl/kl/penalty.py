@@ -57,21 +57,17 @@ class BranchPenalty:
         # Non-blocking: a blocking copy would wait for the whole backward pass of the last micro-batch.
         by_branch = torch.tensor(betas).to(self._branch_ids.device, non_blocking=True)
         self._betas = by_branch[self._branch_ids].unsqueeze(1)  # (B, 1)
-        self._inputs = {
+        self.inputs = {
             name: bounded(value, self._mask) if name in _LOGPS and value is not None else value
             for name, value in inputs.items()
         }
+        """The micro-batch, with log-probs that are finite wherever a token counts and 0 elsewhere."""
         if any(share != 1 for share in shares):
             advantages = inputs["advantages"]  # (B,) or (B, T)
             by_branch = torch.tensor(shares).to(advantages, non_blocking=True)[self._branch_ids]  # (B,)
-            self._inputs["advantages"] = advantages * by_branch.view(-1, *[1] * (advantages.dim() - 1))
+            self.inputs["advantages"] = advantages * by_branch.view(-1, *[1] * (advantages.dim() - 1))
         self._logps: torch.Tensor | None = None
         self._log_ratio = self._penalty = self._weight = torch.empty(0)
-
-    @property
-    def inputs(self) -> MicroBatch:
-        """The micro-batch, with log-probs that are finite wherever a token counts and 0 elsewhere."""
-        return self._inputs
 
     def record_logps(self, per_token_logps: torch.Tensor) -> torch.Tensor:
         """Keep the policy's log-probs, shape (B, T). Returns them `bounded`, for the loss."""
@@ -87,8 +83,8 @@ class BranchPenalty:
         if self._logps is None:
             raise RuntimeError("the penalty was asked for before `record_logps` was given the policy's log-probs")
         settings, logps = self._settings, self._logps.to(torch.promote_types(self._logps.dtype, torch.float32))
-        self._log_ratio = self._inputs["ref_per_token_logps"] - logps
-        importance = log_importance(logps, self._inputs.get("old_per_token_logps"), self._mask, settings.level)
+        self._log_ratio = self.inputs["ref_per_token_logps"] - logps
+        importance = log_importance(logps, self.inputs.get("old_per_token_logps"), self._mask, settings.level)
         self._penalty = penalty(
             self._log_ratio, importance if settings.bias_correction else None, settings.estimator, settings.clamp
         )
@@ -103,7 +99,7 @@ class BranchPenalty:
         its own."""
         settings, limit = self._settings, self._settings.clamp or torch.inf
         own = torch.exp(importance.clamp(-limit, limit))  # (B, T) or (B, 1)
-        sampler_ratio = self._inputs.get("importance_sampling_ratio")  # (B, T), or (B, 1) of whole completions
+        sampler_ratio = self.inputs.get("importance_sampling_ratio")  # (B, T), or (B, 1) of whole completions
         stale = 1.0 if sampler_ratio is None else sampler_ratio
         if sampler_ratio is None and not settings.bias_correction:
             stale = own

@@ -80,8 +80,7 @@ def check_memory(plan: Plan, findings: Findings) -> None:
         return
     note = settle_precision(plan, None if scales is None else scales.weigh)
     _check_disk(plan, findings)
-    if note is not None:
-        findings.note(note)
+    findings.notes([note])
     if scales is None or card is None:
         findings.skipped = unknown
         return

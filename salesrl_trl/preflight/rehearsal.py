@@ -55,7 +55,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:
     config = replace(plan.config, training=training, telemetry=telemetry)
     rehearsal = Plan(config, dtype=plan.dtype, policy=plan.policy)
     rehearsal.reward = replace(plan.reward, tools=())  # they ask services. A completion of full length has no results
-    rehearsal.train, rehearsal.held_out = rows, FittingPrompts(rows=[], prompts=[], lengths=[], note=None)
+    rehearsal.train, rehearsal.held_out = rows, FittingPrompts([], [], [])
     trainer = build_trainer(rehearsal, MadeUpReward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
     shortest = rows.prompts[rows.lengths.index(min(rows.lengths))]
@@ -74,6 +74,5 @@ def rehearsed(training: SalesGRPOConfig, output_dir: str, steps: int) -> SalesGR
 
 def longest(rows: FittingPrompts, count: int) -> FittingPrompts:
     """So many rows with the longest prompts, from the longest on. Rows come again if there are too few."""
-    order = sorted(zip(rows.lengths, rows.rows, rows.prompts, strict=True), key=lambda prompt: -prompt[0])
-    lengths, chosen, prompts = map(list, zip(*itertools.islice(itertools.cycle(order), count), strict=True))
-    return FittingPrompts(rows=chosen, prompts=prompts, lengths=lengths, note=None)
+    order = sorted(range(len(rows.rows)), key=lambda place: -rows.lengths[place])
+    return rows.at(itertools.islice(itertools.cycle(order), count))

@@ -82,8 +82,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
             for each in config.data.sources:
                 check_source(getattr(each, source)[0])
     with refused.of(training, "branches"):
-        for note in filter(None, map(settle_held_out, config.data.sources if plan.evaluates else ())):
-            findings.note(note)
+        findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
         if not training.branches:  # of a task of one's own: those of the rows
             training.branches = plan.branches_of_rows
             training.kl_targets()
@@ -113,20 +112,17 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
         of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
         of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag_.*|knowledge_file"}
         of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
-        for note in (*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)):
-            findings.note(note)
+        findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
     with refused:
         own = next(iter(config.data.own_sources), None)
-        for note in check_stand_ins(config.reward, training.branches, own):
-            findings.note(note)
+        findings.notes(check_stand_ins(config.reward, training.branches, own))
     refused.each(lambda: own_functions(config.reward), lambda: plan.reward, lambda: plan.model_config)
     refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
         micro_batch = training.per_device_train_batch_size * training.world_size
         findings.figures["processes"] = training.world_size
         findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
-        for note in earlier_start(training.output_dir, resumes=training.resume_from_checkpoint is not None):
-            findings.note(note)
+        findings.notes(earlier_start(training.output_dir, resumes=training.resume_from_checkpoint is not None))
     with refused:
         model.attn_implementation, attention = choose_attention(
             model.attn_implementation,
@@ -134,8 +130,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
             in_16_bits=training.bf16 or training.fp16,
             model=plan.model_config,
         )
-        if attention is not None:
-            findings.note(attention)
+        findings.notes([attention])
     with refused:
         steps, warm_up = training.max_steps, training.warmup_steps
         if 0 < steps <= warm_up:
@@ -166,8 +161,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     config, training = plan.config, plan.config.training
     policy = config.model.model_name_or_path or "(the packaged small policy)"
     check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy, training)
-    for note in check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer):
-        findings.note(note)
+    findings.notes(check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer))
     train, held_out = plan.train, plan.held_out
     with findings.refused:
         needs = [one for scorer in plan.reward.functions.values() for one in scorer.names.needs]
@@ -175,9 +169,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
         for dataset in filter(None, plan.datasets):
             findings.refused.each(*(partial(one.check, dataset.column_names) for one in needs))
     records = [*plan.train_records, *plan.held_out_records]
-    for said in (*(part.note for part in records), train.note, held_out.note):
-        if said:
-            findings.note(said)
+    findings.notes([*(part.note for part in records), train.note, held_out.note])
     if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
         made_of = identity_of(training, rows_of(train.prompts, (row.branch for row in train.rows)))
         check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)

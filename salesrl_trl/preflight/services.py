@@ -52,8 +52,7 @@ def _ask_rag(plan: "Plan", findings: Findings) -> None:
         findings.skipped = "the judge scores the policy's own answers" if config.uses_services else NO_SERVICES
         return
     if config.rag_base_url is not None:
-        for note in check_rag(config.rag_base_url, rag_key_of(config)):  # also where other parts can't be made
-            findings.note(note)
+        findings.notes(check_rag(config.rag_base_url, rag_key_of(config)))  # also where other parts can't be made
     if config.has_chain and not config.asks_nobody and _puts_load(plan):
         asyncio.run(_examine_rag(plan, findings))
 
@@ -63,8 +62,7 @@ def _ask_judge(plan: "Plan", findings: Findings) -> None:
     if not config.uses_services or not _rubrics(plan):
         findings.skipped = "no branch weighs a judge" if config.uses_services else NO_SERVICES
         return
-    for note in check_judges(config, plan.reward):
-        findings.note(note)
+    findings.notes(check_judges(config, plan.reward))
     if _puts_load(plan):
         asyncio.run(_examine_judge(plan, findings))
 

@@ -27,7 +27,7 @@ from salesrl_trl.data.sources import load_drafts
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import EXIT_FAILED
-from salesrl_trl.ground.tables import aligned
+from salesrl_trl.ground.tables import filled
 from salesrl_trl.names import CACHES, JUDGE_SECONDS, USAGE, Stage, saved_by, usage_of
 from salesrl_trl.preflight.load import NOTEWORTHY_SHARE, limits_of, trouble
 from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, batches
@@ -293,14 +293,6 @@ def step_text(summary: Summary, steps: int) -> str:
 
 def report_text(summary: Summary, steps: int, least: float) -> str:
     """The text at the end, for so many simulated steps. `least` is `min_valid_reward_fraction`."""
-    waits = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in summary["waited_for"].items())
-    skipped = summary["skipped_steps"]
-    worst = f"the worst had {summary['least_scored']:.0%} of its completions scored, {least:.0%} are needed"
-    verdict = f"good: training would skip no step ({worst})."
-    if skipped:
-        verdict = (
-            f"bad: training would skip {len(skipped)} of {steps} steps: {', '.join(map(str, skipped))} ({worst})."
-        )
     variants = [
         [name, tally["count"], figure(tally["mean_reward"]), _counts(tally["outcomes"])]
         for name, tally in summary["variants"].items()
@@ -309,24 +301,17 @@ def report_text(summary: Summary, steps: int, least: float) -> str:
         [name, *(f"{value:.4f}" if what == "usd" else value for what, value in usage.items())]
         for name, usage in summary["judges"].items()
     ]
-    services = [[name, *traffic.values()] for name, traffic in summary["services"].items()]
-    lines = [
-        *_table(["variant", "count", "mean reward", "outcomes"], variants),
-        *_table(["service", *TRAFFIC, "slots"], services),
-        *_table(["judge", *USAGE], judges),
-        f"calls saved by the cache: {_counts(summary['calls_saved'])}",
-        f"seconds per step: p50 {summary['seconds']['p50']:.2f}, max {summary['seconds']['max']:.2f}",
-        f"the slowest completions of all steps waited for: {waits}",
-        *(f"FINDING {text}" for text in summary["findings"]),
-        *(f"HINT {text}" for text in summary["hints"]),
-        f"VERDICT {verdict}",
-    ]
-    return "\n".join(lines)
+    return filled(
+        Path(__file__).with_name("simulation.jinja"),
+        summary=summary,
+        steps=steps,
+        least=least,
+        variants=[["variant", "count", "mean reward", "outcomes"], *variants],
+        services=[["service", *TRAFFIC, "slots"], *([name, *of.values()] for name, of in summary["services"].items())],
+        judges=[["judge", *USAGE], *judges],
+        counts=_counts,
+    )
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    return ["", *aligned([[str(cell) for cell in row] for row in (head, *rows)], left=len(head))]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import parser_of
-from salesrl_trl.ground.tables import aligned
+from salesrl_trl.ground.tables import filled
 from salesrl_trl.recording.reader import record_files, recorded
 from salesrl_trl.run.launch import begin_run
 from salesrl_trl.run.tools import exit_code_of, strict_json
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from salesrl_trl.rejudge.score_changes import ScoreChange
 
 HEAD = ("branch", "completions", "scored", "mean reward", "ranks", "advantages", "moved by", "sign flips")
-NOTES = (
-    "scored, mean reward: before and after. ranks, advantages: Spearman's correlation of before and after.",
-    "moved by: mean distance of advantages.",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +111,7 @@ def text_of(compared: "Sequence[ScoreChange]") -> str:
         )
         for change in compared
     ]
-    return "\n".join([*aligned([HEAD, *rows]), *NOTES])
+    return filled(Path(__file__).with_name("rejudged.jinja"), rows=[HEAD, *rows])
 
 
 if __name__ == "__main__":

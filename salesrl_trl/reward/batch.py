@@ -270,7 +270,7 @@ class RewardBatch:
     def take_over(self, parts: Sequence[tuple["RewardBatch", range]]) -> None:
         """Take settled completions out of other batches, which were waited for together. From any thread. The time is
         the longest that one of them took, from the first call of its own batch."""
-        for name in ("rewards", "rows", "stages", "ended", "_samples", "_failed"):
+        for name in ("rewards", "rows", "stages", "ended", "_samples"):
             setattr(self, name, [getattr(other, name)[place] for other, places in parts for place in places])
         for other, places in parts:  # each stage is told once
             other.stages[places.start : places.stop] = [StageTimes(other._tracks[place]) for place in places]
@@ -319,11 +319,15 @@ class RewardBatch:
     def result(self, drained: BatchReport = NOTHING_SCORED) -> BatchResult:
         """The rewards of a batch that is settled, its times, and what services did (`Scorer.drain`)."""
         spans = [span for stages in self.stages for span in stages.spans]
-        judged = [(span.started, span.ended) for span in spans if span.name == Stage.JUDGE]
+        judged: dict[int, list[Span]] = {}  # by batch: those that are taken over began in others
+        for sample, stages in zip(self._samples, self.stages, strict=True):
+            own = [span for span in stages.spans if span.name == Stage.JUDGE]
+            judged.setdefault(self.number if sample is None else sample.batch, []).extend(own)
+        took = (max(s.ended for s in own) - min(s.started for s in own) for own in judged.values() if own)
         report = replace(
             drained,
             seconds=self.times.seconds,
-            judge_seconds=max(end for _, end in judged) - min(start for start, _ in judged) if judged else 0.0,
+            judge_seconds=max(took, default=0.0),
             started=self.times.first or 0.0,
             spans=spans,
             waits=tuple(self.waits),

@@ -5,6 +5,7 @@ of an action. Owns the order of the stages, and what every failure of them means
 """
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -255,7 +256,9 @@ class JudgeReward(Scorer):
                     member.note(stages.own_record, self._per.value)
             stages.record(Stage.JUDGE, member.started)
         else:
-            [results] = await stages.timed(self._verdicts_of([case]), Stage.JUDGE)
+            wanted = self._scoring.rubrics(case.row.branch)
+            asked = asyncio.gather(*(self._alone(rubric, case) for rubric in wanted.values()))
+            results = dict(zip(wanted, await stages.timed(asked, Stage.JUDGE), strict=True))
         if stages.completion_record is not None:
             stages.completion_record.verdicts |= {
                 name: Judged(candidate=None, reference=None, reason=result.code, provider="")
@@ -301,13 +304,18 @@ class JudgeReward(Scorer):
         """The verdicts on different answers to one row. Where the call for all of them fails, or takes half of the
         time, they are judged one by one."""
         if len(cases) > 1:
-            with deadline(remaining_s() / 2):
-                together = await _or_error(functools.partial(self._ask, rubric, cases))
-            if not isinstance(together, ServiceError):
-                return together
+            half_s = remaining_s() / 2
+            with deadline(half_s), contextlib.suppress(ServiceError, TimeoutError):
+                async with asyncio.timeout(half_s):  # a judge of one's own may know no deadline
+                    return await self._ask(rubric, cases)
             self._judged_singly += len(cases)
-        alone = await asyncio.gather(*(_or_error(functools.partial(self._ask, rubric, [case])) for case in cases))
-        return [said if isinstance(said, ServiceError) else said[0] for said in alone]
+        return await asyncio.gather(*(self._alone(rubric, case) for case in cases))
+
+    async def _alone(self, rubric: str, case: Case) -> Verdict | ServiceError:
+        try:
+            return (await self._ask(rubric, [case]))[0]
+        except ServiceError as error:
+            return error
 
     async def _ask(self, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict]:
         """Kept verdicts, or those of a call, on a case or on several together."""
@@ -346,14 +354,6 @@ def _by_criteria(reward: Reward, case: Case) -> Reward:
 
 async def _run(stage: RewardStage, case: Case, stages: StageTimes) -> Case | InvalidAction | Missing:
     return stage.of(case, await stages.timed(stage.run(case), stage.name))
-
-
-async def _or_error(call: Callable[[], Awaitable[T]]) -> T | ServiceError:
-    """Makes the call only when it runs. Cancelled before, it leaves no coroutine that was never awaited."""
-    try:
-        return await call()
-    except ServiceError as error:
-        return error
 
 
 def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.nn.functional import pad
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
@@ -62,8 +63,8 @@ class Rollout:
         self.left = parts(len(self.inputs), 1, self.group)
 
     @classmethod
-    def joined(cls, groups: "Sequence[Group]", head: "Rollout", rewards: RewardBatch) -> "Rollout":
-        """Groups of several rollouts. The figures of generation are those of `head`."""
+    def joined(cls, groups: Sequence[tuple["Rollout", range]], head: "Rollout", rewards: RewardBatch) -> "Rollout":
+        """Groups at these places of several rollouts. The figures of generation are those of `head`."""
         of_groups = [(rollout, slice(places.start, places.stop)) for rollout, places in groups]
         logps = [each.behaviour_logps[own] for each, own in of_groups if each.behaviour_logps is not None]
         width = max((logp.size(1) for logp in logps), default=0)  # each is padded as its batch was
@@ -93,9 +94,6 @@ class Rollout:
             return {}, 0
         self.is_reported = True
         return self.sampled.metrics, self.sampled.tokens
-
-
-Group = tuple[Rollout, range]  # completions of a prompt, at these places of their rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,6 +269,7 @@ class Pipeline:
         # 2. those that are trained on leave their rollouts
         with self.timeline.phase(Phase.REWARD_WAIT):
             self.reward_loop.wait([rollout.rewards for rollout in flying], chosen)
+            PartialState().wait_for_everyone()  # not in a phase of the trainer's own work
         picked = [groups[number] for number in sorted(chosen())]
         rewards = self.reward_loop.joined([(rollout.rewards, places) for rollout, places in picked], head.group)
         for rollout, places in picked:

@@ -47,12 +47,10 @@ class Words:
     follows: bool = False  # whether the error follows from that of another process, which then is the one to report
 
 
-def _read() -> tuple[Fault, ...]:
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    for fault in table["fault"]:
-        fault |= {"signs": tuple(Sign(**sign) for sign in fault["signs"]), "remedies": tuple(fault["remedies"])}
-    return tuple(Fault(**fault) for fault in table["fault"])
-
-
-FAULTS = _read()
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CRASHES: dict[str, str] = _TABLE["crashes"]
+FAULTS = tuple(
+    Fault(**fault | {"signs": tuple(Sign(**sign) for sign in fault["signs"]), "remedies": tuple(fault["remedies"])})
+    for fault in _TABLE["fault"]
+)
 """In the order in which they are tried."""

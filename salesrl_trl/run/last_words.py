@@ -12,17 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigErrors, SalesRLError
-from salesrl_trl.run.catalogue import FAULTS, PAGE, Fault, Sign, Words
+from salesrl_trl.run.catalogue import CRASHES, FAULTS, PAGE, Fault, Sign, Words
 
 _LOG_TAIL = 400_000  # bytes at the end of a log that are searched
-_CRASHES = {
-    "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT,
-    "Bus error": signal.SIGBUS,
-    "Floating point exception": signal.SIGFPE,
-    "Illegal instruction": signal.SIGILL,
-}
-"""What `faulthandler` calls a signal in "Fatal Python error: ..."."""
 _LONGEST = 400  # characters of a foreign error's message
 
 
@@ -48,12 +40,12 @@ def words_of_end(log: Path | None, begin: int = 0) -> Words:
     from byte `begin` on, and SIGKILL, which the kernel sends when memory is used up, leaves no line."""
     text = _tail(log, begin) if log is not None else ""
     crash = re.search(r"Fatal Python error: ([A-Z][a-z ]+)", text)
-    number = _CRASHES.get(crash[1].strip(), signal.SIGABRT) if crash else signal.SIGKILL
+    number = signal.Signals[CRASHES.get(crash[1].strip(), "SIGABRT") if crash else "SIGKILL"]
     signs = [(sign, fault) for fault in FAULTS for sign in fault.signs if not sign.kind and not sign.where]
     signs.sort(key=lambda pair: not pair[0].text)  # the signal alone says least
     fitting = (fault for sign, fault in signs if sign.status in (0, number) and re.search(sign.text, text))
     fault = next(fitting, None)
-    lines = [f"The run was ended by {signal.Signals(number).name}.", *_advice(fault, log)]
+    lines = [f"The run was ended by {number.name}.", *_advice(fault, log)]
     return Words("\n".join(lines), 128 + number)
 
 

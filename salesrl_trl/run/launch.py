@@ -160,7 +160,6 @@ def _wait_beside(folder: Path, launcher: int | None, terminal: int = 2) -> None:
 
 
 def _wait(pid: int, started: str) -> None:
-    """Wait for the end of a process."""
     try:
         ends = [os.pidfd_open(pid)]
     except (AttributeError, OSError):  # an old kernel, or it has ended

@@ -26,11 +26,6 @@ class LayoutLostError(RuntimeError):
     """The model does not hand its keyword arguments on to its attention, so that no layout gets there."""
 
 
-def stand_in_mask(device: torch.device) -> torch.Tensor:
-    """A mask for a model that gets a layout. With four dimensions models hand it on as it is, and make none."""
-    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-
-
 def install(name: str) -> None:
     """Let transformers' attention of this name take a layout. Without one it stays what it is."""
     inner = ALL_ATTENTION_FUNCTIONS[name]

@@ -21,7 +21,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.shared_prompts import support
 from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.row_layout import Group, Layout, Row, groups_of, layout_of
-from salesrl_trl.shared_prompts.shared_attention import LAYOUT, LayoutLostError, install, stand_in_mask
+from salesrl_trl.shared_prompts.shared_attention import LAYOUT, LayoutLostError, install
 
 logger = get_logger(__name__)
 
@@ -132,7 +132,7 @@ class SharedPrompts:
         reason = None
         if groups is None:
             reason = "a batch has an empty prompt, or is padded in another way than TRL's"
-        elif self._window is not None and longest(groups) > self._window:
+        elif self._window is not None and self._window < max(each.prompt + max(each.completions) for each in groups):
             reason = f"a sequence is longer than the model's sliding window of {self._window} tokens"
         elif (name := support.attention_of(extract_model_from_parallel(model))) != self._attention:
             reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
@@ -174,7 +174,7 @@ class SharedPrompts:
         with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
             outputs = model(
                 input_ids=row.input_ids,
-                attention_mask=stand_in_mask(ids.device),
+                attention_mask=ids.new_ones((1, 1, 1, 1), dtype=torch.bool),  # handed on as it is: models make none
                 position_ids=row.position_ids,
                 shift_labels=row.labels,
                 fused_lm_head=True,
@@ -267,10 +267,6 @@ class Columns(NamedTuple):
             for kind in ("ids", "mask")
         )
         return cls(ids, mask, batches[0]["completion_ids"].size(1))
-
-
-def longest(groups: Sequence[Group]) -> int:
-    return max(group.prompt + max(group.completions) for group in groups)
 
 
 def packed(groups: Sequence[Group], most: int) -> list[list[Group]]:

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from salesrl_trl.names import DISK_READ, DISK_WRITE, GPU_BUSY
-from salesrl_trl.telemetry.timeline import Mark
+from salesrl_trl.telemetry.timeline import Clock, Mark
 
 GIB = 2.0**30
 _PROCESS = psutil.Process()
@@ -19,7 +19,7 @@ LARGEST_DRIFT = 1e-4
 by less than half of this."""
 
 
-class EventClock:
+class EventClock(Clock):
     """A clock whose marks are CUDA events. Recording one takes some microseconds and never waits for the device.
     Events give the time between marks. The device reaches no mark before the host has issued it, and an idle one
     reaches it at once. In GRPO it is idle in each step, while it waits for rewards. So the largest difference between

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from salesrl_trl import names
 from salesrl_trl.names import Phase
@@ -21,15 +21,6 @@ logger = logging.getLogger(__name__)
 Logs = Mapping[str, float | None]  # figures of a step, as the trainer logs them. A branch without a row has `None`.
 QUIET_STEPS = 10  # steps without a log line after which a short line says that the run goes on
 SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not shown
-
-
-def take_over_the_console(trainer: Trainer, *callbacks: TrainerCallback) -> None:
-    """Replace transformers' own console output by these callbacks. transformers prints all figures of a step, here
-    about two hundred, beside a progress bar."""
-    for stock in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(stock)
-    for callback in callbacks:
-        trainer.add_callback(callback)
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from salesrl_trl.names import Phase
 from salesrl_trl.timing import Span, Timing, TimingContext
@@ -34,42 +34,30 @@ CLOSE_PATIENCE_S = 5.0
 times count."""
 
 
+@dataclass(eq=False, slots=True)
 class Mark:
     """A moment in the host's program. Settled, it also has the time at which all work issued before it was done."""
 
-    __slots__ = ("event", "host", "time")
-
-    def __init__(self, event: Any = None) -> None:  # of the kind that its clock uses
-        self.event = event
-        self.time: float | None = None
-        self.host = time.perf_counter()
+    event: Any = None  # of the kind that its clock uses
+    host: float = field(default_factory=time.perf_counter)
+    time: float | None = None
 
 
-class Clock(Protocol):
-    """Says when marks were reached."""
+class Clock:
+    """Says when marks were reached. This one is for a device whose work is done when the call returns: a CPU."""
 
     def mark(self) -> Mark:
         """A mark of now. Never waits."""
+        return Mark()
 
     def settle(self, marks: Sequence[Mark]) -> None:
         """Set the `time` of each mark, on `time.perf_counter`'s scale. Waits for the last one. The marks come in the
         order in which they were made. Their times never fall."""
-
-    def is_reached(self, mark: Mark) -> bool:
-        """Whether `settle` would return without waiting for it."""
-
-
-class HostClock:
-    """For a device whose work is done when the call returns: a CPU."""
-
-    def mark(self) -> Mark:
-        return Mark()
-
-    def settle(self, marks: Sequence[Mark]) -> None:
         for mark in marks:
             mark.time = mark.host
 
     def is_reached(self, mark: Mark) -> bool:
+        """Whether `settle` would return without waiting for it."""
         return True
 
 
@@ -123,7 +111,7 @@ class Timeline:
         self._spans: deque[Span] = deque()
         self.dropped_spans = 0  # spans that were dropped because nobody drained them
         self.enabled = True
-        self._clock: Clock = clock or HostClock()
+        self._clock = clock or Clock()
         self._opaque = frozenset(opaque)
         self._thread = threading.get_ident()
         self._stack: tuple[_OpenPhase, ...] = ()
@@ -233,7 +221,7 @@ class Timeline:
         patience_ends = time.monotonic() + CLOSE_PATIENCE_S
         while not self._clock.is_reached(end):
             if time.monotonic() > patience_ends:
-                self._clock = HostClock()
+                self._clock = Clock()
                 break
             time.sleep(0.01)
         self._settle(self._finished)

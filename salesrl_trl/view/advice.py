@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from salesrl_trl import names
+from salesrl_trl.evaluation.row_statistics import mean
 from salesrl_trl.view import run_figures as figures
-from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, failures_of, mean, share_of_steps
+from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, failures_of, share_of_steps
 from salesrl_trl.view.run_folder import Run
 from salesrl_trl.view.wording import percent, plural, seconds, shown
 

@@ -83,7 +83,7 @@ def data_alone(index: Index, most: int = MOST) -> queries.Answer:
         "histogram": {
             f"{run}/{mode}/{step}": queries.histogram(index, {"run": run, "mode": mode, "step": str(step)})
             for run, mode in sides
-            for step in _last_steps(index, run, mode)
+            for (step,) in index.db.execute(SQL["last_steps"], (int(run), mode, MOST_STEPS))
         },
         "report": {run: _report(index, run) for run in runs},
         "row": {row: queries.row_over_time(index, {"row": row}) for row in {item["row"] for item in items}},
@@ -98,12 +98,7 @@ def data_alone(index: Index, most: int = MOST) -> queries.Answer:
     }
 
 
-def _last_steps(index: Index, run: str, mode: str) -> list[int]:
-    return [step for (step,) in index.db.execute(SQL["last_steps"], (int(run), mode, MOST_STEPS))]
-
-
 def _report(index: Index, run: str) -> queries.Answer:
-    """The report, or why there is none."""
     try:
         return queries.report(index, {"run": run})
     except ConfigError as error:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from salesrl_trl import names
-from salesrl_trl.evaluation.row_statistics import pareto_front
-from salesrl_trl.ground.tables import aligned
+from salesrl_trl.evaluation.row_statistics import mean, pareto_front
+from salesrl_trl.ground.tables import NOT_KNOWN, aligned, number
 from salesrl_trl.view import run_figures as figures
 from salesrl_trl.view import wording
 from salesrl_trl.view.advice import advice
 from salesrl_trl.view.charts import COLOURS, FRAME, INK, MOST_BARS, Chart, Line, line_chart, stacked_chart
-from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES, mean
+from salesrl_trl.view.run_figures import OTHERS, POLICY, SERVICES
 from salesrl_trl.view.run_folder import QuickEval, Run, read_run
-from salesrl_trl.view.wording import NOT_KNOWN, count, figure, number, percent, plural, render, seconds, shown
+from salesrl_trl.view.wording import count, figure, percent, plural, render, seconds, shown
 
 MOST_BRANCHES = 3  # most branches in the text, for at most 40 lines. The page has all.
 MOST_PHASES = 4  # most phases in the text, for the same reason. The largest are shown.
@@ -126,8 +126,8 @@ def text_page(run: Run) -> str:
     lines = [f"Training report: {shown(str(run.folder), PATH_CHARS)}", *aligned(main, left=2), ""]
 
     phases = sorted(figures.phases(run), key=lambda phase: -phase.share)
-    # The lines of the account and of the meter take the place of one each.
-    most = MOST_PHASES - bool(run.account.services) - bool(run.of(names.JUDGE_ALARMS))
+    # The lines of the account and of figures that few runs have take the place of one each.
+    most = MOST_PHASES - bool(run.account.services) - len(_listed_figures(run))
     if rest := phases[most:]:
         share, part_s = sum(phase.share for phase in rest), sum(phase.seconds for phase in rest)
         phases[most:] = [figures.PhaseTime(f"{len(rest)} other", part_s, share)]
@@ -175,7 +175,11 @@ def _listed_figures(run: Run) -> list[MainFigure]:
     """The figures of `names.FIGURES` with a name for the report: a row for each branch, if they are by branch."""
     rows = []
     for metric in (metric for metric in names.FIGURES if metric.report):
-        if metric.line == "meter" and not run.of(metric.tag):
+        if metric.line in ("groups", "meter") and not run.of(metric.tag):
+            continue
+        if metric.line == "groups":  # counts of failures: those in the middle of a run are the ones to see
+            counts = run.of(metric.tag).values()
+            rows.append(MainFigure(metric.report, f"{number(mean(counts))} on average, {number(max(counts))} at most"))
             continue
         if names.BRANCH not in metric.tag:
             rows.append(MainFigure(metric.report, _changed(run, metric.tag)))

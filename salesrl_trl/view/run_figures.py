@@ -8,10 +8,11 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from salesrl_trl import names
+from salesrl_trl.evaluation.row_statistics import mean
 from salesrl_trl.reward.parsing import INVALID_REASONS
 from salesrl_trl.types import Outcome
 from salesrl_trl.view.run_folder import QuickEval, Run
@@ -50,11 +51,6 @@ class Change(NamedTuple):
     last: float
     over: int
     of: int
-
-
-def mean(values: Collection[float]) -> float | None:
-    """The mean; `None` without values."""
-    return statistics.fmean(values) if values else None
 
 
 def change(series: Mapping[int, float]) -> Change | None:

@@ -9,7 +9,7 @@ import json
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -155,13 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_lines(self, lines: Iterator[str]) -> None:
         """A file of lines, which ends with the connection: nobody knows its length before."""
         self.close_connection = True
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "application/jsonl; charset=utf-8")
-        self.send_header("Content-Disposition", 'attachment; filename="completions.jsonl"')
-        self.send_header("Connection", "close")
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
+        named = {"Content-Disposition": 'attachment; filename="completions.jsonl"', "Connection": "close"}
+        self._send_head(HTTPStatus.OK, "application/jsonl", named)
         while part := "".join(itertools.islice(lines, LINES_AT_ONCE)):
             self.wfile.write(part.encode(errors="replace"))
 
@@ -169,14 +164,16 @@ class _Handler(BaseHTTPRequestHandler):
         is_page = isinstance(content, str)
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         body = text.encode(errors="replace")
+        policy = self.server.page.policy if is_page else "default-src 'none'"
+        headers = {"Content-Length": str(len(body)), "Content-Security-Policy": policy}
+        self._send_head(status, "text/html" if is_page else "application/json", headers)
+        self.wfile.write(body)
+
+    def _send_head(self, status: HTTPStatus, kind: str, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", f"{'text/html' if is_page else 'application/json'}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Security-Policy", self.server.page.policy if is_page else "default-src 'none'")
-        for name, value in HEADERS.items():
+        for name, value in {"Content-Type": f"{kind}; charset=utf-8", **headers, **HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Say nothing: addresses have a key and words that somebody looked for."""

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from salesrl_trl.ground.tables import NOT_KNOWN, number
+
 _ENVIRONMENT = Environment(loader=PackageLoader("salesrl_trl.view"), autoescape=True, undefined=StrictUndefined)
 _ENVIRONMENT.filters["kind"] = lambda value: type(value).__name__
-NOT_KNOWN = "n/a"
 NAME_CHARS = 40  # longest name that is shown. A reason code is a few words. A longer name came from elsewhere.
 
 
@@ -22,14 +23,8 @@ def shown(name: str, most: int = NAME_CHARS) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def number(value: float | None) -> str:
-    """`0.412`; `n/a` for `None`."""
-    return NOT_KNOWN if value is None else f"{value:.3f}"
-
-
-def figure(value: float | None) -> str:
-    """Three significant digits, `0.0512`; `n/a` for `None`."""
-    return NOT_KNOWN if value is None else f"{value:.3g}"
+figure = partial(number, form=".3g")
+"""Three significant digits, `0.0512`; `n/a` for `None`."""
 
 
 def percent(value: float | None) -> str:

@@ -47,7 +47,6 @@ from salesrl_trl.evaluation.subject import Processes
 from salesrl_trl.generation.sampler import (
     Ask,
     Converse,
-    Conversing,
     Finished,
     Generate,
     Handle,
@@ -391,7 +390,7 @@ class Components(TrainerCallback):
         if self.episode is not None:
             return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
         if self.converses:
-            return Conversing(trl.generate, trl.engine, trl.converse)
+            return WholeBatch(trl.generate, trl.engine, trl.converse)
         if build is None:
             reason = why_not_streamed(
                 use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
@@ -481,7 +480,7 @@ class Components(TrainerCallback):
         """Move the coefficients of the next step by this step's KL over all ranks; a collective."""
         trl = self._trl
         totals = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist()
-        betas, shares = kl.betas, kl.control.shares
+        betas, shares = kl.control.betas, kl.control.shares
         if mode == "train":
             kl.end_step(totals, trl.step() + 1, is_logged=trl.accelerator.is_main_process)
         self.ledger.record_kl(mode, totals, betas, shares, kl.control)
@@ -554,7 +553,7 @@ class Components(TrainerCallback):
             ends=frozenset({*trl.eos_token_ids, trl.tokenizer.pad_token_id}),
             batch_size=args.per_device_eval_batch_size,
             kl=args.kl_penalty(),
-            betas=lambda: {} if kl is None else dict(zip(args.branches, kl.betas, strict=True)),
+            betas=lambda: {} if kl is None else dict(zip(args.branches, kl.control.betas, strict=True)),
             save=trl.save,
             log=trl.log,
         )

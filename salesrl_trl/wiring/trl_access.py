@@ -107,7 +107,7 @@ class TRLAccess(GRPOTrainer):
             generate=self._sample,
             ask=self._ask_server,
             converse=self._converse,
-            try_tools=lambda: run_coroutine_threadsafe(tried(self._standalone_tools), _loop_of(self)).result(),
+            try_tools=lambda: run_coroutine_threadsafe(tried(self._standalone_tools), self._tools_loop).result(),
             play=self._play,
             go_on=self._go_on,
             reads_pictures=self._is_vlm,
@@ -156,7 +156,11 @@ class TRLAccess(GRPOTrainer):
             self.state.num_input_tokens_seen = seen
             self.model.train(was_training)  # transformers' continuous batching leaves it in training
         measured.pop("num_tokens")
-        return Sampled.of(generated, measured, tokens_seen, self._vision)
+        vision: Mapping[str, Any] = {}
+        if (images := generated[6]) is not None:  # `None` for a row without any, which processors refuse
+            generated = (*generated[:6], [image or [] for image in images], *generated[7:])
+            vision = self._vision
+        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen, vision=vision)
 
     def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
         """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
@@ -187,6 +191,14 @@ class TRLAccess(GRPOTrainer):
     @functools.cached_property
     def _one_conversation(self) -> "_OneConversation":
         return _OneConversation(self)
+
+    @functools.cached_property
+    def _tools_loop(self) -> Any:
+        """The event loop on which tools run: TRL has one if any of its functions is async."""
+        if (loop := getattr(self, "async_loop", None)) is None:
+            _, loop, ready = start_event_loop_in_daemon(name="tools")
+            ready.wait()
+        return loop
 
     def _turns(self) -> AskedTurns:
         return self.vllm_generation.turns if self.use_vllm else AskedTurns()
@@ -254,7 +266,7 @@ class TRLAccess(GRPOTrainer):
 
         with patched(self, "_talked", talked):
             sampled = self._sample(prompts, first_turns)
-        traffic = run_coroutine_threadsafe(drain_traffic(self.tools), _loop_of(self)).result()
+        traffic = run_coroutine_threadsafe(drain_traffic(self.tools), self._tools_loop).result()
         mine = {tool_figure(name, each): count for name, of in calls.counts.items() for each, count in of.items()}
         mine |= {traffic_of(name, each): count for name, of in traffic.items() for each, count in of.items()}
         figures = self._over_ranks(mine)
@@ -432,7 +444,7 @@ class _OneConversation:
     def __init__(self, trainer: TRLAccess) -> None:
         self._trainer = trainer
         self._tokenizer = _Locked(copy.deepcopy(trainer._tokenizer))
-        self._loop = _loop_of(trainer)
+        self._loop = trainer._tools_loop
 
     def talk(self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
         one, trainer = copy.copy(self._trainer), self._trainer
@@ -465,15 +477,3 @@ class _OneConversation:
             one, [prompt], [prompt_ids], [list(ids)], [[message]], None if logps is None else [list(logps)], None, {}
         )
         return Talked(first=first, loop=loop, notes=notes)
-
-
-def _loop_of(trainer: TRLAccess) -> Any:
-    """The event loop on which tools run: TRL has one if any of its functions is async."""
-    return getattr(trainer, "async_loop", None) or _loop()
-
-
-@functools.cache
-def _loop() -> Any:
-    _, loop, ready = start_event_loop_in_daemon(name="tools")
-    ready.wait()
-    return loop

@@ -263,6 +263,7 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
 
 
 ONE_SHOT = {}
+BY_GROUPS = {"max_staleness": 4}
 IN_PARTS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
 CONVERSES = {"converses": True}
 
@@ -270,9 +271,9 @@ CONVERSES = {"converses": True}
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("given", "lookahead"),
-    [(ONE_SHOT, 0), (ONE_SHOT, 2), (IN_PARTS, 2), ({"gradient_accumulation_steps": 2, "num_iterations": 2}, 0),
-     (CONVERSES, 0), (CONVERSES, 2)],
-    ids=["one_shot", "one_shot, ahead", "parts, ahead", "two_iterations", "tools", "tools, ahead"],
+    [(ONE_SHOT, 0), (ONE_SHOT, 2), (BY_GROUPS, 2), (IN_PARTS, 2),
+     ({"gradient_accumulation_steps": 2, "num_iterations": 2}, 0), (CONVERSES, 0), (CONVERSES, 2)],
+    ids=["one_shot", "one_shot, ahead", "by_groups, ahead", "parts, ahead", "two_iterations", "tools", "tools, ahead"],
 )  # fmt: skip
 def test_a_run_that_is_told_to_stop_while_rewards_or_tools_hang_stops_with_a_checkpoint_to_go_on_from(
     trainer_of, services, caplog, given, lookahead

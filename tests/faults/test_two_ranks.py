@@ -39,6 +39,7 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     assert one["enough"]["quick"] == [{"broken": 3}]  # of eight completions, four on each rank
     # each rank trains on those of its own groups that are in, and both wait for each other's
     groups = [rank["by_groups"] for rank in (one, other)]
+    assert max(groups[0]["waited"]) > 2 * max(groups[0]["batching"][1:])  # of both: one's rewards came late
     assert groups[0]["staleness"] == groups[1]["staleness"]
     assert sum(groups[0]["staleness"]) == pytest.approx(sum(min(step, 2) for step in range(10)))
     assert 2 < max(groups[0]["oldest"]) <= 5

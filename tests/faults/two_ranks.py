@@ -138,6 +138,7 @@ def main(policy, out):
         began, group = trainer.state.global_step, number_of(sample.text) // 2
         while group % 5 == 1 + rank and trainer.state.global_step < min(began + 3, 8):
             await asyncio.sleep(0.01)
+        await asyncio.sleep(LATE_S * (rank == began == 1))
         return await soon(sample, stages)
 
     async def one_late(sample, stages):
@@ -238,6 +239,7 @@ def main(policy, out):
             "skipped": [entry[SKIPPED] for entry in steps],
             "staleness": [entry["rollout/staleness"] for entry in steps],
             "oldest": [entry["rollout/staleness_max"] for entry in steps],
+            "batching": [entry[time_of(Phase.BATCHING)] for entry in steps],
             "weights": weights.double().sum().item(),
             "waited": [entry[time_of(Phase.REWARD_WAIT)] for entry in steps],  # mean over ranks
             "quick": trainer.quick,

@@ -81,7 +81,7 @@ def branched(config, law):
 def simulate(kl, steps):
     """A run whose KL is as high as each branch's coefficient is low; 100 tokens of a branch in a step."""
     for step in steps:
-        kls = [0.02 / beta * (1 + 0.1 * math.sin(step)) for beta in kl.betas]
+        kls = [0.02 / beta * (1 + 0.1 * math.sin(step)) for beta in kl.control.betas]
         kl.end_step([[100 * each, 0.0, 0.0, 100.0, 100.0] for each in kls], step, is_logged=True)
 
 
@@ -92,7 +92,7 @@ def test_a_law_by_its_dotted_path_brings_the_kl_into_its_band(laws_of_a_user, co
     kl = branched(by_path, law)
     assert [target.contains(0.02 / target.beta) for target in TARGETS.values()] == [False, False]
     simulate(kl, range(60))
-    assert all(target.contains(0.02 / beta) for target, beta in zip(TARGETS.values(), kl.betas, strict=True))
+    assert all(target.contains(0.02 / beta) for target, beta in zip(TARGETS.values(), kl.control.betas, strict=True))
 
 
 def test_its_state_goes_into_a_checkpoint_and_out_of_it(laws_of_a_user, config, tmp_path):
@@ -115,7 +115,7 @@ def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of
     by_path = config(kl_law=f"{laws_of_a_user}.Smoothed")
     after = branched(by_path, by_path.kl_control_law())
     after.load(tmp_path)
-    assert after.betas == before.betas != [0.1, 0.3]
+    assert after.control.betas == before.control.betas != [0.1, 0.3]
     assert after.control.state_dict()["fairness"]["law_state"] == {}
 
 

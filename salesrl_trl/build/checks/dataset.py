@@ -4,8 +4,7 @@ The plans (`build`), `preflight.runner` and commands call it. `data` loads the r
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +13,7 @@ from transformers.utils import is_torchvision_available
 from salesrl_trl.build.checks.outcome import Findings
 from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.data import DatasetEntry
-from salesrl_trl.data.form import Part, Records, drawn, mixed, part_of
+from salesrl_trl.data.form import Records, drawn, mixed
 from salesrl_trl.data.lengths import LengthLimit
 from salesrl_trl.data.sources import check_rows, is_file, load_records
 from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, read_template
@@ -32,25 +31,6 @@ def own_records(data: DataConfig, reward: RewardConfig) -> list[Records]:
     return [load_records(*source.train_source, source.form(not reward.has_chain)) for source in data.sources]
 
 
-def training_records(data: DataConfig, own: Sequence[Records]) -> list[Records]:
-    """The records to train on, of those of `own_records`. Raises `DataError` if a dataset has none."""
-    return [
-        part_of(records, source.form(), Part.TRAINING if source.held_out_share else Part.ALL)
-        for source, records in zip(data.sources, own, strict=True)
-    ]
-
-
-def held_out_records(data: DataConfig, reward: RewardConfig, own: Callable[[], Sequence[Records]]) -> list[Records]:
-    """The records to evaluate on: of each dataset a share of `own_records`, or a source of their own. Raises as
-    `own_records` does."""
-    return [
-        part_of(own()[number], source.form(), Part.HELD_OUT)
-        if source.held_out_share
-        else replace(load_records(*source.eval_source, source.eval_form(not reward.has_chain)), row_name="held-out")
-        for number, source in enumerate(data.sources)
-    ]
-
-
 def rows_of(
     records: Sequence[Records], branches: Sequence[str], limit: int | None, entries: Sequence[DatasetEntry] = ()
 ) -> list[SalesRow]:
@@ -61,11 +41,6 @@ def rows_of(
     for number, entry in enumerate(entries):
         parts[number] = drawn(parts[number], entry.rows or len(parts[number]))
     return mixed(parts, [entry.share for entry in entries if entry.share is not None])[:limit]
-
-
-def training_rows(data: DataConfig, records: Sequence[Records], branches: Sequence[str]) -> list[SalesRow]:
-    """The rows of `training_records`. Raises as `rows_of` does."""
-    return rows_of(records, branches, data.max_train_rows, [source.entry for source in data.sources])
 
 
 def template_name(data: DataConfig, reward: RewardConfig) -> str | None:

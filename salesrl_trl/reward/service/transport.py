@@ -10,7 +10,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -28,7 +28,7 @@ from salesrl_trl.recording.completion_record import CallNote, note_wait
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.service.budget import Bill, Budget, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
-from salesrl_trl.reward.service.flights import AdaptiveLimit, Flights, HedgePolicy
+from salesrl_trl.reward.service.flights import AdaptiveLimit, Attempt, Flights, HedgePolicy
 from salesrl_trl.reward.service.http import service_error_of
 
 T = TypeVar("T")
@@ -145,13 +145,13 @@ class Transport:
         self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
         if self._quota is not None:
             self._quota.refuse_if_spent()
-        attempt, began = partial(_noted, self.service, attempt) if self.notes else attempt, now()
+        noted, began = partial(self._noted, attempt), now()
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
                     waiting.reschedule(None)  # from here on, attempts and waits observe the deadline themselves
                     note_wait(now() - began)
-                    return await self._with_retries(attempt, patient, patience_s)
+                    return await self._with_retries(noted, patient, patience_s)
             except TimeoutError:
                 raise self._deadline_exceeded() from None
 
@@ -175,7 +175,11 @@ class Transport:
     def bill(self) -> Bill:
         return Bill(self._quota)
 
-    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], patient: bool, patience_s: float) -> T:
+    async def _noted(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        with CallNote(self.service) if self.notes else nullcontext():
+            return await attempt()
+
+    async def _with_retries(self, attempt: Attempt[T], patient: bool, patience_s: float) -> T:
         retries = _Retries(self._max_attempts, patient, patience_s, self._breaker)
         while True:
             try:
@@ -188,7 +192,7 @@ class Transport:
             await asyncio.sleep(wait_s)
             self._traffic["retries"] += 1
 
-    async def _once(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    async def _once(self, attempt: Attempt[T], patience_s: float) -> T:
         probe = await self._admitted(patience_s)
         number = self._limit.record_sent()
         with self._observed(number, probe):
@@ -312,39 +316,34 @@ class Transport:
         changed.clear()
 
 
-async def _noted(service: str, attempt: Callable[[], Awaitable[T]]) -> T:
-    with CallNote(service):
-        return await attempt()
-
-
 def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:
     return breaker.is_open and breaker.down_for_s(now()) >= patience_s
 
 
+@dataclass(slots=True)
 class _RetryLines:
     """Logs the retries of a service on one event loop: a line in `RETRY_LINES_S`, and how many it stands for."""
 
-    def __init__(self, service: str, max_attempts: int) -> None:
-        self._service = service
-        self._max_attempts = max_attempts
-        self._held_back = 0
-        self._is_open = False
+    service: str
+    max_attempts: int
+    held_back: int = 0
+    is_open: bool = False
 
     def record(self, error: ServiceError, failures: int, wait_s: float) -> None:
         """A call is tried again after `wait_s` seconds, and `failures` of its attempts have failed."""
-        if self._is_open:
-            self._held_back += 1
+        if self.is_open:
+            self.held_back += 1
             return
-        self._is_open = True
+        self.is_open = True
         asyncio.get_running_loop().call_later(RETRY_LINES_S, self._end)
-        attempt = f"attempt {failures + 1} of {self._max_attempts}"
+        attempt = f"attempt {failures + 1} of {self.max_attempts}"
         turned_away = ", because it asks for later calls" if isinstance(error, ServiceOverloaded) else ""
-        logger.info(f"[Retry] {self._service}: {attempt} in {wait_s:.1f} s after {error.code}{turned_away}")
+        logger.info(f"[Retry] {self.service}: {attempt} in {wait_s:.1f} s after {error.code}{turned_away}")
 
     def _end(self) -> None:
-        held_back, self._held_back, self._is_open = self._held_back, 0, False
+        held_back, self.held_back, self.is_open = self.held_back, 0, False
         if held_back:
-            logger.info(f"[Retry] {self._service}: {held_back:,} more within {RETRY_LINES_S:g} s, without a line each")
+            logger.info(f"[Retry] {self.service}: {held_back:,} more within {RETRY_LINES_S:g} s, without a line each")
 
 
 @dataclass(slots=True)

@@ -88,8 +88,7 @@ def card(monkeypatch):
     def have(capability, *installed):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         flash = {
-            name: each._replace(is_installed=lambda name=name: name in installed)
-            for name, each in model_checks.FLASH.items()
+            name: (lambda name=name: name in installed, *cards) for name, (_, *cards) in model_checks.FLASH.items()
         }
         monkeypatch.setattr(model_checks, "FLASH", flash)
 

@@ -4,9 +4,10 @@ import json
 
 import pytest
 from datasets import Dataset
+from support.planned import planned
 from support.published import bbq, qrecc, write
 
-from salesrl_trl.build.checks.dataset import held_out_records, own_records, rows_of, training_records
+from salesrl_trl.build.checks.dataset import rows_of
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.form import Form, Part
 from salesrl_trl.data.formats import BBQ, QReCC
@@ -118,9 +119,9 @@ def test_a_row_without_an_id_is_named_by_its_place_and_its_dataset(tmp_path):
         lines = [{"prompt": f"{name} 0"}, {"prompt": f"{name} 1", "id": 0}]
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
     data = DataConfig(dataset=str(tmp_path / "train.jsonl"), eval_dataset=str(tmp_path / "other.jsonl"))
-    own = own_records(data, RewardConfig())
-    held_out = rows_of(held_out_records(data, RewardConfig(), lambda: own), (), None)
-    assert [row.row_id for row in rows_of(training_records(data, own), (), None)] == ["row-0", "0"]
+    plan = planned(data, RewardConfig())
+    held_out = rows_of(plan.held_out_records, (), None)
+    assert [row.row_id for row in plan.train_rows] == ["row-0", "0"]
     assert [row.row_id for row in held_out] == ["held-out-0", "0"]
 
 

@@ -4,16 +4,10 @@ import json
 from collections import Counter
 
 import pytest
+from support.planned import planned
 from support.published import DIALOGUE, QA, bbq, write
 
-from salesrl_trl.build.checks.dataset import (
-    held_out_records,
-    own_records,
-    rows_of,
-    settle_held_out,
-    training_records,
-    training_rows,
-)
+from salesrl_trl.build.checks.dataset import rows_of, settle_held_out
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.data.lengths import fit_prompts
 from salesrl_trl.data.templates import read_template
@@ -28,9 +22,8 @@ def names(rows):
 
 def loaded(data):
     """Training rows and held-out rows."""
-    own = own_records(data, DIRECTLY)
-    train, held_out = training_records(data, own), held_out_records(data, DIRECTLY, lambda: own)
-    return training_rows(data, train, ()), rows_of(held_out, (), data.max_eval_rows)
+    plan = planned(data, DIRECTLY)
+    return plan.train_rows, rows_of(plan.held_out_records, (), data.max_eval_rows)
 
 
 @pytest.fixture

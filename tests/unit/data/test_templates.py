@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+from importlib import resources
 
 import pytest
 
 from salesrl_trl.data.sources import load_rows
-from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, build_prompt, read_template, template_path
+from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, build_prompt, read_template
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.types import DEFAULT_FORMAT, Message, SalesRow
 
@@ -39,7 +40,8 @@ def test_what_a_customer_wrote_keeps_its_white_space():
 @pytest.mark.parametrize("style", PROMPT_STYLES)
 def test_a_copy_of_a_packaged_prompt_prompts_alike(tmp_path, style):
     mine = tmp_path / "mine.jinja"
-    mine.write_text(template_path(style).read_text(encoding="utf-8"), encoding="utf-8")
+    packaged = resources.files("salesrl_trl.data").joinpath("templates", f"{style}.jinja")
+    mine.write_bytes(packaged.read_bytes())
     assert build_prompt(ROW, read_template(mine, DEFAULT_FORMAT.fields)) == build_prompt(ROW, style)
 
 

@@ -82,9 +82,9 @@ def test_a_window_outside_the_band_moves_the_next_steps_coefficient_and_its_line
     caplog.set_level(logging.INFO)
     kl = branched()
     step(kl, 7, 0.5, 0.5)
-    assert (kl.betas, caplog.messages) == ([0.1, 0.3], [])
+    assert (kl.control.betas, caplog.messages) == ([0.1, 0.3], [])
     step(kl, 8, 0.5)
-    assert kl.betas == pytest.approx([0.115, 0.3])  # the second branch has no band
+    assert kl.control.betas == pytest.approx([0.115, 0.3])  # the second branch has no band
     assert caplog.messages == ["[BranchedKL@8] fairness: KL 0.5000 outside [0.02, 0.06], beta 0.1 -> 0.115"]
     assert loss_of(kl, micro_batch(0.5, [0])) == pytest.approx(0.115 * 0.125 * 2)
 
@@ -93,7 +93,7 @@ def test_a_kl_that_is_not_finite_is_warned_of_and_moves_nothing(caplog):
     kl = branched()
     for number in (1, 2):
         step(kl, number, math.nan)
-    assert kl.betas == [0.1, 0.3]
+    assert kl.control.betas == [0.1, 0.3]
     assert [(record.levelname, record.getMessage()[:44]) for record in caplog.records[:2]] == [
         ("WARNING", "[BranchedKL@1] fairness: the KL is nan, its "),
         ("WARNING", "[BranchedKL@1] hallucination: the KL is nan,"),
@@ -110,7 +110,7 @@ def test_only_the_rank_that_logs_says_anything_and_all_move_alike(caplog):
     for number in (1, 2):
         ranks[0].end_step(totals, number, is_logged=True)
     assert len(caplog.messages) == 3
-    assert ranks[0].betas == ranks[1].betas == pytest.approx([0.115, 0.3])
+    assert ranks[0].control.betas == ranks[1].control.betas == pytest.approx([0.115, 0.3])
 
 
 class Noticing:
@@ -160,7 +160,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path, 
 def test_a_checkpoint_without_a_state_starts_as_configured_with_a_warning(tmp_path, caplog):
     kl = branched()
     kl.load(tmp_path)
-    assert kl.betas == [0.1, 0.3]
+    assert kl.control.betas == [0.1, 0.3]
     assert f"{tmp_path} holds no {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text
 
 

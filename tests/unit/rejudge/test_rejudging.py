@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
+from support.planned import planned
 
-from salesrl_trl.build.checks.dataset import own_records, settle_held_out, training_records, training_rows
+from salesrl_trl.build.checks.dataset import settle_held_out
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.recording.reader import recorded
@@ -223,7 +224,7 @@ def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, 
     data, reward = DataConfig(dataset=entries), config(services, reward_funcs=["judge"])
     for source in data.sources:
         settle_held_out(source)  # as at the start of a run
-    rows = training_rows(data, training_records(data, own_records(data, reward)), ())
+    rows = planned(data, reward).train_rows
     drawn = [row for row in rows if row.branch == "tone"]
     entries_of_record = [
         Entry(

@@ -167,6 +167,16 @@ def test_us_dollars_end_at_the_limit_with_all_that_is_under_way(limited, tmp_pat
     assert account.reached(budget.limits)
 
 
+@pytest.mark.parametrize("began", [0.0, 3_587.1, 1e6 / 7, 1e9 / 7])
+def test_a_wait_for_tokens_is_long_enough_whatever_the_clock_shows(began):
+    rate, moment = TokenRate(1200), began
+    for _ in range(400):
+        moment += rate.wait_s(moment, 100)
+        assert not rate.wait_s(moment, 100)  # else a clock that can't show so short a time stands still
+        rate.take(100)
+    assert moment - began == pytest.approx(400 * 100 / 1200 * 60, rel=0.1)
+
+
 def test_tokens_per_minute_delay_requests_and_fail_none(limited):
     async def scene():
         transport, budget = limited(price=PRICE, tokens_per_minute=1200)

@@ -72,9 +72,9 @@ def test_extra_calls_stay_a_share_of_all():
     policy = HedgePolicy(0.05)
     hedges = 0
     for _ in range(1000):
-        policy.record_sent()
+        policy.sent += 1
         if policy.affordable:
-            policy.record_hedge()
+            policy.hedges += 1
             hedges += 1
     assert hedges == 50
 

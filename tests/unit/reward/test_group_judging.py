@@ -191,6 +191,13 @@ def test_a_judge_of_ones_own_compares_and_what_it_leaves_out_gives_no_number_to_
     assert reward.names.together is Per.GROUP
 
 
+def test_where_a_judge_of_ones_own_hangs_over_a_group_each_is_judged_alone(monkeypatch):
+    judge, reward = own_reward(deadline_s=2.0)
+    monkeypatch.setattr(judge, "judge_group", lambda *_: asyncio.sleep(60))
+    result = scored(reward, [ROW] * 8, TEXTS)
+    assert result.values == [float(text) for text in TEXTS] and result.report.judged_singly == 8
+
+
 def test_the_call_waits_for_the_last_completion_and_not_for_one_that_failed():
     judge, reward = own_reward()
 

@@ -42,6 +42,19 @@ def test_a_batch_that_is_waited_for_returns_its_rewards_and_its_report(loop):
     assert loop.unreported_spans() == []
 
 
+def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):
+    batches, took = [], []
+    for place in (0, 1):
+        batch = begin(loop, place)
+        batches.append((batch, range(1)))
+        took.append(loop.result(batch, [ACTION]).report)
+        time.sleep(0.3)
+    joined = loop.joined(batches, group=1)
+    report = loop.result(joined, [ACTION, ACTION]).report
+    assert report.judge_seconds == max(own.judge_seconds for own in took) > 0
+    assert report.seconds == pytest.approx(max(own.seconds for own in took))
+
+
 def test_trl_is_answered_with_the_result_at_hand(loop):
     result = loop.result(begin(loop, 0), [BAD])
     [function] = loop.functions
@@ -65,7 +78,7 @@ def test_a_wait_that_is_interrupted_cancels_the_batch(loop, services, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr("concurrent.futures.Future.result", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            loop.wait(batch, [[0]])
+            loop.wait([batch], batch.is_settled)
     until(lambda: not batch.under_way())
     assert batch.rewards == [None]
 
@@ -80,7 +93,7 @@ def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, s
     until(lambda: loop.status() == "of 2 completions 1 in rag_8b; 1 more batches in flight")
     seen = {(span.track, span.name, span.failed) for span in loop.unreported_spans()}
     assert {("reward 0", "rag_8b", True), ("reward 1", "parse", False), ("reward 0 ahead 1", "rag_8b", True)} <= seen
-    loop.wait(older, [[0, 1]])
+    loop.wait([older], older.is_settled)
     assert loop.status() == "this rank's are scored, another's may be out; 1 more batches in flight"
     loop.give_up()
     assert loop.result(begin(loop, 0), [BAD]).values == [-0.25]  # the loop has come to it by now

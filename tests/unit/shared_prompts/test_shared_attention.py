@@ -102,4 +102,4 @@ def test_without_a_layout_an_attention_is_what_it_was():
     installed = shared_attention.ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert torch.equal(installed(layer, *given, None)[0], sdpa_attention_forward(layer, *given, None)[0])
     with pytest.raises(RuntimeError, match="keyword arguments"):
-        installed(layer, *given, shared_attention.stand_in_mask(CPU))
+        installed(layer, *given, torch.ones((1, 1, 1, 1), dtype=torch.bool))

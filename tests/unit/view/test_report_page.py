@@ -299,6 +299,15 @@ def test_the_command_writes_where_it_is_told(run_folder, tmp_path, capsys):
     assert list(run_folder.path.iterdir()) == []
 
 
+def test_failed_calls_for_groups_in_the_middle_of_a_run_are_told(run_folder):
+    run_folder.events({step: {"judge/judged_singly": count} for step, count in enumerate((0.0, 8.0, 1.0, 0.0), 1)})
+    page, _, _ = report(run_folder)
+    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert rows["Judged one by one after a failed call"] == "2.250 on average, 8.000 at most"
+    page, _, _ = report(run_folder, "--lang", "zh")
+    assert {row[0]: row[1] for row in page.rows if len(row) == 2}["整组评判失败后逐条评判"] == "平均 2.250，最多 8.000"
+
+
 def test_the_page_in_chinese_has_no_english_sentence_left(two_branches, tmp_path):
     """Names, units, codes and paths stay as they are."""
     evals = (two_branches.path / "quick_eval.jsonl").read_text("utf-8")
