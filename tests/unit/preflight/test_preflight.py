@@ -146,12 +146,11 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
         (["--optim", "paged_ademamix_8bit"], "`optim: paged_ademamix_8bit` wants bitsandbytes"),
         (["--optim", "adamw_torch_4bit"], "`optim: adamw_torch_4bit` wants torchao, which is not installed."),
         (["--use_liger_kernel", "true"], "`use_liger_kernel` wants liger_kernel, which is not installed. Install it"),
-        (["--use_peft", "true"], "`use_peft` wants peft, which is not installed. Install it (pip install peft)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, arguments, message):
-    absent, real = ("bitsandbytes", "torchao", "liger_kernel", "peft"), importlib.util.find_spec
+    absent, real = ("bitsandbytes", "torchao", "liger_kernel"), importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in absent else real(name, *rest))
     assert message in told(*arguments, stages=CHEAP[:1])
 
