@@ -7,6 +7,8 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -133,6 +135,17 @@ def save_model(shape: str, folder: Path, device: torch.device) -> Path:
     model.save_pretrained(folder)
     packaged_tokenizer().save_pretrained(folder)
     return folder
+
+
+def in_a_process(bench: str, words: Sequence[str], log: Path) -> bool:
+    """Run a bench in a process of its own, with its output in `log`. Where it fails, print the end of it. Returns
+    whether it worked."""
+    with log.open("w") as stream:
+        command = [sys.executable, "-m", f"benchmarks.{bench}", *words]
+        code = subprocess.run(command, stdout=stream, stderr=stream, check=False).returncode
+    if code:
+        print(f"{log.stem} ended with {code}", log.read_text()[-3000:], flush=True)
+    return code == 0
 
 
 # Training without generation and without services

@@ -28,7 +28,18 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from benchmarks.common import device, device_name, dtype, now, parser, quiet, rows_of, save_model, write_json
+from benchmarks.common import (
+    device,
+    device_name,
+    dtype,
+    in_a_process,
+    now,
+    parser,
+    quiet,
+    rows_of,
+    save_model,
+    write_json,
+)
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.reward.functions import per_completion
@@ -95,9 +106,8 @@ def work(args: argparse.Namespace) -> None:
         train_dataset=Dataset.from_list(rows_of([f"Is lesson {number} for me? " for number in range(512)])),
     )  # fmt: skip
     trainer.train()
-    lookaheads = [line.get("rollout/lookahead") for line in trainer.state.log_history if "loss" in line]
     seconds = [end - begin for begin, end in itertools.pairwise(clock.ends)]
-    write_json(args.out / f"{args.worker}.json", {"arm": args.worker, "seconds": seconds, "lookahead": lookaheads})
+    write_json(args.out / f"{args.worker}.json", {"arm": args.worker, "seconds": seconds})
     trainer.finish()
 
 
@@ -127,14 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = save_model(args.shape, Path(scratch) / "model", device())
         torch.cuda.empty_cache()
         for arm in [args.base, *args.arms, *args.autos]:
-            command = [sys.executable, "-m", "benchmarks.forecast", *(sys.argv[1:] if argv is None else argv)]
-            with (args.out / f"{arm}.log").open("w") as log:
-                code = subprocess.run(
-                    [*command, "--worker", arm, "--folder", str(folder), "--out", str(args.out)],
-                    stdout=log, stderr=log, check=False,
-                ).returncode  # fmt: skip
-            if code:
-                print(f"{arm} ended with {code}", (args.out / f"{arm}.log").read_text()[-2000:], flush=True)
+            words = [*(sys.argv[1:] if argv is None else argv), "--worker", arm, "--folder", str(folder)]
+            if not in_a_process("forecast", [*words, "--out", str(args.out)], args.out / f"{arm}.log"):
                 continue
             result = json.loads((args.out / f"{arm}.json").read_text())
             if not arm.startswith("auto"):

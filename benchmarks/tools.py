@@ -20,7 +20,6 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -35,7 +34,18 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.common import device, device_name, dtype, now, parser, quiet, rows_of, save_model, write_json
+from benchmarks.common import (
+    device,
+    device_name,
+    dtype,
+    in_a_process,
+    now,
+    parser,
+    quiet,
+    rows_of,
+    save_model,
+    write_json,
+)
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.reward.functions import per_completion
@@ -170,12 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("| arm | instant tools | slow tools |\n|---|---|---|", flush=True)
         for arm in args.arms:
             out = Path(scratch) / f"{arm}.json" if args.json is None else args.json.with_suffix(f".{arm}.json")
-            command = [sys.executable, "-m", "benchmarks.tools", *(argv or sys.argv[1:])]
-            command += ["--worker", arm, "--folder", str(folder), "--json", str(out)]
-            with out.with_suffix(".log").open("w") as log:
-                code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
-            if code:
-                print(f"{arm} ended with {code}", out.with_suffix(".log").read_text()[-3000:], flush=True)
+            words = [*(argv or sys.argv[1:]), "--worker", arm, "--folder", str(folder), "--json", str(out)]
+            if not in_a_process("tools", words, out.with_suffix(".log")):
                 continue
             figures = json.loads(out.read_text())
             print(f"| {arm} | {figures['instant_s']:.2f} s | {figures['slow_s']:.2f} s |", flush=True)

@@ -129,30 +129,32 @@ def read(folder: Path) -> TracedRun:
             f"{path} has {len(generated)} steps with a generation, and rewards of {len(ended)} completions. Expected "
             "at least 3 steps, and rewards that are asked for one by one (`@per_completion`, `@per_group`)."
         )
-    waits = [[s for s in spans[Phase.REWARD_WAIT] if _within(step, s)] for step in generated]
-    parts = max(round(statistics.median(map(len, waits))), 1)
+    waits = [sum(_within(step, span) for span in spans[Phase.REWARD_WAIT]) for step in generated]
+    parts = max(round(statistics.median(waits)), 1)
     places = size / len({pid for pid, _ in rewards})
     batches = [ended[first : first + size] for first in range(0, len(ended) - size + 1, size)]
     generations = spans[Phase.GENERATION]
-    steps = list[TracedStep]()
-    for step, batch in zip(generated, batches, strict=False):
-        seconds = {
+    measured = [
+        {
             phase: sum(span["dur"] for span in spans[phase] if _within(step, span)) / 1e6
             for phase in (Phase.GENERATION, Phase.REWARD_WAIT, *_NOT_OF_A_STEP)
         }
+        for step in generated
+    ]
+    steps = list[TracedStep]()
+    for step, seconds, batch in zip(generated, measured, batches, strict=False):
         begun = [span for span in generations if span["ts"] <= batch[-1][0]] or generations[:1]
         done = (begun[-1]["ts"] + begun[-1]["dur"]) / 1e6
         own = [
             RewardTime(start / 1e6 - done, s, min(int(place * parts / places), parts - 1)) for start, s, place in batch
         ]
         steps.append(TracedStep(seconds[Phase.GENERATION], step["dur"] / 1e6 - sum(seconds.values()), own))
-    others = sum(span["dur"] for phase in _NOT_OF_A_STEP for span in spans[phase] if span["ts"] >= generated[0]["ts"])
-    return TracedRun(
-        steps=steps,
-        parts=parts,
-        step_s=(sum(step["dur"] for step in generated) - others) / 1e6 / len(generated),
-        waited_s=sum(span["dur"] for own in waits for span in own) / 1e6 / len(generated),
-    )
+    took = [
+        step["dur"] / 1e6 - sum(own[phase] for phase in _NOT_OF_A_STEP)
+        for step, own in zip(generated, measured, strict=True)
+    ]
+    waited = statistics.mean(own[Phase.REWARD_WAIT] for own in measured)
+    return TracedRun(steps=steps, parts=parts, step_s=statistics.mean(took), waited_s=waited)
 
 
 def _within(step: dict[str, Any], span: dict[str, Any]) -> bool:

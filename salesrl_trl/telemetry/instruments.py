@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
 from torch import nn
+from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.names import MEMORY, MFU_MODEL, START_UP_FILE, TRACE_FILE, Phase, StartUp, perf_of
 from salesrl_trl.recording.writer import Recorder
@@ -247,6 +248,31 @@ class Instruments:
             perf.SAMPLES: samples,
             **dict(zip(MEMORY, memory_gib(self._device), strict=True)),
         }
+
+
+@dataclass(eq=False)
+class StepMarks(TrainerCallback):
+    """Marks the start of a run, the end of each step, and the end of the run. `prepare` is called before the first
+    mark, `begin` after it, and `end` before the last one."""
+
+    instruments: Instruments
+    prepare: Callable[[], None]
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+        self.prepare()
+        self.instruments.timeline.end(StartUp.PREPARE)
+        self.instruments.run_begins(state.global_step, state.max_steps)
+        self.begin()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.instruments.timeline.end(Phase.OPTIMIZER)
+        self.instruments.step_ends()
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        self.end()
+        self.instruments.timeline.stops()
 
 
 SHOWN_S = 0.05  # shorter phases are not in the line. The file has all.

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.checkpoint.identity import identity_of_run
@@ -73,7 +73,7 @@ from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
 from salesrl_trl.rollout.tools import ToolCalls
-from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings
+from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
 from salesrl_trl.telemetry.timeline import phased
@@ -147,7 +147,7 @@ class Hooks:
     restore: Callable[[StepSnapshot], None]
 
 
-class Components(TrainerCallback):
+class Components:
     """The components of one trainer. Without `instruments`: phases, heartbeats, and a trace of the first 50 steps.
     `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
@@ -428,7 +428,7 @@ class Components(TrainerCallback):
         )
         return [
             self.stopping,
-            self,
+            StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(
                 args.branches,
                 names.providers if names.components else None,
@@ -443,7 +443,7 @@ class Components(TrainerCallback):
             *([ClosingReport()] if "tensorboard" in args.report_to else []),  # behind all that logs figures
         ]
 
-    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+    def _begin(self) -> None:
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
@@ -452,17 +452,6 @@ class Components(TrainerCallback):
             self.quick_eval.run_begins(trl.step())
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.instruments.record_model(trl.unwrapped())
-        self.timeline.end(StartUp.PREPARE)
-        self.instruments.run_begins(state.global_step, state.max_steps)
-        self.evaluate_quickly()
-
-    def on_step_end(self, *_: object, **__: object) -> None:
-        self.timeline.end(Phase.OPTIMIZER)
-        self.instruments.step_ends()
-
-    def on_train_end(self, *_: object, **__: object) -> None:
-        self.pipeline.forget()
-        self.timeline.stops()
 
     def _padded(self, sampled: Sampled) -> dict[str, Any]:
         trl = self._trl
@@ -571,9 +560,8 @@ class Components(TrainerCallback):
 
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
-        agreed(
-            lambda: log_banner(self._args, self.reward, self._trl.tool_names)
-        )  # an account of the spending may be damaged
+        # an account of the spending may be damaged
+        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names))
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
         if self._args.record:
