@@ -1,6 +1,6 @@
 """Conversations whose tools fail in many ways, against a ledger.
 
-python tests/faults/test_tool_chaos.py 10000
+PYTHONPATH=tests python tests/faults/test_tool_chaos.py 10000
 """
 
 import asyncio
