@@ -214,11 +214,13 @@ class _Child:
         channel.close()
         code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
         self._channel = self._starting = None
-        lost, self._waiting = [waiting for waiting in self._waiting.values() if not waiting.done()], {}
+        lost = {number: waiting for number, waiting in self._waiting.items() if not waiting.done()}
+        self._waiting = {}
         if code or (lost and not self._is_closing):
-            again = f"; what it had in hand ({len(lost)} calls) is asked again of the next, once" if lost else ""
+            in_hand = len(lost.keys() & self.scored.keys())  # a question about its counts is not asked again
+            again = f"; its {in_hand} completions in hand are asked again of the next, once" if in_hand else ""
             logger.error(f"the reward process ended with code {code}{again}")
-        for waiting in lost:
+        for waiting in lost.values():
             waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
             waiting.exception()  # seen, also where nobody waits any more
 

@@ -256,7 +256,7 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
         each.getMessage() for each in caplog.records if "the reward process ended with code -9" in each.getMessage()
     ]
     assert len(lost) == 3
-    assert all(f"({3 * size} calls)" in line for line in lost)
+    assert all(f"its {3 * size} completions in hand" in line for line in lost)
     assert [entry[SKIPPED] for entry in steps_of(trainer)] == [0] * steps
     assert [entry["outcome/infra"] for entry in steps_of(trainer)] == [0] * steps
     assert_nothing_is_left(trainer, caplog)

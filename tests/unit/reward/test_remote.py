@@ -397,7 +397,7 @@ def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, r
     assert [stages.completion_record.verdicts["judge"].candidate for stages in batch.stages[1:]] == [0.75, 0.75]
     assert read_account(tmp_path / "spent.json").taken["max_calls"] >= sum(services.calls.values())  # of both
     assert own_words(caplog) == [
-        "the reward process ended with code -9; what it had in hand (2 calls) is asked again of the next, once"
+        "the reward process ended with code -9; its 2 completions in hand are asked again of the next, once"
     ]
 
 
@@ -453,12 +453,15 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     assert reward.values(ACTION) == [0.75]
     stopped = reward.process
     stopped.send_signal(signal.SIGSTOP)
+    counts = asyncio.run_coroutine_threadsafe(reward.reward.drain(), reward.loop._loops.loop)  # no completion
     assert reward.values(action(query="a"), action(query="b")) == [0.75, 0.75]
+    assert counts.result(0) == asyncio.run(reward.reward._local.drain())
     assert reward.process.pid != stopped.pid
     assert is_gone(stopped.pid)
     assert own_words(caplog) == [
         "the reward process has not answered for 2 s, and is ended",
-        "the reward process ended with code -9; what it had in hand (2 calls) is asked again of the next, once",
+        "the reward process ended with code -9; its 2 completions in hand are asked again of the next, once",
+        "the reward process does not answer (_ChildEnded)",  # the question about its counts
     ]
 
 
