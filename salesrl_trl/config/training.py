@@ -114,6 +114,9 @@ class SalesGRPOConfig(GRPOConfig):
     """Above the lookahead: the most optimizer steps between the weights that sampled a group and the step that trains
     on it. A step then trains on the first whole groups in flight that are scored, and on any that can't wait. Every
     row still comes once an epoch, and groups are as old on average. 0, or the lookahead, keeps the order of rows."""
+    refill_groups: NumberOrNone = 0
+    """Above 0: a group whose rewards are all equal, which teaches nothing, is replaced by a group of another row,
+    drawn at random. In a step at most so many times as many groups are generated beside those that it trains on."""
     scored_groups_first: bool = True
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
@@ -182,6 +185,11 @@ class SalesGRPOConfig(GRPOConfig):
             lambda: self.sampler is None or not self.use_vllm,
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
             "`use_vllm: false`.",
+        )
+        refused.check(
+            lambda: not self.refill_groups or not self.hybrid_reference_weight,
+            "`refill_groups` with `hybrid_reference_weight`: a group of equal rewards teaches there, by its distance "
+            "to the reference. Expected one of the two.",
         )
         refused.check(
             lambda: self.max_staleness == 0 or self.max_staleness >= self.most_lookahead,

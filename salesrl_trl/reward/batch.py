@@ -295,6 +295,12 @@ class RewardBatch:
         places = range(len(self)) if places is None else places
         return all(self.rewards[place] is not None for place in reversed(places))  # from the last to come
 
+    def is_equal(self, places: Sequence[int]) -> bool:
+        """Whether the rewards at `places` are in, and are the same numbers. From any thread."""
+        rewards = [self.rewards[place] for place in places]
+        numbers = {(reward.value, *reward.by_function.items()) if reward else None for reward in rewards}
+        return len(numbers) == 1 and rewards[0] is not None and rewards[0].value is not None
+
     def cut_off(self, reason: str) -> None:
         """Score no more: completions that are not settled, and all later ones, are missing with this reason."""
         self._cut_off = reason

@@ -157,10 +157,11 @@ class RewardFigures:
         )  # fmt: skip
         self.not_logged = frozenset(of_the_chain if names.functions and not names.components else ())
 
-    def names(self, with_baseline: bool = False) -> tuple[str, ...]:
-        """Every tag of the ledger's line, but for the KL and the judge's bias."""
-        parts = {"rewards": True, "baseline": with_baseline, **self._parts}
-        return line_names({part for part, is_there in parts.items() if is_there}, self.words)
+    def names(self, further: Sequence[str] = ()) -> tuple[str, ...]:
+        """Every tag of the ledger's line, but for the KL and the judge's bias. `further`: parts of it."""
+        return line_names(
+            {"rewards", *further, *(part for part, is_there in self._parts.items() if is_there)}, self.words
+        )
 
     def column(self, table: torch.Tensor, name: str) -> torch.Tensor:
         """A column of a table of `encode`, shape (N,)."""

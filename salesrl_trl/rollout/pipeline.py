@@ -2,14 +2,17 @@
 the completion is finished. `reading_ahead` decides when one may be launched; TRL uses completions and rewards."""
 
 import itertools
+import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
+from accelerate.logging import get_logger
 from torch.nn.functional import pad
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
@@ -23,6 +26,9 @@ from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Upd
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
+from salesrl_trl.update.ranks import highest
+
+logger = get_logger(__name__)
 
 MOST_AHEAD = 1024
 """Completions of an evaluation that wait for their turn, in a process. Their tokens and texts take some 100 MB."""
@@ -57,13 +63,16 @@ class Rollout:
     is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in
     group: int = 1  # completions of a prompt. They are neighbours.
     is_reported: bool = False
+    turnover: tuple[float, ...] = ()
+    """Of the step that trains on these groups, where equal ones are replaced: groups in place of others, groups of
+    equal rewards, groups that left flight, the sum of their rewards, and their scored completions."""
     left: list[range] = field(init=False)  # the groups that nobody has trained on yet
 
     def __post_init__(self) -> None:
         self.left = parts(len(self.inputs), 1, self.group)
 
     @classmethod
-    def joined(cls, groups: Sequence[tuple["Rollout", range]], head: "Rollout", rewards: RewardBatch) -> "Rollout":
+    def joined(cls, groups: "Groups", head: "Rollout", rewards: RewardBatch) -> "Rollout":
         """Groups at these places of several rollouts. The figures of generation are those of `head`."""
         of_groups = [(rollout, slice(places.start, places.stop)) for rollout, places in groups]
         logps = [each.behaviour_logps[own] for each, own in of_groups if each.behaviour_logps is not None]
@@ -94,6 +103,9 @@ class Rollout:
             return {}, 0
         self.is_reported = True
         return self.sampled.metrics, self.sampled.tokens
+
+
+Groups = Sequence[tuple[Rollout, range]]  # each at these places of its rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,8 +147,14 @@ class Pipeline:
     """Optimizer steps that they may be ahead at any time, where `lookahead` moves."""
     max_staleness: int = 0
     """Above `most_lookahead`: groups are trained on as they come in, at most so many optimizer steps late."""
+    refill_groups: int = 0
+    """Above 0: groups of equal rewards are replaced, in a step at most so many times as many as it trains on."""
+    seed: int = 0  # of the rows that replace others
     dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
+    _count: int = 0  # groups of a generation batch
+    _refilled: int = 0  # groups in place of others since a step last took its own
+    _was_short: bool = False  # whether a step had to train on groups of equal rewards
     _taken: dict[int, Rollout] = field(default_factory=dict)  # in the step under way
     _behind: list[Rollout] = field(default_factory=list)  # whose turn is over, with groups that are left
     _evaluated: list[Rollout] = field(default_factory=list)  # begun, and not taken yet
@@ -165,6 +183,7 @@ class Pipeline:
         """Give up everything in flight, with the batch of an interrupted step."""
         self.updates.restart()
         self.dataloader, self._kept, self._taken, self._evaluated, self._behind = (), {}, {}, [], []
+        self._refilled = 0
         for rollout in self._schedule.restart(0, 0, False):
             if rollout.handle is not None:
                 rollout.handle.give_up()
@@ -205,8 +224,11 @@ class Pipeline:
                 self.go_on()
         for window in self._schedule.due(micro_step, update):
             kept = self._kept.pop(window.first, None)
-            inputs = kept.inputs if kept is not None and kept.inputs else window.inputs
-            if kept is None or kept.sampled is None or kept.rows != keys_of(inputs):
+            if kept is None:
+                window.rollout = self.launch([*window.inputs, *self._in_place_of_equal(window.inputs, update)], update)
+                continue
+            inputs = kept.inputs or window.inputs
+            if kept.sampled is None or kept.rows != keys_of(inputs):
                 window.rollout = self.launch(inputs, update)
                 continue
             rollout = window.rollout = self._begun(inputs, max(kept.steps), is_trained_on=True)
@@ -242,13 +264,14 @@ class Pipeline:
         self._taken[micro_step] = rollout
         self._collect(rollout)
         if self.goes_by_groups:
+            self._count = len(inputs) // rollout.group
             rollout = self._taken[micro_step] = self._first_in(rollout, update)
         return rollout
 
     @property
     def goes_by_groups(self) -> bool:
         """Whether a step trains on the first groups that are in, and each rank on its own."""
-        return self.max_staleness > self.most_lookahead
+        return self.max_staleness > self.most_lookahead or bool(self.refill_groups)
 
     def _first_in(self, head: Rollout, update: int) -> Rollout:
         """The groups that are trained on in the turn of `head`. Waits until they are in."""
@@ -258,25 +281,90 @@ class Pipeline:
             if max(rollout.steps) < update:
                 self._collect(rollout)  # a collective: on all ranks alike
             flying += [rollout] if rollout.sampled is not None else []
-        groups = [(rollout, places) for rollout in flying for places in rollout.left]
-        latest = [rollout.steps[places.start] + self.max_staleness for rollout, places in groups]
-        count, following = len(head.inputs) // head.group, self._schedule.updates
-
-        def chosen() -> list[int]:
-            is_in = [rollout.rewards.is_settled(places) for rollout, places in groups]
-            return first_in(latest, is_in, following, count)
-
-        # 2. those that are trained on leave their rollouts
-        with self.timeline.phase(Phase.REWARD_WAIT):
-            self.reward_loop.wait([rollout.rewards for rollout in flying], chosen)
-            PartialState().wait_for_everyone()  # not in a phase of the trainer's own work
-        picked = [groups[number] for number in sorted(chosen())]
-        rewards = self.reward_loop.joined([(rollout.rewards, places) for rollout, places in picked], head.group)
-        for rollout, places in picked:
-            rollout.left.remove(places)
+        # 2. wait for those that are trained on. Where too few have rewards that differ, others are generated
+        while True:
+            groups = [(rollout, places) for rollout in flying for places in rollout.left]
+            with self.timeline.phase(Phase.REWARD_WAIT):
+                batches = [rollout.rewards for rollout in flying]
+                self.reward_loop.wait(batches, partial(self._is_decided, groups))
+                PartialState().wait_for_everyone()  # not in a phase of the trainer's own work
+            chosen, differ = self._chosen(groups)
+            rows = self._drawn(0 if chosen else self._count - len(differ), update)
+            if not rows:
+                break
+            further = self.launch(rows, update)
+            self._collect(further)
+            if head.sampled is not None and further.sampled is not None:
+                head.sampled = replace(head.sampled, tokens=head.sampled.tokens + further.sampled.tokens)
+            self._behind.append(further)
+            flying.append(further)
+        if not chosen:
+            if not self._was_short:
+                logger.warning(
+                    f"so many groups have equal rewards that a step trains on some: it has generated {self._refilled} "
+                    "in place of others. Expected fewer: set `refill_groups` higher, or leave such rows out"
+                )
+            self._was_short = True
+            equal = [number for number in range(len(groups)) if number not in differ]
+            chosen = [*differ, *equal][: self._count]
+        # 3. they leave their rollouts, and with them those that are replaced, or would be too old in the next step
+        picked, rewards, turnover = [groups[number] for number in sorted(chosen)], [], [0.0, 0.0]
+        following = min(self._schedule.updates, default=update)
+        for number, (rollout, places) in enumerate(groups):
+            if number in chosen or number not in differ or self._latest(rollout, places) < following:
+                turnover[0] += number not in differ
+                turnover[1] += 1
+                rewards += [reward.value for reward in rollout.rewards.rewards[places.start : places.stop] if reward]
+                rollout.left.remove(places)
+        joined = self.reward_loop.joined([(rollout.rewards, places) for rollout, places in picked], head.group)
         self.reward_loop.give_up([rollout.rewards for rollout in flying if not rollout.left])
         self._behind = [rollout for rollout in (*self._behind, head) if rollout.left]
-        return Rollout.joined(picked, head, rewards)
+        scored = [value for value in rewards if value is not None]
+        head = Rollout.joined(picked, head, joined)
+        head.turnover, self._refilled = (self._refilled, *turnover, sum(scored), len(scored)), 0
+        return head
+
+    def _latest(self, rollout: Rollout, places: range) -> int:
+        """The last optimizer step that may train on a group."""
+        return rollout.steps[places.start] + max(self.max_staleness, self.most_lookahead)
+
+    def _chosen(self, groups: Groups) -> tuple[list[int], list[int]]:
+        """The groups that are trained on now, by number: none while one is not in. And all that are not known to have
+        equal rewards."""
+        differ = [
+            number
+            for number, (rollout, places) in enumerate(groups)
+            if not self.refill_groups or not rollout.rewards.is_equal(places)
+        ]
+        latest = [self._latest(*groups[number]) for number in differ]
+        is_in = [groups[number][0].rewards.is_settled(groups[number][1]) for number in differ]
+        return [differ[own] for own in first_in(latest, is_in, self._schedule.updates, self._count)], differ
+
+    def _is_decided(self, groups: Groups) -> bool:
+        return bool(self._chosen(groups)[0]) or all(rollout.rewards.is_settled(places) for rollout, places in groups)
+
+    def _in_place_of_equal(self, inputs: Sequence[Example], update: int) -> list[Example]:
+        """Rows for a batch to launch beside its own: as many groups as are missing in flight."""
+        count, launched = len(inputs) // self.group(), self._schedule.launched().values()
+        flying = [(rollout, places) for rollout in (*self._behind, *launched) for places in rollout.left]
+        missing = count * len(launched) - len(self._chosen(flying)[1]) if self.refill_groups else 0
+        self._count = count
+        return self._drawn(missing, update)
+
+    def _drawn(self, groups: int, update: int) -> list[Example]:
+        """Rows at random for so many groups, on all ranks for as many as the one with the most needs, within the bound
+        of a step. A collective."""
+        if not self.refill_groups:
+            return []
+        bound = self.refill_groups * self._count - self._refilled
+        groups = min(highest(max(groups, 0), PartialState().device), bound)
+        rows = cast(Any, self.dataloader).dataset
+        draw = random.Random(f"{self.seed} {PartialState().process_index} {update} {self._refilled}")
+        self._refilled += groups
+        drawn = [rows[draw.randrange(len(rows))] for _ in range(groups)]
+        inputs: list[Example] = [dict(row) for row in drawn for _ in range(self.group())]
+        self.reward_loop.prepare(self._rows(inputs))
+        return inputs
 
     def _packed(self, flying: Mapping[int, Rollout], update: int) -> dict[int, Rollout]:
         """The groups in flight that were launched before this step, the oldest first, in batches."""
@@ -284,8 +372,8 @@ class Pipeline:
         groups = [(each.steps[places.start], (each, places)) for each in rollouts for places in each.left]
         queue = iter([group for step, group in sorted(groups, key=itemgetter(0)) if step < update])
         packed = {}
-        for first, head in sorted(flying.items()):
-            if pack := [*itertools.islice(queue, len(head.inputs) // head.group)]:
+        for number, (first, head) in enumerate(sorted(flying.items()), start=1):
+            if pack := [*itertools.islice(queue, self._count if number < len(flying) else None)]:
                 packed[first] = Rollout.joined(pack, head, head.rewards)
         return packed
 

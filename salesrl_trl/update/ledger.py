@@ -37,11 +37,11 @@ class _ModeFigures:
 
 class Ledger:
     """Records figures between two log lines, the same on all ranks. `with_kl`: the loss has a KL penalty.
-    `with_baseline`: baselines include the reference's reward."""
+    `further`: other parts of its line."""
 
-    def __init__(self, rewards: RewardFigures, *, with_kl: bool = False, with_baseline: bool = False) -> None:
+    def __init__(self, rewards: RewardFigures, *, with_kl: bool = False, further: Sequence[str] = ()) -> None:
         self._rewards = rewards
-        self.names = (*rewards.names(with_baseline), *(kl_names(rewards.branches) if with_kl else ()))
+        self.names = (*rewards.names(further), *(kl_names(rewards.branches) if with_kl else ()))
         self._modes = {mode: _ModeFigures(self.names) for mode in MODES}
         self._reasons: set[str] = set()  # all reasons of training so far
 

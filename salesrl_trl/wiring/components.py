@@ -187,8 +187,9 @@ class Components:
         self.policy = Policy(args, self.kl is not None, gets_adapter)
         self._banded = [branch for branch, target in targets.items() if target.has_band]
         self.figures_of_rewards = RewardFigures(args.branches, reward.names)
-        with_baseline = bool(args.hybrid_reference_weight)
-        self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), with_baseline=with_baseline)
+        parts = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}
+        further = [part for part, setting in parts.items() if setting]
+        self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further)
         self.spending = Spending(reward.budget)
         self.run_control = from_fields(
             RunControl,
@@ -242,17 +243,22 @@ class Components:
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
-        if args.max_staleness > args.most_lookahead > 0:
-            talks = trl.tools is not None or self.episode is not None
-            if (turn := why_in_turn(args, at_once, talks, trl.reads_pictures)) is None:
-                self.pipeline.max_staleness = args.max_staleness
+        talks, is_answered = trl.tools is not None or self.episode is not None, all(trl.reward_answered)
+        by_groups = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
+        if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
+            by_groups["refill_groups"] = None if is_answered and not inside_trl else at_once
+        for name, whole_batch in by_groups.items():
+            if (turn := why_in_turn(args, whole_batch, talks, trl.reads_pictures)) is None:
+                setattr(self.pipeline, name, getattr(args, name))
             else:
-                logger.info(f"`max_staleness` has no effect here, because {turn}")
+                logger.info(f"`{name}` has no effect here, because {turn}")
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
         if self.pipeline.goes_by_groups:
-            reason = "`max_staleness` lets a step begin when all its groups are scored"
+            reason = (
+                f"{' and '.join(f'`{name}`' for name in by_groups)} let a step begin when all its groups are scored"
+            )
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
             logger.info(f"`scored_groups_first` is off here, because {reason}")
@@ -352,6 +358,7 @@ class Components:
             window=args.window,
             lookahead=args.rollout_lookahead,
             most_lookahead=args.most_lookahead,
+            seed=args.seed,
             behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
             record_span=self.instruments.record_generation,
             group=trl.group,

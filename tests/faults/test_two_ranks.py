@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from faults import two_ranks
-from faults.two_ranks import DEADLINE_S, HANGS_S, LATE_S
+from faults.two_ranks import DEADLINE_S, EQUAL_TRAINED, HANGS_S, LATE_S
 from support.ranks import of_one_machine, run_ranks
 from support.seconds import check_seconds
 
@@ -47,6 +47,10 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
         assert sorted(own["samples"]) == [200 * rank + number for number in range(80)]
         assert own["samples"] != sorted(own["samples"])
     assert groups[0]["order"] != groups[1]["order"]
+    # what one rank replaces, the other generates too: all that they train on teaches
+    for name in ("refilled", "refilled_at_once"):
+        assert one[name]["figures"][EQUAL_TRAINED] == [0.0] * 6
+        assert sum(one[name]["refilled"]) > 0
     # of two functions one applies to half of each group on rank 1: that half counts for nothing, on both
     assert one["functions"]["infra"] == other["functions"]["infra"] == [0.25, 0.25]
     assert (one["functions"]["reasons"], other["functions"]["reasons"]) == ([""], [""])  # told apart later, by group

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
-from salesrl_trl.names import Phase, time_of
+from salesrl_trl.names import REFILLED, Phase, time_of
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.scoring import missing
@@ -34,6 +34,8 @@ DEADLINE_S = 2.0
 SKIPPED = "failures/skipped_update"
 TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
 """Actions that no cache answers."""
+REFILL = {"refill_groups": 4, "max_steps": 6, "per_device_train_batch_size": 8}
+EQUAL_TRAINED = "frac_reward_zero_std"
 PARTS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "rollout_lookahead": 0, "max_steps": 3,
          "optim": "sgd", "learning_rate": 1.0}  # fmt: skip
 
@@ -141,6 +143,11 @@ def main(policy, out):
         await asyncio.sleep(LATE_S * (rank == began == 1))
         return await soon(sample, stages)
 
+    async def mostly_equal(sample, stages):
+        """Half of the groups on one rank, three of four on the other."""
+        group = number_of(sample.text) // 2
+        return await soon(sample, stages) if group % (2, 4)[rank] == 0 else Reward.scored(0.5)
+
     async def one_late(sample, stages):
         if rank == 0 and number_of(sample.text) % 8 // 2 == 0:
             while not trainer.waits:
@@ -198,6 +205,8 @@ def main(policy, out):
             now_and_then_late,
             {"rollout_lookahead": 2, "max_staleness": 5, "max_steps": 10, "per_device_train_batch_size": 8},
         ),
+        "refilled": (mostly_equal, {**REFILL, "rollout_lookahead": 2}),
+        "refilled_at_once": (mostly_equal, REFILL),
         "raised_and_hung": (None, {"max_steps": 2, "min_valid_reward_fraction": 0.0}),
         "functions": ([numbered, partly], {"max_steps": 2}),
         "stopped": (hangs, {"max_steps": 9}),
@@ -226,7 +235,7 @@ def main(policy, out):
         except (TooFewRewardsError, RunStopped) as raised:
             error, moments["said"] = type(raised).__name__, str(raised)
         steps = steps_of(trainer)
-        names = ("reward", "reward_std", "loss", "grad_norm", "completions/mean_length", "num_tokens")
+        names = (EQUAL_TRAINED, "reward", "reward_std", "loss", "grad_norm", "completions/mean_length", "num_tokens")
         weights = torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
         report[name] = {
             "error": error,
@@ -247,6 +256,7 @@ def main(policy, out):
             "order": list(trainer.order.values()),
             "samples": trainer.samples,
             "gradients": trainer.gradients if name in ("parts", "whole") else [],
+            "refilled": [entry.get(REFILLED) for entry in steps],
             "figures": {each: [entry[each] for entry in steps] for each in names},
         }
         trainer.finish()

@@ -19,9 +19,9 @@ from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.names import STALENESS, STALENESS_MAX
+from salesrl_trl.names import EQUAL, REFILLED, STALENESS, STALENESS_MAX
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import DEFAULT_BRANCHES, Action
+from salesrl_trl.types import DEFAULT_BRANCHES, Action, Reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,6 +81,13 @@ class Watched(SalesGRPOTrainer):
             if set(batch["completions"]) <= set(launch["completions"])
         }
         return index
+
+    def trained_on(self):
+        """Of every completion that was trained on: the step, the launch, and the prompt."""
+        launch_of = {ids: index for index, launch in enumerate(self.launches) for ids in launch["completions"]}
+        for batch in self.micro_batches:
+            for prompt, ids in zip(batch["prompts"], batch["completions"], strict=True):
+                yield batch["step"], launch_of[ids], prompt
 
 
 class Scripted(Watched):
@@ -400,13 +407,6 @@ class Slow(Scripted):
 
         self.components.reward.score = slow
 
-    def trained_on(self):
-        """Of every completion that was trained on: the step, the launch, and the prompt."""
-        launch_of = {ids: index for index, launch in enumerate(self.launches) for ids in launch["completions"]}
-        for batch in self.micro_batches:
-            for prompt, ids in zip(batch["prompts"], batch["completions"], strict=True):
-                yield batch["step"], launch_of[ids], prompt
-
 
 BY_GROUPS = {"rollout_lookahead": 2, "max_staleness": 5, "rows": 24, "per_device_train_batch_size": 8, "max_steps": 12}
 """Four prompts a step, six steps an epoch."""
@@ -457,6 +457,92 @@ def test_a_run_whose_groups_go_by_themselves_goes_on_from_any_checkpoint_and_los
         launched = sum(len(launch["completions"]) for launch in second.launches)
         assert launched == 8 * (12 - step) - (8 * min(2, 12 - step) if keeps else 0)
         assert not keeps or len(again) >= 8 * min(2, 12 - step)
+
+
+class Equal(Scripted):
+    """One row of two, or of `teaches`, has rewards that differ."""
+
+    teaches = 2
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        score = self.components.reward.score
+
+        async def equal(sample, stages):
+            if sample.row["row"] % self.teaches == 0:
+                return await score(sample, stages)
+            return Reward.scored(0.5)
+
+        self.components.reward.score = equal
+
+    def rows_trained_on(self):
+        """The numbers of their rows by step."""
+        rows = {}
+        for batch in self.micro_batches:
+            numbers = [int(re.search(r"Question (\d+)", prompt)[1]) for prompt in batch["prompts"]]
+            rows.setdefault(batch["step"], []).extend(numbers)
+        return rows
+
+
+class AllEqual(Equal):
+    teaches = 10**6
+
+
+REFILL = {"refill_groups": 4, "rows": 24, "per_device_train_batch_size": 8, "max_steps": 12}
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+                                  {"rollout_lookahead": 2}, {"rollout_lookahead": 2, "max_staleness": 5}])  # fmt: skip
+def test_groups_of_equal_rewards_are_replaced_and_the_others_are_trained_on(trained, more):
+    trainer = trained(Equal, **{**REFILL, **more})
+    rows, lookahead = trainer.rows_trained_on(), more.get("rollout_lookahead", 0)
+    assert [len(own) for own in rows.values()] == [8] * 12
+    assert {row % 2 for own in rows.values() for row in own} == {0}
+    of_the_first_epoch = Counter(row for step in range(6 + lookahead) for row in rows[step])
+    assert {row for row, times in of_the_first_epoch.items() if times >= 2} == {*range(0, 24, 2)}
+    ages = [trainer.launches[launch]["step"] - step for step, launch, _ in trainer.trained_on()]
+    assert -max(lookahead, more.get("max_staleness", 0)) <= min(ages)
+    for entry in steps_of(trainer):
+        assert entry["frac_reward_zero_std"] == 0
+        assert 0 < entry[EQUAL] < 1
+    generated = sum(len(launch["completions"]) for launch in trainer.launches)
+    assert generated == 8 * 12 + 2 * sum(entry[REFILLED] for entry in steps_of(trainer))
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_step_replaces_so_many_groups_and_no_more(trained, caplog, lookahead):
+    trainer = trained(AllEqual, **{**REFILL, "refill_groups": 1, "rollout_lookahead": lookahead, "max_steps": 6})
+    entries = steps_of(trainer)
+    assert min(entry[EQUAL] for entry in entries) > 0.7
+    assert max(entry[REFILLED] for entry in entries) == 4
+    assert [len(own) for own in trainer.rows_trained_on().values()] == [8] * 6
+    assert caplog.text.count("so many groups have equal rewards") == 1
+
+
+def test_a_group_with_a_failed_completion_is_not_replaced(trained):
+    class Failing(Equal):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+            async def fails(sample, stages):
+                return Reward.scored(0.5) if sample.place % 2 else Reward.missing("busy")
+
+            self.components.reward.score = fails
+
+    trainer = trained(Failing, **REFILL, min_valid_reward_fraction=0.4)
+    assert [(entry[REFILLED], entry[EQUAL]) for entry in steps_of(trainer)] == [(0, 0)] * 12
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_that_replaces_groups_goes_on_from_a_checkpoint_and_loses_no_row(trained, keeps):
+    given = {**REFILL, "rollout_lookahead": 2, "save_rollouts": keeps, "save_strategy": "steps", "save_steps": 1}
+    whole = trained(Equal, **given)
+    for step in (2, 5):
+        second = trained(Equal, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
+        rows = whole.rows_trained_on()
+        rows = {**{at: rows[at] for at in range(step)}, **second.rows_trained_on()}
+        assert {row % 2 for own in rows.values() for row in own} == {0}
+        assert {row for at in range(8) for row in rows[at]} == {*range(0, 24, 2)}
 
 
 @pytest.mark.parametrize("given", [{"rollout_lookahead": -1},

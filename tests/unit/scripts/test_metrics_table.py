@@ -22,7 +22,7 @@ def test_the_page_has_the_table_of_the_list_as_it_is():
 def test_every_figure_that_is_logged_is_in_the_list_once():
     assert len({figure.tag for figure in FIGURES}) == len(FIGURES)
     patterns = [pattern_of(figure.tag) for figure in FIGURES]
-    logged = (*RewardFigures(("a",), NAMES).names(with_baseline=True), *kl_names(("a",)), *JudgeBias().flush(),
+    logged = (*RewardFigures(("a",), NAMES).names(["baseline", "refill"]), *kl_names(("a",)), *JudgeBias().flush(),
               *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE)  # fmt: skip
     assert [name for name in logged if not any(pattern.fullmatch(name) for pattern in patterns)] == []
 

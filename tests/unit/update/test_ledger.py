@@ -26,7 +26,7 @@ FIGURES = RewardFigures(["a"])
 
 @pytest.fixture
 def ledger():
-    return Ledger(FIGURES, with_kl=True, with_baseline=True)
+    return Ledger(FIGURES, with_kl=True, further=["baseline"])
 
 
 def record(ledger, mode, *rewards, report=NOTHING_SCORED):
