@@ -31,6 +31,7 @@ WORLDS = {
     "tenths": {"noise": 0.15, "digits": 10},
     "position_0.2": {"noise": 0.15, "position": 0.2},
     "pass_or_fail": {"passes": 0.8},
+    "all_right": {"passes": 1.0},
     "pass_or_fail_flips_15": {"passes": 0.8, "flips": 0.15},
 }
 CHEAP = {"cheap": {"noise": 0.3, "taste": 0.3}, "near": {"noise": 0.1, "taste": 0.3}}

@@ -135,13 +135,16 @@ class OnCPU(RandomTokens, SalesGRPOTrainer):
 
 
 class Bench:
-    """One trainer for all arms. `model`: a shape with random weights, a folder or an id."""
+    """One trainer for all arms. `model`: a shape with random weights, a folder or an id. `given`: settings."""
 
-    def __init__(self, where: torch.device, model: str, scratch: Path) -> None:
+    def __init__(
+        self, where: torch.device, model: str, scratch: Path, reward: LateReward, ahead: int = AHEAD, **given: Any
+    ) -> None:
+        self._ahead = ahead
         on_cpu = where.type == "cpu"
         set_seed(0)
         folder = save_model(model, scratch / "model", where) if model in SHAPES else model
-        self._clock, self._reward = Clock(), LateReward()
+        self._clock, self._reward = Clock(), reward
         self._ends = list[float]()
         config = SalesGRPOConfig(
             **quiet(
@@ -152,7 +155,7 @@ class Bench:
                 max_completion_length=OnCPU.length if on_cpu else 256,
                 beta=0.0,
                 held_out_eval=False,
-                rollout_lookahead=AHEAD,
+                rollout_lookahead=ahead,
                 lr_scheduler_type="constant",
                 dataloader_pin_memory=False,
                 gradient_checkpointing=not on_cpu,
@@ -162,6 +165,7 @@ class Bench:
                 vllm_mode="colocate",
                 vllm_gpu_memory_utilization=0.25,
                 vllm_max_model_length=1024,
+                **given,
             )
         )
         rows = rows_of([f"Question {number}: what does it cost?" for number in range(100 * GROUPS)])
@@ -180,14 +184,14 @@ class Bench:
         """The figures of `steps` steps."""
         components = self.trainer.components
         components.pipeline.max_staleness = oldest
-        components.in_groups = oldest == AHEAD
+        components.in_groups = not components.pipeline.goes_by_groups
         self._reward.median_s, self._reward.sigma = median_s, sigma
-        self.trainer.args.max_steps = BEFORE + steps + AHEAD
+        self.trainer.args.max_steps = BEFORE + steps + self._ahead
         self.trainer.train()
         seconds = [end - start for start, end in itertools.pairwise(self._clock.ends)]
-        logged = [entry for entry in self.trainer.state.log_history if STALENESS in entry][BEFORE:-AHEAD]
+        logged = [entry for entry in self.trainer.state.log_history if STALENESS in entry][BEFORE : -self._ahead]
         return {
-            **figures_of(seconds[BEFORE - 1 : -AHEAD]),
+            **figures_of(seconds[BEFORE - 1 : -self._ahead]),
             "age": statistics.mean(entry[STALENESS] for entry in logged),
             "oldest": max(entry[STALENESS_MAX] for entry in logged),
         }
@@ -198,7 +202,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     where = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     figures: dict[str, Any] = {"device": device_name(where), "model": args.model, "arms": []}
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(where, args.model, Path(scratch))
+        bench = Bench(where, args.model, Path(scratch), LateReward())
         bench.arm(AHEAD, 0.0, 0.0, 4)  # kernels, pools
         compute_s = figures["compute_s"] = bench.arm(AHEAD, 0.0, 0.0, 12)["mean_s"]
         median_s = figures["median_s"] = args.latency or LATENCY * compute_s

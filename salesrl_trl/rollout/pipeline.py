@@ -2,6 +2,7 @@
 the completion is finished. `reading_ahead` decides when one may be launched; TRL uses completions and rewards."""
 
 import itertools
+import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,11 @@ from salesrl_trl.types import Example
 from salesrl_trl.update.ranks import highest
 
 logger = get_logger(__name__)
+
+RESERVE = 4
+"""Such a part of a batch is in flight beside what later steps train on, where groups are replaced and may wait."""
+SHARE_RATE = 0.2
+"""By how much a step moves the share of groups that are expected to have equal rewards."""
 
 MOST_AHEAD = 1024
 """Completions of an evaluation that wait for their turn, in a process. Their tokens and texts take some 100 MB."""
@@ -154,6 +160,7 @@ class Pipeline:
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _count: int = 0  # groups of a generation batch
     _refilled: int = 0  # groups in place of others since a step last took its own
+    _equal_share: float = 0.0  # of groups that left flight, the last ones the most
     _was_short: bool = False  # whether a step had to train on groups of equal rewards
     _taken: dict[int, Rollout] = field(default_factory=dict)  # in the step under way
     _behind: list[Rollout] = field(default_factory=list)  # whose turn is over, with groups that are left
@@ -320,6 +327,7 @@ class Pipeline:
         self.reward_loop.give_up([rollout.rewards for rollout in flying if not rollout.left])
         self._behind = [rollout for rollout in (*self._behind, head) if rollout.left]
         scored = [value for value in rewards if value is not None]
+        self._equal_share += SHARE_RATE * (turnover[0] / turnover[1] - self._equal_share)
         head = Rollout.joined(picked, head, joined)
         head.turnover, self._refilled = (self._refilled, *turnover, sum(scored), len(scored)), 0
         return head
@@ -344,12 +352,18 @@ class Pipeline:
         return bool(self._chosen(groups)[0]) or all(rollout.rewards.is_settled(places) for rollout, places in groups)
 
     def _in_place_of_equal(self, inputs: Sequence[Example], update: int) -> list[Example]:
-        """Rows for a batch to launch beside its own: as many groups as are missing in flight."""
-        count, launched = len(inputs) // self.group(), self._schedule.launched().values()
+        """Rows for a batch to launch beside its own: as many groups as will be missing in flight. Of those that are not
+        scored, the share of groups that were equal so far is counted as equal."""
+        self._count = count = len(inputs) // self.group()
+        if not self.refill_groups or not self.lookahead:
+            return []
+        launched = self._schedule.launched().values()
         flying = [(rollout, places) for rollout in (*self._behind, *launched) for places in rollout.left]
-        missing = count * len(launched) - len(self._chosen(flying)[1]) if self.refill_groups else 0
-        self._count = count
-        return self._drawn(missing, update)
+        differ = self._chosen(flying)[1]
+        known = sum(flying[number][0].rewards.is_settled(flying[number][1]) for number in differ)
+        target = count * (len(launched) + 1) + count // RESERVE * (self.max_staleness > self.most_lookahead)
+        wanted = (target - known) / (1.0 - self._equal_share) - (len(differ) - known)
+        return self._drawn(math.ceil(wanted) - count, update)
 
     def _drawn(self, groups: int, update: int) -> list[Example]:
         """Rows at random for so many groups, on all ranks for as many as the one with the most needs, within the bound
