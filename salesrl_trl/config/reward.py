@@ -105,8 +105,7 @@ class RewardConfig:
     answers, without a RAG service. `reward_weights` weighs them."""
     tools: list[str] = field(default_factory=list)
     """Dotted paths of functions that the policy may call before it answers, as TRL's `tools`; `@tool` says what a
-    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service, by the `rag_*` settings. Its
-    requests do not count for `max_calls`."""
+    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service, by the `rag_*` settings."""
     judge: str | None = None
     """Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
     above, which need no address then."""
@@ -283,9 +282,10 @@ class RewardConfig:
         for name in ("max_calls", "max_usd"):
             with refused:
                 check(
-                    getattr(self, name) is None or self.uses_services,
-                    f"`{name}` is given, and `reward_funcs` asks no service of this package. Expected `{SALES}` or "
-                    f"`{JUDGE}` among them: what functions of your own ask is not counted.",
+                    getattr(self, name) is None or self.uses_services or self.uses_rag,
+                    f"`{name}` is given, and neither `reward_funcs` nor `tools` ask a service of this package. "
+                    f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not "
+                    "counted.",
                 )
         refused.check(
             lambda: self.max_usd is None or any(judge.has_price for judge in self.parsed_judge_providers()),

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -69,7 +69,9 @@ class HeldOut(TrainerCallback):
             evaluations = _read(self.output_dir / HELD_OUT_FILE)
             self._evaluations = [before for before in evaluations if before.step <= state.global_step]
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, *_: object, eval_dataloader: object = None, **__: object
+    ) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
         dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")
         named = {DATASET: dataset} if dataset else {}
@@ -83,6 +85,9 @@ class HeldOut(TrainerCallback):
         figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
         name = f"{dataset}: " * bool(dataset)
         rewards, written = self.drain_rewards(), self.drain_written()
+        dataset_rows = getattr(eval_dataloader, "dataset", None)
+        if isinstance(dataset_rows, Sized):  # behind them stand rows of its beginning, with which accelerate fills up
+            rewards = rewards[: len(dataset_rows) * self.num_generations]
         scored = sum(not math.isnan(reward) for reward in rewards)
         share = f"{scored} of {len(rewards)} completions were scored"
         if self.is_cut():

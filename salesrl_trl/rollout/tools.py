@@ -268,10 +268,13 @@ async def _within(settings: ToolSettings, service: str, tool: Callable[..., Any]
 
 
 async def drain_traffic(tools: Iterable[Callable[..., Any]]) -> dict[str, Counter[str]]:
-    """The traffic of all transports of tools since the last time, by service. On the event loop of their calls."""
+    """The traffic of all transports of tools since the last time, by service. Budgets get back what is not spent. On
+    the event loop of their calls."""
     traffic: dict[str, Counter[str]] = {}
     for transport in dict.fromkeys(transport for tool in tools for transport in ToolSettings.of(tool).counted):
         traffic.setdefault(transport.service, Counter()).update(transport.drain_traffic())
+        if transport.budget is not None:
+            transport.budget.settle()
     return traffic
 
 
