@@ -49,7 +49,7 @@ class Keeper:
     identity_of: Callable[[object], Identity]
     is_skipping: Callable[[], bool]
     in_flight: Callable[[int, int], Mapping[int, KeptRollouts]]
-    second_since: Callable[[], int | None]
+    second_since: Callable[[], int | None] = lambda: None
 
     def __post_init__(self) -> None:
         self._kept: dict[int, KeptRollouts] = {}
