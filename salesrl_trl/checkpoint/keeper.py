@@ -132,9 +132,8 @@ class Keeper:
         self._kept = {}
         if saved is not None:
             for first, kept in saved["rollouts"].items():
-                if "steps" in kept:  # else an earlier release saved it, and they are generated anew
-                    sampled = kept["sampled"] and Sampled(**kept["sampled"])
-                    self._kept[first] = KeptRollouts(**{**kept, "sampled": sampled})
+                sampled = kept["sampled"] and Sampled(**kept["sampled"])
+                self._kept[first] = KeptRollouts(**{**kept, "sampled": sampled})
             logger.info(f"going on with {len(self._kept)} rollouts in flight")
         if not micro_step % self.args.window:
             return None
@@ -247,8 +246,8 @@ def choose_on_all_ranks(
 
 
 def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
-    """The id of the run that goes on from a checkpoint of its own folder, else a new one. Checkpoints of earlier
-    releases have none: then it is that of the folder's record."""
+    """The id of the run that goes on from a checkpoint of its own folder, else a new one. For a checkpoint without a
+    manifest it is that of the folder's record."""
     known: str | None = None
     if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
         manifest = read(checkpoint)
