@@ -411,10 +411,11 @@ class ServiceClients:
             share=meter.share,
             anchor_steps=meter.anchor_steps,
             anchors=len(fixed),
-            stops=meter.on_alarm == "stop",
+            on_alarm=meter.on_alarm,
             shows_text="completions" in config.verbose,
         )
-        return SecondJudge(judge=self._judges(providers, rubrics), anchors=fixed, settings=settings)
+        judge = self._judges(providers, {**self.parts.rubrics, **rubrics})
+        return SecondJudge(judge=judge, anchors=fixed, settings=settings)
 
     def _judges(self, providers: Sequence[JudgeProviderConfig], rubrics: Mapping[str, str]) -> JudgeClient:
         config = self.config

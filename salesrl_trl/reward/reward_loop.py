@@ -54,6 +54,8 @@ class RewardLoop:
         """One for each number that TRL weighs and logs by itself. They answer inside `answering` alone."""
         self.answer: BatchResult | None = None
         self.stopped: str | None = None  # the reason code of what begins now: it is not scored. `None`: it is.
+        self.by_second: frozenset[str] = frozenset()
+        """The modes (`Origin`) in which the second judge of `judge_meter` scores batches that begin now."""
         self._open: dict[int, RewardBatch] = {}  # by number, in the order in which they began
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
@@ -69,6 +71,7 @@ class RewardLoop:
         lane = next(lane for lane in itertools.count() if lane not in taken)
         number = next(self._numbers)
         batch = self.reward.batch(rows, group, number=number, lane=lane, origin=origin, watched=self._loops.watched)
+        batch.by_second = origin is not None and origin.mode in self.by_second
         self._open[number] = batch  # before looking, for the loop's thread may stop all at this moment
         if self.stopped is not None:
             batch.cut_off(self.stopped)

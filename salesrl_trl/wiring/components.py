@@ -204,6 +204,7 @@ class Components:
             lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.in_flight(*counts),
+            second_since=lambda: None if (meter := self.scoring.meter) is None else meter.second_since,
         )
 
     def connect(
@@ -363,7 +364,7 @@ class Components:
         self._lookahead = None
         if args.max_rollout_lookahead:  # on-policy a server and the trainer would wait for each other
             self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead, int(is_served))
-        meter = self.reward.names.meter
+        meter, group = self.reward.names.meter, args.num_generations
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -382,7 +383,7 @@ class Components:
             device=trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
-            meter=None if meter is None else JudgeMeter(meter, self.reward_loop, self.branches, args.num_generations),
+            meter=None if meter is None else JudgeMeter(meter, self.reward_loop, self.branches, group, trl.step),
         )
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
@@ -451,6 +452,8 @@ class Components:
         if self.quick_eval is not None:
             self.quick_eval.run_begins(trl.step())
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
+        if self.scoring.meter is not None:
+            self.scoring.meter.restart(self.keeper.was_second_since)
         self.instruments.record_model(trl.unwrapped())
 
     def _padded(self, sampled: Sampled) -> dict[str, Any]:
