@@ -45,15 +45,14 @@ class HeldOut(TrainerCallback):
     the end of training it compares the first with the last, and shows so many `examples` with both completions.
     Each of several datasets has its own.
 
-    `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and
-    `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If
-    `is_cut`, the budget ended before all were scored: the evaluation is not kept, and a resumed run makes it again.
+    `drain` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and the
+    completions on this rank. The `num_generations` completions of a row are neighbours. If `is_cut`, the budget ended
+    before all were scored: the evaluation is not kept, and a resumed run makes it again.
     """
 
     branches: Sequence[str]
     output_dir: Path
-    drain_rewards: Callable[[], Sequence[float]]
-    drain_written: Callable[[], Sequence[EvaluatedCompletion]]
+    drain: Callable[[], tuple[Sequence[float], Sequence[EvaluatedCompletion]]]
     _: KW_ONLY
     num_generations: int
     examples: int = 0
@@ -84,7 +83,7 @@ class HeldOut(TrainerCallback):
         figures |= {name: logged.get(tag) for name, tag in self.figures.items()}
         figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
         name = f"{dataset}: " * bool(dataset)
-        rewards, written = self.drain_rewards(), self.drain_written()
+        rewards, written = self.drain()
         dataset_rows = getattr(eval_dataloader, "dataset", None)
         if isinstance(dataset_rows, Sized):  # behind them stand rows of its beginning, with which accelerate fills up
             rewards = rewards[: len(dataset_rows) * self.num_generations]

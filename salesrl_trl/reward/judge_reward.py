@@ -138,7 +138,7 @@ class JudgeReward(Scorer):
             components=self._scoring.judged_names,
             stages=tuple(stage.name for stage in self._stages),
             services=tuple(self._transports()),
-            places=self._places(),
+            places={name: place for judge in self._judges for name, place in judge.places.items()},
             required=tuple(tuple(judge.places) for judge in self._rewarding),  # one of its providers
             meter=None if self._second is None else self._second.settings,
         )
@@ -181,9 +181,6 @@ class JudgeReward(Scorer):
 
     def _transports(self) -> Mapping[str, Transport]:
         return {name: transport for judge in self._judges for name, transport in judge.transports.items()}
-
-    def _places(self) -> dict[str, str]:
-        return {name: place for judge in self._judges for name, place in judge.places.items()}
 
     async def _warm_up_judges(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
         asked = await asyncio.gather(*(judge.warm_up(row, action, answer) for judge in self._judges))

@@ -197,7 +197,7 @@ class RewardLoop:
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
-        if self._loops.is_running:
+        if not self._loops.loop.is_closed():
             self.give_up()
             self._loops.close(self.reward.aclose)
 
@@ -224,10 +224,6 @@ class _Loops:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function on the loop. Does not wait."""

@@ -131,14 +131,8 @@ class ConversationNotes:
 
 
 class ToolCalls:
-    """The calls of one batch, and their counts.
-
-    Args:
-        names (`Iterable[str]`):
-            Names of all tools: counts have the same keys in every batch.
-        recorded (`Recorded`, *optional*):
-            In a replay, what takes the place of calls.
-    """
+    """The calls of one batch, and their counts, which have the same keys in every batch: `names` of all tools. In a
+    replay, `recorded` takes the place of calls."""
 
     def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
         self.began = time.perf_counter()  # when the first turns are asked for

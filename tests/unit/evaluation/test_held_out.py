@@ -17,16 +17,15 @@ from salesrl_trl.evaluation.held_out import EvaluatedCompletion, HeldOut, spread
 def evaluate(tmp_path, caplog):
     """Evaluations of two rows with two completions each: a step, the mean reward, the rewards of the completions."""
     caplog.set_level(logging.INFO, logger="salesrl_trl")
-    drained, written = [], []
-    callback = HeldOut(("fairness",), tmp_path, drained.pop, written.pop, num_generations=2, examples=1)
+    drained = []
+    callback = HeldOut(("fairness",), tmp_path, drained.pop, num_generations=2, examples=1)
 
     def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False, wrote=(), name="", data=None):
         state = TrainerState(global_step=step, is_world_process_zero=True)
         state.max_steps = 20
         figures = {"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}
         state.log_history = [{**figures, f"eval{name}_runtime": 1.0}]
-        drained.append(rewards)
-        written.append(wrote)
+        drained.append((rewards, wrote))
         args = SimpleNamespace(dataloader_persistent_workers=persistent)
         callback.on_evaluate(args, state, TrainerControl(), eval_dataloader=data)
 
