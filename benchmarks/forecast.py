@@ -131,6 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.worker:
         work(args)
         return
+    least = 2 * max(map(_ahead, [args.base, *args.arms])) + 3
+    if args.steps < least:
+        made.error(f"--steps is {args.steps}. Expected {least} or more: with a `rollout_lookahead` of N the first "
+                   "N + 2 steps and the last N are not counted")  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     print(f"{args.shape} on {device_name(device())}, rewards of {args.median:g} s, sigma {args.sigma:g}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,8 +1,9 @@
 """`python -m salesrl_trl.forecast OUTPUT_DIR [--lookahead N ...] [--slots N] [--deadline S] [--server]`.
 
 Says from a run's `trace.json` what a step would take with other settings. It plays the run's own steps again, drawn at
-random: their generation, their training, and their rewards, each with the seconds that it took. Imports no torch. Exit
-code: 0; 2, with one message, for a folder without such a trace.
+random: their generation, their training, and their rewards, each with the seconds that it took. A forecast is of a run
+that keeps the order of rows, without `max_staleness`. Imports no torch. Exit code: 0; 2, with one message, for a
+folder without such a trace.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,8 +131,10 @@ def read(folder: Path) -> TracedRun:
             f"{path} has {len(generated)} steps with a generation, and rewards of {len(ended)} completions. Expected "
             "at least 3 steps, and rewards that are asked for one by one (`@per_completion`, `@per_group`)."
         )
-    waits = [sum(_within(step, span) for span in spans[Phase.REWARD_WAIT]) for step in generated]
-    parts = max(round(statistics.median(waits)), 1)
+    # Two waits without training between them are one, as with `max_staleness`.
+    ordered = sorted([*spans[Phase.REWARD_WAIT], *spans[Phase.BACKWARD]], key=lambda span: span["ts"])
+    turns = [groupby(span["name"] for span in ordered if _within(step, span)) for step in generated]
+    parts = max(round(statistics.median(sum(name == Phase.REWARD_WAIT for name, _ in own) for own in turns)), 1)
     places = size / len({pid for pid, _ in rewards})
     batches = [ended[first : first + size] for first in range(0, len(ended) - size + 1, size)]
     generations = spans[Phase.GENERATION]
@@ -187,6 +191,7 @@ def _print(args: argparse.Namespace) -> None:
         args.lookahead.remove(0)  # nothing goes on beside training then
     run = read(args.output_dir)
     print(f"measured over {len(run.steps)} steps: {run.step_s:.2f} s a step, {run.waited_s:.2f} s of them waiting")
+    print("forecasts, in the order of rows (without max_staleness):")
     for lookahead in args.lookahead:
         seconds, waited = forecast(run, lookahead, slots=args.slots, deadline_s=args.deadline, server=args.server)
         print(f"rollout_lookahead {lookahead}: {seconds:.2f} s a step, {waited:.2f} s of them waiting")

@@ -77,10 +77,14 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                 if config.training.process_index == config.training.local_process_index:  # of the first node
                     keep_console(Path(config.training.output_dir) / LOG_FILE)
                 services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
-                _read_ahead(config, start)
+                name, training = config.model.model_name_or_path, config.training
+                if name is not None and training.local_process_index == 0:  # while checks run and vLLM is imported
+                    timed = TimingContext(StartUp.READ_AHEAD, start)
+                    begin_read_ahead(name, config.model.model_revision, timed)
                 resumes = str(config.training.resume_from_checkpoint).lower() not in ("none", "false")
                 plan = prepare(config)
-                if resumes and _has_finished(config.training):
+                step = None if (resumed := training.resume_from_checkpoint) is None else step_of(Path(resumed))
+                if resumes and has_finished(Path(training.output_dir), _extent(training), step):
                     logger.info("this run has finished. A larger `max_steps` or `num_train_epochs` goes on with it.")
                     return
                 check_budget_left(config.reward, Path(config.training.output_dir))
@@ -99,12 +103,6 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
 def _extent(training: SalesGRPOConfig) -> dict[str, object]:
     """How much a run does."""
     return {name: getattr(training, name) for name in ("max_steps", "num_train_epochs", "held_out_eval", "mode")}
-
-
-def _has_finished(training: SalesGRPOConfig) -> bool:
-    resumed = training.resume_from_checkpoint
-    step = None if resumed is None else step_of(Path(resumed))
-    return has_finished(Path(training.output_dir), _extent(training), step)
 
 
 def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:
@@ -165,13 +163,6 @@ def _note_end(plan: Plan, step: int) -> None:
         logger.warning(f"that this run has finished can't be noted ({type(error).__name__})")
     for line in closing_lines(training.output_dir, saves_policy=training.mode != "rollouts", notes=plan.notes):
         logger.info(line)
-
-
-def _read_ahead(config: RunConfig, start: Timeline) -> None:
-    """On each node, one process reads the policy's files while the checks run and vLLM is imported."""
-    name, training = config.model.model_name_or_path, config.training
-    if name is not None and training.local_process_index == 0:
-        begin_read_ahead(name, config.model.model_revision, TimingContext(StartUp.READ_AHEAD, start))
 
 
 def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instruments, asks_first: bool) -> None:

@@ -18,6 +18,7 @@ from salesrl_trl.config.checks import build_object
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import cache_dir
 from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.reward.cache import AnswerStore
@@ -104,7 +105,7 @@ def open_reward(
         parts = prepare_reward(config, branches, training.hybrid_reference_weight > 0)
     with (
         addresses(config, services) as (rag_base_url, judge_base_url),
-        _connected(config, parts, rag_base_url, training),
+        _connected(config, parts, rag_base_url, training) as budget,
     ):
 
         def packaged() -> Scorer:
@@ -127,7 +128,9 @@ def open_reward(
         weights = training.reward_weights or [1.0] * len(rewards)
         replay = config.parsed_replay()
         if replay is None:
-            yield combined(rewards, weights, training.reward_process)
+            reward = combined(rewards, weights, training.reward_process)
+            with patched(reward, "budget", reward.budget or budget):
+                yield reward
             return
         reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
         yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
@@ -136,14 +139,18 @@ def open_reward(
 @contextlib.contextmanager
 def _connected(
     config: RewardConfig, parts: RewardParts, rag_base_url: str, training: "SalesGRPOConfig"
-) -> Iterator[None]:
-    """The packaged tool, if the policy has it, with a client of its own: its event loop is not that of rewards."""
+) -> Iterator[Budget | None]:
+    """The packaged tool, if the policy has it, with a client of its own: its event loop is not that of rewards. Gives
+    the budget to show where rewards have none."""
+    budget = None
     if parts.search is not None:
         rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
-        clients = ServiceClients(config, replace(parts, rag=rag), training.world_size)
+        budget = budget_of(config, Path(training.output_dir), training.world_size)  # one for each event loop
+        clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
         parts.search.connect(clients.rag(rag_base_url, name_8b="tool_search"))
+        budget = budget and Budget(budget.path, budget.limits)
     try:
-        yield
+        yield budget
     finally:
         if parts.search is not None:
             parts.search.close()
@@ -404,10 +411,11 @@ class ServiceClients:
             share=meter.share,
             anchor_steps=meter.anchor_steps,
             anchors=len(fixed),
-            stops=meter.on_alarm == "stop",
+            on_alarm=meter.on_alarm,
             shows_text="completions" in config.verbose,
         )
-        return SecondJudge(judge=self._judges(providers, rubrics), anchors=fixed, settings=settings)
+        judge = self._judges(providers, {**self.parts.rubrics, **rubrics})
+        return SecondJudge(judge=judge, anchors=fixed, settings=settings)
 
     def _judges(self, providers: Sequence[JudgeProviderConfig], rubrics: Mapping[str, str]) -> JudgeClient:
         config = self.config

@@ -27,8 +27,8 @@ from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled
 from salesrl_trl.ground.process import installed
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.types import SALES, SalesRow
-from salesrl_trl.wiring.banner_lines import budget_text, record_line, shown, training_lines
+from salesrl_trl.types import SALES, SEARCH, SalesRow
+from salesrl_trl.wiring.banner_lines import TOGETHER, budget_text, record_line, shown, training_lines
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -110,6 +110,11 @@ def _rag(reward: RewardConfig) -> str:
 
 
 def _judge(reward: RewardConfig) -> str:
+    orders = f"; {TOGETHER}, in {reward.judge_orders} orders" if reward.judge_mode == "group" else ""
+    return f"{_judge_at(reward)}{orders}"
+
+
+def _judge_at(reward: RewardConfig) -> str:
     providers = reward.parsed_judge_providers()
     if providers:
         return ", ".join(f"{provider.name}: {provider.model} at {provider.base_url}" for provider in providers)
@@ -126,7 +131,9 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     if budget is None:
         return []
     own = [
-        path for path in (*reward.reward_funcs, *reward.tools, reward.rag, reward.judge) if path not in (None, SALES)
+        path
+        for path in (*reward.reward_funcs, *reward.tools, reward.rag, reward.judge)
+        if path not in (None, SALES, SEARCH)
     ]
     uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
     return [budget_text(budget), *([uncounted] if own else [])]

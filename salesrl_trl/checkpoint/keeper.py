@@ -4,6 +4,7 @@ A run that stopped inside a generation batch resumes with the completions that i
 `save_rollouts` with those that were generated ahead.
 """
 
+import json
 import os
 import shutil
 import uuid
@@ -26,7 +27,7 @@ from salesrl_trl.generation.sampler import Sampled
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
-from salesrl_trl.names import CHECKPOINT_FOLDERS, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
+from salesrl_trl.names import CHECKPOINT_FOLDERS, METER_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
 from salesrl_trl.recording.reader import run_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.rollout.pipeline import KeptRollouts
@@ -41,13 +42,14 @@ Batches = list[dict[str, object]]  # the slices of a generation batch, as TRL ke
 class Keeper:
     """Saves the checkpoints of one run, with the state of `kl`. `identity_of` gives the run's identity from its
     training dataset. `is_skipping`: the generation batch under way is left out of the loss, and so of a checkpoint.
-    `in_flight`: `Pipeline.in_flight`."""
+    `in_flight`: `Pipeline.in_flight`. `second_since`: of `JudgeMeter`."""
 
     args: SalesGRPOConfig
     kl: BranchedKL | None
     identity_of: Callable[[object], Identity]
     is_skipping: Callable[[], bool]
     in_flight: Callable[[int, int], Mapping[int, KeptRollouts]]
+    second_since: Callable[[], int | None] = lambda: None
 
     def __post_init__(self) -> None:
         self._kept: dict[int, KeptRollouts] = {}
@@ -55,6 +57,7 @@ class Keeper:
         self._is_main, self._leads_node = self.args.process_index == 0, self.args.local_process_index == 0
         self._last: Path | None = None
         self.run = ""  # its id, once it has begun
+        self.was_second_since: int | None = None  # as the run goes on from a checkpoint
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
         """A run begins, or goes on from the checkpoint that is returned; a collective. `asked` is as in `whole.find`.
@@ -63,6 +66,7 @@ class Keeper:
         self._last = choose_on_all_ranks(asked, self.args, self._identity)
         self.run = agreed(lambda: _run_of(self._last, self._output_dir))
         self._clear()
+        self.was_second_since = None
         return None if self._last is None else str(self._last)
 
     def report(self, state: TrainerState) -> None:
@@ -99,6 +103,8 @@ class Keeper:
             write_identity(folder, self._identity, is_inside or moved)
             if self.kl is not None:
                 self.kl.save(folder)
+            if (step := self.second_since()) is not None:
+                (folder / METER_STATE_FILE).write_text(json.dumps({"step": step}))
         if is_inside and not self.is_skipping():
             self._save_part(folder, UNDER_WAY_FILE, batches=slices)
         if not self.args.save_rollouts and not moved:
@@ -120,13 +126,14 @@ class Keeper:
         Without a batch TRL generates one, which is a collective: `None` on all ranks if any has none."""
         if self.kl is not None:
             self.kl.load(folder)
+        state = folder / METER_STATE_FILE
+        self.was_second_since = agreed(lambda: json.loads(state.read_text())["step"] if state.is_file() else None)
         saved = self._load_part(folder, ROLLOUTS_FILE)
         self._kept = {}
         if saved is not None:
             for first, kept in saved["rollouts"].items():
-                if "steps" in kept:  # else an earlier release saved it, and they are generated anew
-                    sampled = kept["sampled"] and Sampled(**kept["sampled"])
-                    self._kept[first] = KeptRollouts(**{**kept, "sampled": sampled})
+                sampled = kept["sampled"] and Sampled(**kept["sampled"])
+                self._kept[first] = KeptRollouts(**{**kept, "sampled": sampled})
             logger.info(f"going on with {len(self._kept)} rollouts in flight")
         if not micro_step % self.args.window:
             return None
@@ -239,8 +246,8 @@ def choose_on_all_ranks(
 
 
 def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
-    """The id of the run that goes on from a checkpoint of its own folder, else a new one. Checkpoints of earlier
-    releases have none: then it is that of the folder's record."""
+    """The id of the run that goes on from a checkpoint of its own folder, else a new one. For a checkpoint without a
+    manifest it is that of the folder's record."""
     known: str | None = None
     if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
         manifest = read(checkpoint)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from salesrl_trl.errors import ConfigError, nearest
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE
+from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE, METER_STATE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ AUTO = "auto"
 """Go on from the newest whole checkpoint, or from the start if there is none."""
 STATE_FILE = "trainer_state.json"  # transformers' file with the counts of steps
 READ_IF_THERE = (
-    "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE,
+    "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE, METER_STATE_FILE,
 )  # fmt: skip
 """Files that a run which goes on would read: transformers loads a model's weights in place of the adapter that the
 checkpoint holds, for example. Other foreign files do no harm."""
@@ -38,11 +38,11 @@ _THREADS = min(8, os.cpu_count() or 1)
 @dataclass(frozen=True)
 class Manifest:
     number: int
-    """Orders the checkpoints of all runs of a folder, whatever the clock showed. 0 in a manifest without one."""
+    """Orders the checkpoints of all runs of a folder, whatever the clock showed."""
     processes: int
     files: Mapping[str, tuple[int, str]]  # bytes and digest of each file, by its name
     has_optimizer: bool  # whether it holds more than the model, so that a run can go on from it
-    run: str = ""  # id of the run that saved it; empty if an earlier release did
+    run: str  # id of the run that saved it
 
 
 def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None, run: str = "") -> None:
@@ -67,8 +67,8 @@ def _read(checkpoint: Path) -> Manifest | str:
     try:
         content = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
-        number, run = int(content.get("number", 0)), str(content.get("run", ""))
-        return Manifest(number, int(content["processes"]), files, bool(content["has_optimizer"]), run)
+        number, processes = int(content["number"]), int(content["processes"])
+        return Manifest(number, processes, files, bool(content["has_optimizer"]), str(content["run"]))
     except FileNotFoundError:
         return f"it has no {MANIFEST_FILE}: the run ended while it was saved, or something else saved it"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -111,8 +111,8 @@ def folders(output_dir: Path) -> list[Path]:
 
 
 def in_order(whole: Mapping[Path, Manifest]) -> list[Path]:
-    """Checkpoints in the order in which they were saved; those without numbers first, by their steps."""
-    return sorted(whole, key=lambda folder: (whole[folder].number, step_of(folder)))
+    """Checkpoints in the order in which they were saved."""
+    return sorted(whole, key=lambda folder: whole[folder].number)
 
 
 def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:

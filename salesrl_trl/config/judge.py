@@ -7,10 +7,10 @@ from typing import Annotated
 from salesrl_trl.config.checks import check, check_path, check_url
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, Share, check_settings
 from salesrl_trl.errors import Refusals
+from salesrl_trl.reward.judge.meter import SECOND_JUDGE, STOP, WARN
 from salesrl_trl.reward.judge.provider import RESPONSE_FORMATS
 
 NAME = "[A-Za-z0-9_-]+"
-ON_ALARM = ("warn", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class JudgeMeterSettings:
     second: str
     share: Share = 0.02
     anchor_steps: Count = 50
-    on_alarm: Annotated[str, ON_ALARM] = "warn"
+    on_alarm: Annotated[str, (WARN, STOP, SECOND_JUDGE)] = WARN
     rubric_dir: Annotated[str, check_path] | None = None
 
 

@@ -30,6 +30,7 @@ _EITHER = (
     ("judge_providers", ("judge_base_url", "judge_model", "judge_api_key_env"), "each provider has its own"),
     ("rag", ("rag_base_url", "rag_api_key_env"), "a class of your own needs no address and no key"),
     ("judge", ("judge_base_url", "judge_providers", "judge_api_key_env"), "a class of your own needs no service"),
+    ("judge_meter", ("replay",), "nobody can ask a record for a second judge's score"),
     ("knowledge_file", ("rag_base_url", "rag"), "only the embedded RAG service reads it"),
 )
 """A setting, those that it replaces, and why."""
@@ -98,15 +99,15 @@ class RewardConfig:
     on_alarm: warn, rubric_dir: FOLDER}`. `second` is an entry of `judge_providers`, which then gives no rewards. It
     judges some completions again, by the rubrics of `rubric_dir` where given. Every `anchor_steps` batches the judge
     scores fixed answers again. Both together are at most `share` of the judge's calls. After an alarm the run goes on
-    (`warn`), or saves and ends (`stop`). None by default: it costs calls, and needs a second judge."""
+    (`warn`), saves and ends (`stop`), or goes on with rewards of the second judge (`second_judge`), which then scores
+    all evaluations too. None by default: it costs calls, and needs a second judge."""
     reward_funcs: list[str] = field(default_factory=list)
     """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
     Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
     answers, without a RAG service. `reward_weights` weighs them."""
     tools: list[str] = field(default_factory=list)
     """Dotted paths of functions that the policy may call before it answers, as TRL's `tools`; `@tool` says what a
-    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service, by the `rag_*` settings. Its
-    requests do not count for `max_calls`."""
+    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service, by the `rag_*` settings."""
     judge: str | None = None
     """Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
     above, which need no address then."""
@@ -283,9 +284,10 @@ class RewardConfig:
         for name in ("max_calls", "max_usd"):
             with refused:
                 check(
-                    getattr(self, name) is None or self.uses_services,
-                    f"`{name}` is given, and `reward_funcs` asks no service of this package. Expected `{SALES}` or "
-                    f"`{JUDGE}` among them: what functions of your own ask is not counted.",
+                    getattr(self, name) is None or self.uses_services or self.uses_rag,
+                    f"`{name}` is given, and neither `reward_funcs` nor `tools` ask a service of this package. "
+                    f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not "
+                    "counted.",
                 )
         refused.check(
             lambda: self.max_usd is None or any(judge.has_price for judge in self.parsed_judge_providers()),

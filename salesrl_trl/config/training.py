@@ -109,7 +109,7 @@ class SalesGRPOConfig(GRPOConfig):
     max_rollout_lookahead: NumberOrNone = 0
     """Above 0 the run chooses its lookahead itself, at most this one, from `rollout_lookahead` on: the least number
     with which training hardly waits for rewards. It is measured again all the time, and a line says when it changes.
-    0 keeps `rollout_lookahead`."""
+    It does not see what is waited for tools, which counts as generation. 0 keeps `rollout_lookahead`."""
     max_staleness: NumberOrNone = 0
     """Above the lookahead: the most optimizer steps between the weights that sampled a group and the step that trains
     on it. A step then trains on the first whole groups in flight that are scored, and on any that can't wait. Every

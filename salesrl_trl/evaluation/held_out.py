@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -45,15 +45,14 @@ class HeldOut(TrainerCallback):
     the end of training it compares the first with the last, and shows so many `examples` with both completions.
     Each of several datasets has its own.
 
-    `drain_rewards` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and
-    `drain_written` the completions, on this rank. The `num_generations` completions of a row are neighbours. If
-    `is_cut`, the budget ended before all were scored: the evaluation is not kept, and a resumed run makes it again.
+    `drain` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and the
+    completions on this rank. The `num_generations` completions of a row are neighbours. If `is_cut`, the budget ended
+    before all were scored: the evaluation is not kept, and a resumed run makes it again.
     """
 
     branches: Sequence[str]
     output_dir: Path
-    drain_rewards: Callable[[], Sequence[float]]
-    drain_written: Callable[[], Sequence[EvaluatedCompletion]]
+    drain: Callable[[], tuple[Sequence[float], Sequence[EvaluatedCompletion]]]
     _: KW_ONLY
     num_generations: int
     examples: int = 0
@@ -69,7 +68,9 @@ class HeldOut(TrainerCallback):
             evaluations = _read(self.output_dir / HELD_OUT_FILE)
             self._evaluations = [before for before in evaluations if before.step <= state.global_step]
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, *_: object, eval_dataloader: object = None, **__: object
+    ) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
         dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")
         named = {DATASET: dataset} if dataset else {}
@@ -82,7 +83,10 @@ class HeldOut(TrainerCallback):
         figures |= {name: logged.get(tag) for name, tag in self.figures.items()}
         figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
         name = f"{dataset}: " * bool(dataset)
-        rewards, written = self.drain_rewards(), self.drain_written()
+        rewards, written = self.drain()
+        dataset_rows = getattr(eval_dataloader, "dataset", None)
+        if isinstance(dataset_rows, Sized):  # behind them stand rows of its beginning, with which accelerate fills up
+            rewards = rewards[: len(dataset_rows) * self.num_generations]
         scored = sum(not math.isnan(reward) for reward in rewards)
         share = f"{scored} of {len(rewards)} completions were scored"
         if self.is_cut():

@@ -110,13 +110,14 @@ def record_files(run: Path) -> list[Path]:
 
 
 def run_of(path: Path) -> str | None:
-    """The id of the run that a file is of; empty if an earlier release wrote it. `None` if it can't be read now."""
+    """The id of a file's run; empty without one, or in another version. `None` if it can't be read now."""
     try:
         with closing(sqlite3.connect(address(path), timeout=LOCK_WAIT_S, uri=True)) as file:
             row = file.execute("SELECT value FROM meta WHERE name = 'run'").fetchone()
+            is_read = file.execute("PRAGMA user_version").fetchone()[0] == VERSION
     except (sqlite3.Error, OSError):
         return None
-    return "" if row is None else str(row[0])
+    return str(row[0]) if row is not None and is_read else ""
 
 
 def address(path: Path) -> str:
@@ -150,20 +151,14 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
     columns = ", ".join(field.name for field in fields(Recorded) if field.name not in ("file", "verdicts"))
-    query = "SELECT {} FROM completions WHERE ? IN (mode, '') ORDER BY id"
+    query = f"SELECT {columns} FROM completions WHERE ? IN (mode, '') ORDER BY id"
     for number, path in enumerate(files):
         with closing(open_record(path)) as file:
             try:
-                of_file = columns if has_turns(file) else columns.replace("turns", "NULL AS turns")
-                for row in file.execute(query.format(of_file), (mode or "",)):
+                for row in file.execute(query, (mode or "",)):
                     yield Recorded(file=number, **values_of(file, row))
             except DAMAGED as error:
                 raise ConfigError(f"{path} can't be read as a record ({error}).") from None
-
-
-def has_turns(file: sqlite3.Connection) -> bool:
-    """Whether a record has the column `turns`. Earlier releases wrote none."""
-    return any(column[1] == "turns" for column in file.execute("PRAGMA table_info(completions)"))
 
 
 def values_of(

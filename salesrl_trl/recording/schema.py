@@ -17,7 +17,7 @@ its meaning within a version.
 import re
 from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 FOLDER = "record"  # in the output folder of a run
 SUFFIX = ".sqlite"
 PACKED = ".gz"  # ends the name of a file that is compressed, for reading alone

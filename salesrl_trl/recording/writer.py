@@ -22,7 +22,7 @@ from salesrl_trl.ground.process import is_locked, make_private, put_aside
 from salesrl_trl.ground.surroundings import enter, here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
-from salesrl_trl.recording.reader import as_json, digest, digest_of, has_turns, run_of
+from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
 from salesrl_trl.recording.schema import TABLES, VERSION
 
 logger = logging.getLogger(__name__)
@@ -358,8 +358,6 @@ def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> 
         file.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
         if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
             file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
-        if not has_turns(file):
-            file.execute("ALTER TABLE completions ADD COLUMN turns INTEGER REFERENCES texts")
         with file:
             file.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
             if after is not None:

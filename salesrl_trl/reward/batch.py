@@ -116,6 +116,7 @@ class Sample:
     size: int = 1
     group: int = 1  # completions of a prompt. They are neighbours.
     round: int = 0  # how often those that are scored together with it have begun
+    by_second: bool = False  # whether the second judge of `judge_meter` gives the reward
     failed: str | None = None  # why it gets no number, whatever its score
     origin: Origin | None = None  # where the batch comes from. Not sent to a process of the reward's own.
 
@@ -171,6 +172,7 @@ class RewardBatch:
         self.times = TimeRange()  # may be read from any thread
         self.ended = [0.0] * len(self.rows)  # when each was settled, on the same scale
         self.waits: list[tuple[float, float]] = []
+        self.by_second = False  # as in `Sample`, of those that are not started yet
         self._context = here()  # of the thread that begins the batch: the main one
         self._score = score
         self._deadline_s = deadline_s
@@ -207,6 +209,7 @@ class RewardBatch:
         self._samples[place] = Sample(
             row=self.rows[place], completion=completion, token_ids=token_ids, batch=self.number, place=place,
             size=len(self), group=self._group, origin=self._origin, failed=failed,
+            by_second=self.by_second if known is None else known.by_second,
         )  # fmt: skip
         first = place - place % self._unit
         unit = range(first, min(first + self._unit, len(self)))

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import re
 import sqlite3
 import time
 import zlib
@@ -233,13 +232,12 @@ def _with_checksum(key: str, value: object) -> str:
 
 
 def _without_checksum(key: str, stored: str) -> object:
-    """The value; `None` if it is another one than was written. One of an earlier version has no checksum."""
-    checksum, _, text = stored.partition(" ") if re.match("[0-9a-f]{8} ", stored) else ("", "", stored)
+    """The value; `None` if it is another one than was written."""
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(stored.partition(" ")[2])
     except (ValueError, RecursionError):
         return None
-    return value if not checksum or stored == _with_checksum(key, value) else None
+    return value if stored == _with_checksum(key, value) else None
 
 
 class Cache(Generic[T]):

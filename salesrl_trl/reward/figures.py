@@ -55,19 +55,13 @@ def _component(name: str, reward: Reward) -> float | None:
     return reward.components.get(name)
 
 
-def _has_outcome(outcome: Outcome, reward: Reward) -> float:
-    return float(reward.outcome is outcome)
-
-
-def _reference_missing(reward: Reward) -> float | None:
-    return float(reward.components.get(REFERENCE) is None) if reward.outcome is Outcome.OK else None
-
-
 OVER_COMPLETIONS: Mapping[str, Value] = {
     VALUE: lambda reward: reward.value,
     reference_of(BRANCH): partial(_component, REFERENCE),
-    **{outcome_of(outcome): partial(_has_outcome, outcome) for outcome in Outcome},
-    REFERENCE_MISSING: _reference_missing,
+    **{outcome_of(outcome): partial(lambda of, reward: float(reward.outcome is of), outcome) for outcome in Outcome},
+    REFERENCE_MISSING: lambda reward: (
+        float(reward.components.get(REFERENCE) is None) if reward.outcome is Outcome.OK else None
+    ),
     RIGHT_DOCUMENT: partial(_component, "right_document"),
 }
 """By tag, the value of a figure for one completion. The figure is the mean over the completions for which the value is

@@ -18,7 +18,7 @@ from salesrl_trl.recording.completion_record import CompletionRecord, Judged, no
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.judge.judge_interface import Judge, check_verdicts, judged
-from salesrl_trl.reward.judge.meter import METER, SECOND, MeterSettings
+from salesrl_trl.reward.judge.meter import METER, SECOND, SECOND_JUDGE, MeterSettings
 from salesrl_trl.reward.judge.noise import JudgedSample
 from salesrl_trl.reward.judge.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.reward.parsing import is_empty_text
@@ -48,6 +48,7 @@ T = TypeVar("T")
 
 Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
 """A part behind the answer: from a case to what is known then, or to a refusal."""
+Asked: TypeAlias = tuple[Judge, Case]
 Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
 """What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
@@ -113,6 +114,7 @@ class JudgeReward(Scorer):
         self._judge = judge
         self._second = second
         self._judges = (judge,) if second is None else (judge, second.judge)
+        self._rewarding = self._judges[: 1 + (second is not None and second.settings.on_alarm == SECOND_JUDGE)]
         self._store = answers or AnswerStore()
         self._verdicts = Cache(self._store, verdicts_to_json, verdicts_from_json)
         self._per = Per.GROUP if judge.orders else Per.COMPLETION
@@ -131,26 +133,26 @@ class JudgeReward(Scorer):
             judges_groups=self._per is Per.GROUP,
             columns=frozenset((*COLUMNS, METER)),
             needs=needs_of(self._scoring),
-            at_once=slots_of(self._judge.transports),
+            at_once=min(slots_of(judge.transports) for judge in self._rewarding),
             providers=tuple(name for judge in self._judges for name in judge.provider_names),
             components=self._scoring.judged_names,
             stages=tuple(stage.name for stage in self._stages),
             services=tuple(self._transports()),
-            places=self._places(),
-            required=(tuple(self._judge.places),),  # one of the judges
+            places={name: place for judge in self._judges for name, place in judge.places.items()},
+            required=tuple(tuple(judge.places) for judge in self._rewarding),  # one of its providers
             meter=None if self._second is None else self._second.settings,
         )
 
     async def drain(self) -> BatchReport:
         """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
         usage = {name: use for judge in self._judges for name, use in judge.drain_usage().items()}
-        if self._second is not None:
-            self._second.judge.drain_records()  # the figures of the judge's bias are the first one's
+        # The figures of a judge's bias are of one: of the first, while that one gives rewards.
+        records = [judge.drain_records() for judge in self._judges]
         drained = BatchReport(
             usage=usage,
             traffic={name: transport.drain_traffic() for name, transport in self._transports().items()},
             judged_singly=self._judged_singly,
-            records=self._judge.drain_records(),
+            records=next(filter(None, records[: len(self._rewarding)]), ()),
             cache_hits={"answers": self._verdicts.hits, "references": 0},
             calls=self._ahead_record.drain_calls(),
         )
@@ -180,9 +182,6 @@ class JudgeReward(Scorer):
     def _transports(self) -> Mapping[str, Transport]:
         return {name: transport for judge in self._judges for name, transport in judge.transports.items()}
 
-    def _places(self) -> dict[str, str]:
-        return {name: place for judge in self._judges for name, place in judge.places.items()}
-
     async def _warm_up_judges(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
         asked = await asyncio.gather(*(judge.warm_up(row, action, answer) for judge in self._judges))
         return {name: result for results in asked for name, result in results.items()}
@@ -194,11 +193,12 @@ class JudgeReward(Scorer):
         with self._together.entered(sample) as member, noted_in(record):
             if sample.failed is not None:
                 return missing(Outcome.INFRA, sample.failed, {})
+            judge = self._judges[sample.by_second]
             try:
                 # 1. The answer to score.
                 result: Case | InvalidAction | Missing = await self._case(sample, stages)
                 # 2. The stages of one's own and the judge. Each may refuse the case.
-                steps: list[Step] = [*self._before, functools.partial(self._judged, member), *self._behind]
+                steps: list[Step] = [*self._before, functools.partial(self._judged, member, judge), *self._behind]
                 for step in steps:
                     if isinstance(result, Case):
                         result = await step(result, stages)
@@ -246,18 +246,18 @@ class JudgeReward(Scorer):
         answer = None if reference is None else _answer(reference)
         return Case(row=row, action=NOTHING_WRITTEN, answer=_answer(sample.text), reference=answer)
 
-    async def _judged(self, member: Member[Case, Results], case: Case, stages: StageTimes) -> Case:
+    async def _judged(self, member: Member[Asked, Results], judge: Judge, case: Case, stages: StageTimes) -> Case:
         """Ask for all verdicts that the branch weighs at the same time: on this case, or on those of its group."""
         if self._per is Per.GROUP:
             try:
-                results = await member.result(case)
+                results = await member.result((judge, case))
             finally:
                 if self.records:
                     member.note(stages.own_record, self._per.value)
             stages.record(Stage.JUDGE, member.started)
         else:
             wanted = self._scoring.rubrics(case.row.branch)
-            asked = asyncio.gather(*(self._alone(rubric, case) for rubric in wanted.values()))
+            asked = asyncio.gather(*(self._alone(judge, rubric, case) for rubric in wanted.values()))
             results = dict(zip(wanted, await stages.timed(asked, Stage.JUDGE), strict=True))
         if stages.completion_record is not None:
             stages.completion_record.verdicts |= {
@@ -278,9 +278,10 @@ class JudgeReward(Scorer):
         outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
         return replace(case, verdicts=verdicts, failure=(outcome, failed.code))
 
-    async def _verdicts_of(self, cases: Sequence[Case]) -> list[Results]:
-        """What was said of each of these cases, by component. Those of one row and reference are judged together, and
-        equal ones as one."""
+    async def _verdicts_of(self, asked: Sequence[Asked]) -> list[Results]:
+        """What their judge said of each of these cases, by component. Those of one row and reference are judged
+        together, and equal ones as one."""
+        judge, cases = asked[0][0], [case for _, case in asked]  # a batch has one judge
         results: list[Results] = [{} for _ in cases]
         wanted = [self._scoring.rubrics(case.row.branch) for case in cases]
         groups: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # to equal cases, those of one row and reference
@@ -290,41 +291,43 @@ class JudgeReward(Scorer):
                 group = groups.setdefault((name, rubric, cache_key(_material(rubric, blank))), {})
                 group.setdefault(cache_key(_material(rubric, case)), []).append(place)
 
-        async def judge(name: str, rubric: str, group: Mapping[str, list[int]]) -> None:
+        async def judge_all(name: str, rubric: str, group: Mapping[str, list[int]]) -> None:
             places = [group[key] for key in sorted(group)]  # so that the same texts are the same call
-            said = await self._judged_or_errors(rubric, [cases[equal[0]] for equal in places])
+            said = await self._judged_or_errors(judge, rubric, [cases[equal[0]] for equal in places])
             for equal, result in zip(places, said, strict=True):
                 for place in equal:
                     results[place][name] = result
 
-        await asyncio.gather(*(judge(name, rubric, group) for (name, rubric, _), group in groups.items()))
+        await asyncio.gather(*(judge_all(name, rubric, group) for (name, rubric, _), group in groups.items()))
         return [{name: said[name] for name in names} for said, names in zip(results, wanted, strict=True)]
 
-    async def _judged_or_errors(self, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict | ServiceError]:
+    async def _judged_or_errors(
+        self, judge: Judge, rubric: str, cases: Sequence[Case]
+    ) -> Sequence[Verdict | ServiceError]:
         """The verdicts on different answers to one row. Where the call for all of them fails, or takes half of the
         time, they are judged one by one."""
         if len(cases) > 1:
             half_s = remaining_s() / 2
             with deadline(half_s), contextlib.suppress(ServiceError, TimeoutError):
                 async with asyncio.timeout(half_s):  # a judge of one's own may know no deadline
-                    return await self._ask(rubric, cases)
+                    return await self._ask(judge, rubric, cases)
             self._judged_singly += len(cases)
-        return await asyncio.gather(*(self._alone(rubric, case) for case in cases))
+        return await asyncio.gather(*(self._alone(judge, rubric, case) for case in cases))
 
-    async def _alone(self, rubric: str, case: Case) -> Verdict | ServiceError:
+    async def _alone(self, judge: Judge, rubric: str, case: Case) -> Verdict | ServiceError:
         try:
-            return (await self._ask(rubric, [case]))[0]
+            return (await self._ask(judge, rubric, [case]))[0]
         except ServiceError as error:
             return error
 
-    async def _ask(self, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict]:
+    async def _ask(self, judge: Judge, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict]:
         """Kept verdicts, or those of a call, on a case or on several together."""
         row, reference = _row(rubric, cases[0].row), cases[0].reference
         candidates = [(case.action, case.answer) for case in cases]
         materials = (_material(rubric, case) for case in cases)
         return await self._verdicts.get(
-            cache_key(self._judge.identity(rubric), *materials, *[self._judge.orders] * (len(cases) > 1)),
-            lambda: judged(self._judge, rubric, row, candidates, reference),
+            cache_key(judge.identity(rubric), *materials, *[judge.orders] * (len(cases) > 1)),
+            lambda: judged(judge, rubric, row, candidates, reference),
             functools.partial(check_verdicts, len(cases), reference is not None),
         )
 

@@ -54,6 +54,8 @@ class RewardLoop:
         """One for each number that TRL weighs and logs by itself. They answer inside `answering` alone."""
         self.answer: BatchResult | None = None
         self.stopped: str | None = None  # the reason code of what begins now: it is not scored. `None`: it is.
+        self.by_second: frozenset[str] = frozenset()
+        """The modes (`Origin`) in which the second judge of `judge_meter` scores batches that begin now."""
         self._open: dict[int, RewardBatch] = {}  # by number, in the order in which they began
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
@@ -69,6 +71,7 @@ class RewardLoop:
         lane = next(lane for lane in itertools.count() if lane not in taken)
         number = next(self._numbers)
         batch = self.reward.batch(rows, group, number=number, lane=lane, origin=origin, watched=self._loops.watched)
+        batch.by_second = origin is not None and origin.mode in self.by_second
         self._open[number] = batch  # before looking, for the loop's thread may stop all at this moment
         if self.stopped is not None:
             batch.cut_off(self.stopped)
@@ -194,7 +197,7 @@ class RewardLoop:
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
-        if self._loops.is_running:
+        if not self._loops.loop.is_closed():
             self.give_up()
             self._loops.close(self.reward.aclose)
 
@@ -221,10 +224,6 @@ class _Loops:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function on the loop. Does not wait."""

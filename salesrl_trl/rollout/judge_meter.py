@@ -5,7 +5,7 @@ first process computes. `rollout_scoring` calls it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,9 +15,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import JudgeAlarm
-from salesrl_trl.names import JUDGE_ALARMS, JUDGE_DRIFT, agreement_of
+from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, agreement_of
 from salesrl_trl.reward.batch import BatchResult, RewardBatch, completion_text
-from salesrl_trl.reward.judge.meter import METER, SECOND, Alarm, Meter, MeterSettings
+from salesrl_trl.reward.judge.meter import METER, SECOND, SECOND_JUDGE, STOP, Alarm, Meter, MeterSettings
 from salesrl_trl.reward.judge.rising import Written
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.pipeline import Rollout
@@ -42,20 +42,44 @@ class _Plan:
 
 
 class JudgeMeter:
-    """Feeds the meter and makes its calls. No step waits for them: their answers count in a later one."""
+    """Feeds the meter and makes its calls. No step waits for them: their answers count in a later one. `step`: those
+    done."""
 
-    def __init__(self, settings: MeterSettings, reward_loop: RewardLoop, branches: Branches, group: int) -> None:
+    def __init__(
+        self, settings: MeterSettings, reward_loop: RewardLoop, branches: Branches, group: int, step: Callable[[], int]
+    ) -> None:
         self.ends_run: JudgeAlarm | None = None  # that the last batch ends the run, on every rank
         self._settings = settings
         self._reward_loop = reward_loop
         self._branches = branches
         self._group = group
+        self._step = step
         self._meter = Meter(settings)
         self._open: list[tuple[RewardBatch, Sequence[int]]] = []  # with its numbers
         self._alarms = 0
+        self.restart(None)
+
+    def restart(self, second_since: int | None) -> None:
+        """A run begins or goes on, or the second judge takes the place of the first. `second_since`: the step of the
+        alarm that had it do so. Evaluations have one judge in all of a run, so that they can be compared."""
+        is_asked = self._settings.on_alarm == SECOND_JUDGE
+        self.second_since = second_since if is_asked else None
+        self._reward_loop.by_second = frozenset(["eval", "train"][: is_asked + (self.second_since is not None)])
+        if self.second_since is not None:
+            logger.warning(
+                f"[Judge] from the alarm in step {second_since} on, the second judge gives the rewards of batches "
+                "that begin, in place of the first. Those in flight keep theirs. The meter is off: it would compare "
+                "with the judge of the alarm"
+            )
+            self._reward_loop.give_up([batch for batch, _ in self._open])
+            self._open = []
+        elif second_since is not None:
+            logger.warning("[Judge] the first judge gives the rewards again: `on_alarm` is not `second_judge` now")
 
     def look(self, rollout: Rollout, result: BatchResult, order_gap: float) -> Mapping[str, float]:
         """A batch of training. Returns the figures of all ranks; a collective. `order_gap`: over all ranks."""
+        if self.second_since is not None:
+            return {JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: 1.0}
         # 1. What this rank's completions are, and what was answered since the last batch.
         size, state = len(rollout.inputs), PartialState()
         first, total = state.process_index * size, state.num_processes * size
@@ -85,7 +109,8 @@ class JudgeMeter:
         # 4. Alarms.
         self.ends_run = None
         self._report(plan)
-        return plan.figures
+        by_second = float(self.second_since is not None)
+        return {**plan.figures, JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: by_second}
 
     def _plan(self, gathered: Sequence[tuple[Mapping[int, Written], Scores]], size: int, order_gap: float) -> _Plan:
         meter = self._meter
@@ -94,11 +119,9 @@ class JudgeMeter:
         written = {place: one for of_rank, _ in gathered for place, one in of_rank.items()}
         places, asked = [*written], meter.add([*written.values()], size, order_gap)
         alarms, meter.alarms = meter.alarms, []
-        self._alarms += len(alarms)
         figures = {
             **{agreement_of(branch): meter.agreement(branch) for branch in self._branches.names},
             JUDGE_DRIFT: meter.drift,
-            JUDGE_ALARMS: float(self._alarms),
         }
         return _Plan(
             asked={number: places[at] if at >= 0 else at for number, at in asked.items()},
@@ -118,14 +141,17 @@ class JudgeMeter:
         return scores
 
     def _report(self, plan: _Plan) -> None:
+        self._alarms += len(plan.alarms)
         for alarm in plan.alarms:
             agreements = [value for name, value in plan.figures.items() if name.startswith(agreement_of(""))]
             both = f" Agreement of both judges by branch: {', '.join(f'{one:.2f}' for one in agreements)}."
             what = alarm.described(with_text=self._settings.shows_text)
             logger.warning(f"[Judge] its score may not mean any more what it meant.{both * bool(agreements)} {what}")
-            if self._settings.stops and self.ends_run is None:
+            if self._settings.on_alarm == STOP and self.ends_run is None:
                 self.ends_run = JudgeAlarm(
                     f"the judge's meter found: {alarm.described(with_text=False)}. Expected a reward that the second "
                     "judge confirms. The state was saved. Look at the completions of the last steps; then mend the "
                     "rubric, or go on from an earlier checkpoint with another judge."
                 )
+        if plan.alarms and self._settings.on_alarm == SECOND_JUDGE:
+            self.restart(self._step() + 1)

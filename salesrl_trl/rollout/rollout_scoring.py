@@ -284,7 +284,7 @@ class RolloutScoring:
             prompts = [example.get("prompt") for example in rollout.inputs]
             read = [{name: example.get(name) for name in names} for example in rollout.inputs]
             texts, values = map(completion_text, rollout.completions), result.values
-            ledger.record_written("eval", map(EvaluatedCompletion, prompts, rollout.completions, values, texts, read))
+            ledger.written.extend(map(EvaluatedCompletion, prompts, rollout.completions, values, texts, read))
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self.device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])

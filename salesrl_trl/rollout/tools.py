@@ -131,14 +131,8 @@ class ConversationNotes:
 
 
 class ToolCalls:
-    """The calls of one batch, and their counts.
-
-    Args:
-        names (`Iterable[str]`):
-            Names of all tools: counts have the same keys in every batch.
-        recorded (`Recorded`, *optional*):
-            In a replay, what takes the place of calls.
-    """
+    """The calls of one batch, and their counts, which have the same keys in every batch: `names` of all tools. In a
+    replay, `recorded` takes the place of calls."""
 
     def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
         self.began = time.perf_counter()  # when the first turns are asked for
@@ -268,10 +262,13 @@ async def _within(settings: ToolSettings, service: str, tool: Callable[..., Any]
 
 
 async def drain_traffic(tools: Iterable[Callable[..., Any]]) -> dict[str, Counter[str]]:
-    """The traffic of all transports of tools since the last time, by service. On the event loop of their calls."""
+    """The traffic of all transports of tools since the last time, by service. Budgets get back what is not spent. On
+    the event loop of their calls."""
     traffic: dict[str, Counter[str]] = {}
     for transport in dict.fromkeys(transport for tool in tools for transport in ToolSettings.of(tool).counted):
         traffic.setdefault(transport.service, Counter()).update(transport.drain_traffic())
+        if transport.budget is not None:
+            transport.budget.settle()
     return traffic
 
 

@@ -86,7 +86,7 @@ class Trackers:
         self._replaced = contextlib.ExitStack()
         _tell.cache_clear()
         if {"wandb", "mlflow", "trackio"}.intersection(self._names):
-            profiled = functools.partialmethod(_profiled, ProfilingContext._log_metrics)
+            profiled = spared("`profiling/...` of a tracker")(ProfilingContext._log_metrics)
             self._replaced.enter_context(patched(ProfilingContext, "_log_metrics", profiled))
         quiet = functools.partial(_without_writers, threading.excepthook)
         self._replaced.enter_context(patched(threading, "excepthook", quiet))
@@ -119,11 +119,6 @@ class Trackers:
         while self._ends:
             self._ends.popitem()[1]()
         self._replaced.close()
-
-
-def _profiled(context: ProfilingContext, log: Callable[..., None], seconds: float) -> None:
-    with spared("`profiling/...` of a tracker"):
-        log(context, seconds)
 
 
 def _without_writers(usual: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs) -> None:

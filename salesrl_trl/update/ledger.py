@@ -94,25 +94,17 @@ class Ledger:
             if not math.isnan(branch.share_in_band):
                 add(kl_of(name, "_share_in_band"), branch.share_in_band, 1)
 
-    def record_written(self, mode: str, written: Iterable[EvaluatedCompletion]) -> None:
-        self._modes[mode].written += written
-
     @property
     def written(self) -> list[EvaluatedCompletion]:
-        """What `drain_written` will return."""
+        """What the policy wrote in evaluations on this rank since the last `drain_evaluated`."""
         return self._modes["eval"].written
 
-    def drain_written(self) -> list[EvaluatedCompletion]:
-        """What the policy wrote in evaluations on this rank since the last call."""
+    def drain_evaluated(self) -> tuple[list[float], list[EvaluatedCompletion]]:
+        """The rewards of completions that were evaluated since the last call, in their order, NaN without one; and
+        what was `written`."""
         figures = self._modes["eval"]
-        written, figures.written = figures.written, []
-        return written
-
-    def drain_eval_rewards(self) -> list[float]:
-        """The rewards of evaluated completions since the last call, in their order; NaN without a reward."""
-        figures = self._modes["eval"]
-        rewards, figures.rewards = figures.rewards, []
-        return rewards
+        rewards, written, figures.rewards, figures.written = figures.rewards, figures.written, [], []
+        return rewards, written
 
     def flush(self, mode: str) -> dict[str, float]:
         """The figures of a mode's line: always the same names, NaN if nothing was recorded. Starts over."""

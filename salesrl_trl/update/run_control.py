@@ -169,16 +169,9 @@ class RunControl:
             return
         state = "The state was saved; go" if is_new else "No other step was done, and nothing is lost. Go"
         again = self._resume(step) if step else "the same command"
-        self.error = self._budget_spent(f"{state} on with a larger limit and {again}")
+        self.error = self.budget_spent(f"{state} on with a larger limit and {again}")
 
-    def spent_at_end(self) -> RunStopped:
-        """The error of a run whose budget is spent when all its steps are done."""
-        return self._budget_spent(
-            "All steps are done and saved, but not the evaluation after them. Go on with a larger limit and "
-            "--resume_from_checkpoint auto"
-        )
-
-    def _budget_spent(self, what_next: str) -> RunStopped:
+    def budget_spent(self, what_next: str) -> RunStopped:
         return RunStopped(f"the budget is spent: {self.spent()}. {what_next}.")
 
     def stopped_by(self, reason: str | None, step: int, *, is_new: bool) -> str:

@@ -141,7 +141,10 @@ class Stopping(TrainerCallback):
         if self.run_control.requested is not None:
             raise StopRequested(self.run_control.requested)
         if self.run_control.is_spent:
-            raise self.run_control.spent_at_end()
+            raise self.run_control.budget_spent(
+                "All steps are done and saved, but not the evaluation after them. Go on with a larger limit and "
+                "--resume_from_checkpoint auto"
+            )
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:

@@ -27,21 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(args: argparse.Namespace) -> None:
     with closing(Index(args.runs)) as index:
         if args.html:
-            _write(index, args.html, args.most)
-        else:
-            _serve(index, args.port)
-
-
-def _serve(index: Index, port: int) -> None:
-    viewer = Viewer(index, port)
-    try:
-        print(viewer.url)
-        print("This address is for you alone: the page shows what customers said. Ctrl-C ends.", flush=True)
-        viewer.serve_forever()
-    except KeyboardInterrupt:  # how it is meant to end
-        print()
-    finally:
-        viewer.server_close()
+            return _write(index, args.html, args.most)
+        viewer = Viewer(index, args.port)
+        try:
+            print(viewer.url)
+            print("This address is for you alone: the page shows what customers said. Ctrl-C ends.", flush=True)
+            viewer.serve_forever()
+        except KeyboardInterrupt:  # how it is meant to end
+            print()
+        finally:
+            viewer.server_close()
 
 
 def _write(index: Index, path: Path, most: int) -> None:

@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any
 
-from salesrl_trl.recording.reader import has_turns, open_record, text_of, values_of
+from salesrl_trl.recording.reader import open_record, text_of, values_of
 from salesrl_trl.view.charts import FRAME
 from salesrl_trl.view.notes import HAS_NOTE
 from salesrl_trl.view.record_index import SQL, Index, messages
@@ -263,7 +263,7 @@ def completion(index: Index, name: str) -> Answer:
                     text = f"{text[:MOST_CHARS]}\n… {len(text) - MOST_CHARS:,} more characters"
                 shown[column] = text
             calls.append(shown)
-    prompt, turns = values.pop("prompt"), values.get("turns")  # which earlier releases did not record
+    prompt, turns = values.pop("prompt"), values["turns"]
     del values["digest"]
     return {
         **values,
@@ -330,7 +330,7 @@ def _whole_of(index: Index, rows: list[sqlite3.Row]) -> Iterator[Answer]:
                 prompt = told and text_of(file, told["prompt"])
                 if not prompt:
                     continue  # its writer has just dropped it
-                turns = text_of(file, told["turns"]) if has_turns(file) and told["turns"] else None
+                turns = text_of(file, told["turns"]) if told["turns"] else None
                 of_row = {name: row[name] for name in EXPORTED}
                 yield {
                     "prompt": json.loads(prompt), "completion": json.loads(turns) if turns else told["text"],

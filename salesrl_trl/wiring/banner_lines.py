@@ -21,6 +21,7 @@ from salesrl_trl.types import ALL
 
 logger = logging.getLogger(__name__)
 
+TOGETHER = "the completions of a prompt are scored in one call"
 Line = tuple[str, str]  # a part of the run, and what there is to say of it
 
 
@@ -39,6 +40,7 @@ def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str] = ())
     lines = shown(
         [
             *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
+            *([("reward", TOGETHER)] if reward.names.judges_groups else []),
             *(("tool", name) for name in tools),
             *training_lines(args),
             ("budget", budget_text(reward.budget)),
@@ -101,6 +103,8 @@ def _rollouts(training: SalesGRPOConfig) -> str:
     room = f" in {limit} with the prompt" if limit else ""
     ahead = training.most_lookahead
     lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
+    if training.max_staleness > ahead > 0:
+        lookahead += f", the first groups that are scored first, up to {training.max_staleness} steps old"
     return (
         f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
         f"{lookahead}"

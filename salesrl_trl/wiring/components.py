@@ -98,7 +98,6 @@ class Hooks:
     """Values and bound callables of TRL's trainer, which `trl_access` makes. No component gets the trainer itself."""
 
     model: torch.nn.Module
-    unwrapped: Callable[[], torch.nn.Module]
     ref_model: torch.nn.Module | None
     step: Callable[[], int]
     last_step: Callable[[], int]
@@ -111,7 +110,6 @@ class Hooks:
     """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
     tool_names: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
-    pad_to_multiple_of: int | None  # TRL's setting: padded tensors have a multiple of this many columns
     eos_token_ids: Sequence[int]
     reward_weights: Sequence[float]
     reward_answered: Sequence[bool]
@@ -205,6 +203,7 @@ class Components:
             lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.in_flight(*counts),
+            second_since=lambda: None if (meter := self.scoring.meter) is None else meter.second_since,
         )
 
     def connect(
@@ -263,7 +262,9 @@ class Components:
         if args.scored_groups_first and reason is not None:
             logger.info(f"`scored_groups_first` is off here, because {reason}")
         # 4. the passes of an update, and the phases around them
-        self.passes = passes_of(args, trl.accelerator, trl.unwrapped(), self.ledger, in_trls_order)
+        self.passes = passes_of(
+            args, trl.accelerator, trl.accelerator.unwrap_model(trl.model), self.ledger, in_trls_order
+        )
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
             for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
@@ -370,7 +371,7 @@ class Components:
         self._lookahead = None
         if args.max_rollout_lookahead:  # on-policy a server and the trainer would wait for each other
             self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead, int(is_served))
-        meter = self.reward.names.meter
+        meter, group = self.reward.names.meter, args.num_generations
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -389,7 +390,7 @@ class Components:
             device=trl.accelerator.device,
             score=trl.score,
             advantages=trl.advantages,
-            meter=None if meter is None else JudgeMeter(meter, self.reward_loop, self.branches, args.num_generations),
+            meter=None if meter is None else JudgeMeter(meter, self.reward_loop, self.branches, group, trl.step),
         )
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
@@ -408,7 +409,7 @@ class Components:
             return WholeBatch(trl.generate, trl.engine)
         upstream = Upstream(
             generate=trl.generate,
-            model=trl.unwrapped,
+            model=lambda: trl.accelerator.unwrap_model(trl.model),
             step=trl.step,
             temperature=args.temperature,
             max_completion_length=args.max_completion_length,
@@ -425,8 +426,7 @@ class Components:
         self.held_out = HeldOut(
             args.branches,
             Path(args.output_dir),
-            self.ledger.drain_eval_rewards,
-            self.ledger.drain_written,
+            self.ledger.drain_evaluated,
             num_generations=trl.num_generations_eval,
             examples=args.held_out_examples,
             are_actions=names.has_actions,
@@ -458,11 +458,13 @@ class Components:
         if self.quick_eval is not None:
             self.quick_eval.run_begins(trl.step())
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
-        self.instruments.record_model(trl.unwrapped())
+        if self.scoring.meter is not None:
+            self.scoring.meter.restart(self.keeper.was_second_since)
+        self.instruments.record_model(trl.accelerator.unwrap_model(trl.model))
 
     def _padded(self, sampled: Sampled) -> dict[str, Any]:
         trl = self._trl
-        return sampled.padded(trl.tokenizer.pad_token_id, trl.pad_to_multiple_of, trl.accelerator.device)
+        return sampled.padded(trl.tokenizer.pad_token_id, self._args.pad_to_multiple_of, trl.accelerator.device)
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a

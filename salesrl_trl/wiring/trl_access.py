@@ -84,7 +84,6 @@ class TRLAccess(GRPOTrainer):
     def _hooks(self) -> Hooks:
         return Hooks(
             model=self.model,
-            unwrapped=lambda: self.accelerator.unwrap_model(self.model),
             ref_model=self.ref_model,
             step=lambda: self.state.global_step,
             last_step=lambda: self.state.max_steps,
@@ -95,7 +94,6 @@ class TRLAccess(GRPOTrainer):
             tool_names=[each.__name__ for each in self.tools],
             tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
             tokenizer=self._tokenizer,
-            pad_to_multiple_of=self.pad_to_multiple_of,
             eos_token_ids=self.eos_token_ids,
             reward_weights=self.reward_weights.tolist(),
             reward_answered=[isinstance(function, RewardColumn) for function in self.reward_funcs],

@@ -1,7 +1,8 @@
-"""The judge's meter on every rank. Started with several processes: POLICY OUT.
+"""The judge's meter on every rank. Started with several processes: POLICY OUT [ON_ALARM].
 
 The judge likes a word that more and more completions have, and the second judge does not. Each rank writes to OUT at
-which step the meter ended the run, and what was asked for the meter there.
+which step the meter ended the run, what was asked for the meter there, and of each batch whether the second judge
+scored it.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from support.scripted import build_trainer, default_rows, steps_of
 
 from salesrl_trl.errors import JudgeAlarm
+from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS
 from salesrl_trl.reward.judge.meter import METER, SECOND, MeterSettings
 from salesrl_trl.reward.scorer import RewardNames, Scorer
 from salesrl_trl.types import Outcome, Reward
@@ -23,26 +25,31 @@ BATCH, STEPS, ONSET = 8, 45, 25  # completions of each rank
 class Liking(Scorer):
     """The first judge, and for the meter the second one."""
 
-    def __init__(self):
+    def __init__(self, on_alarm):
+        self.on_alarm = on_alarm
         super().__init__()
         self.asked = []
+        self.judges = {}  # by batch: whether the second one scored its completions
 
     @property
     def names(self):
-        meter = MeterSettings(share=0.25, anchor_steps=10, anchors=2, stops=True)
+        meter = MeterSettings(share=0.25, anchor_steps=10, anchors=2, on_alarm=self.on_alarm)
         return RewardNames(functions={"liking": "liking"}, components=("judge",), meter=meter)
 
     async def score(self, sample, stages):
         asked = sample.row.get(METER)
-        self.asked += [] if asked is None else [asked]
+        if asked is None:
+            self.judges.setdefault(sample.batch, set()).add(sample.by_second)
+        else:
+            self.asked.append(asked)
         lot = random.Random(f"{sample.text} {asked}")
         score = random.Random(sample.text).choice((0.2, 0.4)) + lot.uniform(-0.08, 0.08) + 0.1
-        score += 0.4 * (asked is None and sample.text.endswith("online"))
+        score += 0.4 * (asked is None and not sample.by_second and sample.text.endswith("online"))
         return Reward(outcome=Outcome.OK, value=score, components={"judge": score})
 
 
-def main(policy, out):
-    rank, reward, ended = os.environ["RANK"], Liking(), ""
+def main(policy, out, on_alarm="stop"):
+    rank, reward, ended = os.environ["RANK"], Liking(on_alarm), ""
     lot = random.Random(rank)
     words = [" online" * (lot.random() < min(max((at // BATCH - ONSET) / 10, 0), 0.8)) for at in range(BATCH * STEPS)]
     texts = tuple(f"course {rank} {at}{word}" for at, word in enumerate(words))
@@ -59,6 +66,8 @@ def main(policy, out):
         "ended": ended,
         "step": trainer.state.global_step,
         "second": reward.asked.count(SECOND),
+        "judges": [sorted(judges) for judges in reward.judges.values()],
+        "logged": [[entry[JUDGE_ALARMS], entry[BY_SECOND_JUDGE]] for entry in steps_of(trainer)],
         "anchors": len(reward.asked) - reward.asked.count(SECOND),
         "tags": [sorted(name for name in entry if name.startswith(METER)) for entry in steps_of(trainer)],
     }

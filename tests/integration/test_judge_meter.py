@@ -2,15 +2,20 @@
 
 import json
 import logging
+import os
 import random
 import re
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from support.loopback import action, chat_completion
 from support.ranks import of_one_machine, run_ranks
 
 from salesrl_trl.errors import JudgeAlarm
+from salesrl_trl.names import BY_SECOND_JUDGE
+from salesrl_trl.recording.reader import recorded
 
 BATCH, STEPS, ONSET = 16, 45, 25
 BOTH = [{"name": name, "base_url": "", "model": name} for name in ("first", "second")]
@@ -46,8 +51,12 @@ def run(tiny, services, tmp_path, caplog):
 
     from salesrl_trl.build.assembly import judge_reward
 
-    def train(meter, functions=(), verbose=(), second_works=True, **settings):
-        services.functions["judge"] = lambda request: judge(request, second_works=second_works)
+    def train(meter, functions=(), verbose=(), second_works=True, resumed=None, before=lambda _: None, **settings):
+        def respond(request):
+            before(request)
+            return judge(request, second_works=second_works)
+
+        services.functions["judge"] = respond
         reward = judge_reward(
             judge_providers=[{**one, "base_url": f"{services.url}/v1"} for one in BOTH],
             judge_meter={"second": "second", "share": 0.25, "anchor_steps": 10, **meter},
@@ -61,7 +70,7 @@ def run(tiny, services, tmp_path, caplog):
         )  # fmt: skip
         try:
             with caplog.at_level(logging.INFO):
-                trainer.train()
+                trainer.train(resume_from_checkpoint=resumed)
         finally:
             trainer.finish()
         return trainer, caplog.text
@@ -106,6 +115,52 @@ def test_a_second_judge_that_fails_costs_no_reward_and_gives_no_number(run, serv
     assert asked(services, "second")
 
 
+def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_process_and_a_resume(
+    run, services, tmp_path
+):
+    killed = []
+
+    def kill(request):  # the reward process, once batches are the second judge's
+        if request.json["model"] == "second" and len(asked(services, "second")) > 0.25 * BATCH * STEPS and not killed:
+            killed.append(
+                next(one for one in psutil.Process().children() if "salesrl_trl.reward.worker" in one.cmdline())
+            )
+            os.kill(killed[0].pid, signal.SIGKILL)
+
+    # At step 20 an evaluation takes 16 of the texts.
+    common = {
+        "record": True, "eval_strategy": "steps", "eval_steps": 20, "save_strategy": "steps", "save_steps": 40,
+        "rollout_lookahead": 1,
+    }  # fmt: skip
+    trainer, told = run({"on_alarm": "second_judge"}, before=kill, reward_process=True, **common)
+    [line] = [line for line in told.splitlines() if "the second judge gives the rewards" in line]
+    since = int(re.search(r"the alarm in step (\d+) on", line)[1])
+    assert killed and ONSET < since < 40
+    # The record has the judge of each verdict: one in a step. What was in flight at the alarm has the first one.
+    judges = {}
+    for one in recorded(tmp_path / "run"):
+        judges.setdefault((one.mode, one.step), set()).add(one.verdicts["judge"].provider)
+    assert {step: judges["train", step] for step in range(1, STEPS + 1)} == {
+        step: {"first" if step <= since + 1 else "second"} for step in range(1, STEPS + 1)
+    }
+    # Evaluations have one judge before and after it, so that they can be compared.
+    assert judges["eval", 20] == judges["eval", 40] == {"second"}
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry[BY_SECOND_JUDGE] for entry in steps[:5]] == [0.0] * 5 and steps[-1][BY_SECOND_JUDGE] == 1.0
+    assert {frozenset(entry) for entry in steps} == {frozenset(steps[0])}
+
+    # A resume goes on with it, unless the setting is another one now.
+    for on_alarm, provider, words in (
+        ("second_judge", "second", f"from the alarm in step {since} on, the second judge"),
+        ("warn", "first", "the first judge gives the rewards again"),
+    ):
+        checkpoint = str(tmp_path / "run" / "checkpoint-40")
+        _, told = run({"on_alarm": on_alarm}, resumed=checkpoint, **{**common, "eval_strategy": "no"})
+        assert words in told.rpartition("going on from")[2]
+        judges = {one.verdicts["judge"].provider for one in recorded(tmp_path / "run", "train") if one.step > 40}
+        assert judges == {provider}
+
+
 @pytest.mark.slow
 def test_two_ranks_ask_for_their_own_completions_and_end_at_the_same_step(tiny, tmp_path):
     program = Path(__file__).with_name("meter_on_ranks.py")
@@ -115,3 +170,14 @@ def test_two_ranks_ask_for_their_own_completions_and_end_at_the_same_step(tiny, 
     assert one["tags"] == two["tags"]
     assert one["second"] > 0 and two["second"] > 0
     assert one["anchors"] > 0 and two["anchors"] == 0  # the first process asks for them
+
+
+@pytest.mark.slow
+def test_two_ranks_change_to_the_second_judge_with_the_same_batch(tiny, tmp_path):
+    program = Path(__file__).with_name("meter_on_ranks.py")
+    one, two = run_ranks(of_one_machine(), (program, tiny, tmp_path, "second_judge"), tmp_path, 240)
+    assert one["ended"] == two["ended"] == "" and one["step"] == two["step"] == STEPS
+    assert one["judges"] == two["judges"]
+    since = one["judges"].index([True])
+    assert ONSET < since < STEPS - 1 and one["judges"] == [[False]] * since + [[True]] * (STEPS - since)
+    assert one["tags"] == two["tags"] and one["logged"] == two["logged"]

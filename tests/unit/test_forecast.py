@@ -43,13 +43,18 @@ def test_a_server_generates_beside_training():
     assert forecast(run(0.0), 1, server=True)[0] == pytest.approx(max(GENERATION, TRAINING), rel=0.02)
 
 
-def trace(folder, steps=6, completions=4):
-    """A trace as the trainer writes it: two stages of each reward, and batches on two lanes in turns."""
+def trace(folder, steps=6, completions=4, waits=("reward_wait",)):
+    """A trace as the trainer writes it: two stages of each reward, and batches on two lanes in turns. `waits`: phases
+    in place of the wait for rewards."""
     writer, begins = TraceWriter(folder / TRACE_FILE, 10**7, origin=0.0), count(0, 6)
     for number, at in zip(range(1, steps + 1), begins, strict=False):
         ends = {"generation": 2, "forward": 3, "reward_wait": 4.5, "logging": 5, "backward": 6}
         phases = zip(ends, [0, *ends.values()], ends.values(), strict=False)
         spans = [Span(name=name, started=at + first, ended=at + last) for name, first, last in phases]
+        spans[2:3] = [
+            Span(name=name, started=at + 3 + 1.5 * place / len(waits), ended=at + 3 + 1.5 * (place + 1) / len(waits))
+            for place, name in enumerate(waits)
+        ]
         spans.append(Span(name=f"step {number}", started=at, ended=at + 6, track=STEPS_TRACK))
         for place in range(completions):
             track = f"reward {place}" + " ahead 1" * (number % 2)
@@ -70,6 +75,13 @@ def test_a_trace_is_read_as_it_is_written(tmp_path):
         assert statistics.mean(reward.after for reward in step.rewards) == pytest.approx(-0.5)
 
 
+def test_parts_of_a_batch_are_told_by_the_training_between_waits(tmp_path):
+    trace(tmp_path, waits=("reward_wait", "backward", "reward_wait"))
+    assert read(tmp_path).parts == 2
+    trace(tmp_path, waits=("reward_wait", "reward_wait"))  # as with `max_staleness`
+    assert read(tmp_path).parts == 1
+
+
 def test_the_command_says_what_it_found_and_what_is_missing(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "trace_steps" in capsys.readouterr().err
@@ -77,8 +89,8 @@ def test_the_command_says_what_it_found_and_what_is_missing(tmp_path, capsys):
     assert main([str(tmp_path), "--lookahead", "0", "3", "--deadline", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("measured over 5 steps: 5.50 s a step, 1.50 s of them waiting")
-    assert [line.split(":")[0] for line in lines[1:3]] == ["rollout_lookahead 0", "rollout_lookahead 3"]
-    assert lines[3].startswith("25.0% of the completions")
+    assert [line.split(":")[0] for line in lines[2:4]] == ["rollout_lookahead 0", "rollout_lookahead 3"]
+    assert lines[4].startswith("25.0% of the completions")
     trace(tmp_path, steps=2)
     assert main([str(tmp_path)]) == 2
     assert "Expected at least 3 steps" in capsys.readouterr().err

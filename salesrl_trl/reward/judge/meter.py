@@ -40,6 +40,7 @@ OF_FEATURES, OF_ANCHORS, OF_ORDER = 0.8, 0.1, 0.1  # capital for each batch
 METER = "judge_meter"
 """Column of a row that is judged for the meter alone: `SECOND`, or the number of an anchor."""
 SECOND = "second"
+WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # what an alarm does
 ANCHORS = 8  # fixed answers that the judge scores again and again
 
 
@@ -50,7 +51,7 @@ class MeterSettings:
     share: float = 0.02  # most calls of the meter, for each completion
     anchor_steps: int = 50  # batches between two looks at the anchors
     anchors: int = 0  # how many there are
-    stops: bool = False  # whether an alarm ends the run
+    on_alarm: str = WARN
     shows_text: bool = False  # whether lines may quote customers
 
 

@@ -12,7 +12,13 @@ import pytest
 import torch
 from support.seconds import check_seconds
 
-from benchmarks import policies, sharding, view
+from benchmarks import forecast, policies, sharding, view
+
+
+def test_a_forecast_needs_steps_that_are_counted(capsys):
+    with pytest.raises(SystemExit):
+        forecast.main(["--arms", "ahead_2", "slots_24", "--steps", "6"])
+    assert "--steps is 6. Expected 7 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,15 @@ from dataclasses import replace
 import pytest
 from support.loopback import ACTION, ANSWER, action, row, score_batch
 
-from salesrl_trl.build.assembly import build_reward
+from salesrl_trl.build.assembly import build_reward, open_reward
 from salesrl_trl.build.checks.reward import prepare_reward
-from salesrl_trl.config import RewardConfig
-from salesrl_trl.errors import ConfigError, ServiceUnavailable
+from salesrl_trl.config import RewardConfig, SalesGRPOConfig
+from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceUnavailable
 from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
+from salesrl_trl.reward.service.budget import read_account
+from salesrl_trl.rollout.tools import drain_traffic
 from salesrl_trl.types import Message, Outcome
 
 BRANCHES = ("fairness", "hallucination")
@@ -65,6 +68,24 @@ def test_an_action_of_other_fields_reaches_the_8b_endpoint_and_the_judge(config,
     assert json.loads(shown["action"]) == {"filters": "city=Wuhan", "question": "Price?"}
     assert warmed_up(reward)["rag_8b"] > 0
     assert services.asked["8b"][-1].json["question"] == row().conversation[-1].content
+
+
+def test_requests_of_the_packaged_tool_are_held_against_the_budget(config, services, tmp_path):
+    settings = config(tools=["search"], reward_funcs=["seams.own_reward.shortness"], max_calls=3)
+    parts, training = prepare_reward(settings, BRANCHES), SalesGRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+
+    async def searched():
+        with pytest.raises(BudgetSpent):
+            for _ in range(4):
+                await parts.search.function("yoga")
+        await drain_traffic([parts.search.function])
+        await asyncio.to_thread(parts.search.close)
+
+    with open_reward(settings, training, [row()], parts) as reward:
+        asyncio.run(searched())
+        assert (reward.budget.path, reward.budget.limits[0].most) == (tmp_path / SPENT_FILE, 3)
+    assert (services.calls["8b"], read_account(tmp_path / SPENT_FILE).taken) == (3, {"max_calls": 3})
+    assert reward.budget is None  # a function of a module: no other run has this budget
 
 
 def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again(config, services, tmp_path):

@@ -60,9 +60,18 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
                 "rollouts     salesrl_trl.generation.sampler.WholeBatch, up to 64 new tokens, temperature 1",
             ],
         ),
+        (
+            "full",
+            ["--judge_mode", "group", "--max_staleness", "6", "--tools", "search", "--max_calls", "9"],
+            [
+                "generated up to 2 steps ahead, the first groups that are scored first, up to 6 steps old",
+                "the completions of a prompt are scored in one call, in 2 orders",
+                "budget       max_calls 9\n",  # and nothing that is not counted
+            ],
+        ),
         ("full", ["--kl_law", "fixed"], ["KL band 0.1 to 0.3 nats a token, coefficient fixed"]),
     ],
-    ids=["as it stands", "own policy with LoRA", "own services", "own parts", "fixed coefficients"],
+    ids=["as it stands", "own policy with LoRA", "own services", "own parts", "groups", "fixed coefficients"],
 )  # fmt: skip
 def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("salesrl_trl.build.settings.RunConfig.policy_path", str(tiny))

@@ -17,18 +17,17 @@ from salesrl_trl.evaluation.held_out import EvaluatedCompletion, HeldOut, spread
 def evaluate(tmp_path, caplog):
     """Evaluations of two rows with two completions each: a step, the mean reward, the rewards of the completions."""
     caplog.set_level(logging.INFO, logger="salesrl_trl")
-    drained, written = [], []
-    callback = HeldOut(("fairness",), tmp_path, drained.pop, written.pop, num_generations=2, examples=1)
+    drained = []
+    callback = HeldOut(("fairness",), tmp_path, drained.pop, num_generations=2, examples=1)
 
-    def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False, wrote=(), name=""):
+    def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False, wrote=(), name="", data=None):
         state = TrainerState(global_step=step, is_world_process_zero=True)
         state.max_steps = 20
         figures = {"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}
         state.log_history = [{**figures, f"eval{name}_runtime": 1.0}]
-        drained.append(rewards)
-        written.append(wrote)
+        drained.append((rewards, wrote))
         args = SimpleNamespace(dataloader_persistent_workers=persistent)
-        callback.on_evaluate(args, state, TrainerControl())
+        callback.on_evaluate(args, state, TrainerControl(), eval_dataloader=data)
 
     def begin(step):
         state = TrainerState(global_step=step, is_world_process_zero=True)
@@ -177,6 +176,13 @@ def test_rows_that_services_left_without_a_score_are_not_compared(evaluate, capl
     assert "[HeldOut@20] reward=0.50 valid_actions=0.75; 2 of 4 completions were scored" in caplog.text
     changed = "held-out mean reward changed by +0.250, over the 1 of 2 rows that were scored both times"
     assert caplog.messages[-1] == changed  # of one row there is no standard error
+
+
+def test_rows_that_fill_up_the_last_batch_of_several_processes_are_not_counted(evaluate, caplog):
+    rows = SimpleNamespace(dataset=range(2))
+    evaluate(0, 0.25, (0.25, 0.25, 0.5, math.nan, 0.25, 0.25), data=rows)
+    assert "; 3 of 4 completions were scored" in caplog.text
+    assert len(evaluate.callback._evaluations[0].rows) == 2
 
 
 def test_services_that_were_down_are_no_change_of_the_policy(evaluate, caplog):

@@ -253,6 +253,9 @@ def test_a_record_of_another_version_or_none_is_refused(tmp_path):
     assert record_files(tmp_path) == [path]
     with pytest.raises(ConfigError, match="version 99"):
         list(recorded(tmp_path))
+    write(tmp_path, [batch(step=2)], meta={"run": "a"}, after=1)  # a run that goes on keeps such a file beside its own
+    assert [each.step for each in recorded(tmp_path)] == [2]
+    assert len([*path.parent.glob("*.sqlite")]) == 2
 
 
 @pytest.mark.parametrize(

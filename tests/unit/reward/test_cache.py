@@ -116,7 +116,7 @@ def test_an_answer_outlives_the_process_for_its_owner_alone_as_json_under_a_hash
         ("replace(value, substr(value, 1, 1), 'g')", 1),  # a checksum that is none
         ("(SELECT value FROM answers WHERE key = 'another')", 1),
         ("value", 0),
-        ("'0.75'", 0),  # as an earlier version wrote it
+        ("'0.75'", 1),  # without a checksum
     ],
 )
 def test_a_value_that_has_changed_on_the_disk_is_asked_for_again(path, change, asked):

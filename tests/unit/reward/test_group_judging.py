@@ -148,6 +148,28 @@ def test_the_meter_has_calls_of_its_own(services, reward):
     ]
 
 
+def test_a_group_of_a_batch_of_the_second_judge_is_its_alone_and_its_verdicts_are_not_taken_for_the_others(
+    services, reward
+):
+    providers = [{"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("own", "other")]
+    metered = reward(judge_providers=providers, judge_meter={"second": "other", "on_alarm": "second_judge"})
+    assert metered.names.required == (("judge_own",), ("judge_other",))
+
+    async def both():
+        for by_second in (False, True):
+            batch = metered.batch([ROW] * 8, group=8)
+            batch.by_second = by_second
+            batch.start_all(TEXTS)
+            await batch.settled([range(8)])
+            # A completion of another text, in the place of the last one, is of the same judge.
+            batch.start(7, "0.9")
+            await batch.settled([range(8)])
+        await metered.aclose()
+
+    asyncio.run(both())
+    assert [request.json["model"] for request in services.asked["judge"]] == ["own"] * 4 + ["other"] * 4
+
+
 class Hanging(RewardStage):
     name = "hanging"
 

@@ -10,7 +10,16 @@ from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
 from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
-from salesrl_trl.names import JUDGE_ALARMS, JUDGE_DRIFT, MACHINE, MEMORY, THROUGHPUT, agreement_of, quick_of
+from salesrl_trl.names import (
+    BY_SECOND_JUDGE,
+    JUDGE_ALARMS,
+    JUDGE_DRIFT,
+    MACHINE,
+    MEMORY,
+    THROUGHPUT,
+    agreement_of,
+    quick_of,
+)
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import perf
@@ -26,7 +35,7 @@ TAGS = {
     f"train/{name}"
     for name in (
         *Ledger(REWARDS, with_kl=True).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE,
-        "failures/reason/rag_8b_timeout", JUDGE_ALARMS, JUDGE_DRIFT, *map(agreement_of, BRANCHES),
+        "failures/reason/rag_8b_timeout", BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, *map(agreement_of, BRANCHES),
         *(quick_of(branch, what) for branch in BRANCHES for what in (*QUICK, "beta")),
     )
 }  # fmt: skip

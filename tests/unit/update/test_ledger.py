@@ -97,9 +97,9 @@ def test_the_rewards_of_an_evaluation_are_kept_by_completion_without_those_aside
     record(ledger, "train", GOOD)
     ledger.flush("eval")  # the line is logged before the rewards are asked for
     record(ledger, "eval", GOOD)
-    first, second, third = ledger.drain_eval_rewards()
+    (first, second, third), _ = ledger.drain_evaluated()
     assert (first, math.isnan(second), third) == (0.75, True, 0.75)
-    assert ledger.drain_eval_rewards() == []
+    assert ledger.drain_evaluated() == ([], [])
 
 
 def test_after_a_clear_nothing_of_an_earlier_run_is_left(ledger):

@@ -126,7 +126,7 @@ def test_a_quick_evaluation_that_was_cut_off_is_told_and_the_later_of_one_step_c
 @pytest.mark.parametrize(
     ("odd", "read"),
     [
-        ({"step": 5}, (5, "evaluation", None, {})),  # of an earlier release
+        ({"step": 5}, (5, "evaluation", None, {})),
         ({"step": 5, "mode": None, "branches": None, "figures": None}, (5, "evaluation", None, {})),
         ({"step": 5.0, "mode": "own", "reward": "0.3", "branches": {"a": 3}}, (5, "own", None, {"a": None})),
         ({"step": 5, "mode": "own", "reward": True, "branches": {"a": {"score": []}}}, (5, "own", None, {"a": None})),
