@@ -68,7 +68,7 @@ def _resolved(value: object, values: Mapping[str, object], depth: int = 8) -> ob
     return _resolved(value_of(text), values, depth - 1)
 
 
-def recipe(given: Mapping[str, Any], source: str) -> str:
+def recipe(given: Mapping[str, object], source: str) -> str:
     """The recipe of these values. Its comments have what could not be converted."""
     usual = {name: _resolved(line.default, given) for name, line in names().items() if line.default is not None}
     every: dict[str, Any] = {name: value for name, value in usual.items() if not _is_unknown(name, value)}

@@ -59,7 +59,7 @@ def leave_out_no_pictures(model: "torch.nn.Module") -> None:
     pictures, TRL gives the tower an empty tensor, and it fails."""
 
     def leave_out(
-        _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+        _: object, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         pixels = kwargs.get("pixel_values")
         if pixels is None or pixels.numel():

@@ -68,7 +68,7 @@ def read_reward(
     """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
     refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
     rag = judge = search = None
-    tools = list[Callable[..., Any]]()
+    tools = list[Callable[..., object]]()
     with refused:
         functions = own_functions(config)
     refused.check(
