@@ -28,7 +28,7 @@ _EXPONENT = re.compile(r"\d+(?:\.\d*)?[eE][-+]?\d+")  # a number for Hydra, and 
 _OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not used
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, object]:
     """The values of a configuration, or of a script's words: by the keys of the table, or by names that it lacks.
     Raises `ConfigError`."""
     try:
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is no YAML ({type(error).__name__}). Expected that of verl, or a script.") from None
     values = flat(content) if isinstance(content, Mapping) else {}
-    found = dict[str, Any]()
+    found = dict[str, object]()
     for name, value in values.items():
         key = known_as(name) or name
         if "." in name and (key not in found or value not in _OFF):
@@ -48,16 +48,16 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _words(text: str) -> dict[str, Any]:
+def _words(text: str) -> dict[str, object]:
     """Those of a script, each by the words before it, as in a shell."""
     text = _PRODUCT.sub(lambda found: str(int(found[1]) * int(found[2])), text.replace("\\\n", " "))
-    values: dict[str, Any] = {"HOME": "~", "PWD": "."}
+    values: dict[str, object] = {"HOME": "~", "PWD": "."}
     for name, is_set, value in (word.partition("=") for word in shlex.split(text, comments=True)):
         values |= {name.lstrip("+"): _resolved(value_of(value), values)} if is_set else {}
     return values
 
 
-def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
+def _resolved(value: object, values: Mapping[str, object], depth: int = 8) -> object:
     """The value with what it refers to by `$NAME` or `${name}`. What is not known stays."""
     if isinstance(value, list):
         return [_resolved(item, values, depth) for item in value]
@@ -68,7 +68,7 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
     return _resolved(value_of(text), values, depth - 1)
 
 
-def recipe(given: Mapping[str, Any], source: str) -> str:
+def recipe(given: Mapping[str, object], source: str) -> str:
     """The recipe of these values. Its comments have what could not be converted."""
     usual = {name: _resolved(line.default, given) for name, line in names().items() if line.default is not None}
     every: dict[str, Any] = {name: value for name, value in usual.items() if not _is_unknown(name, value)}

@@ -91,9 +91,9 @@ class Criterion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SalesRow:
-    """One row of the dataset: a prompt, or a sales conversation waiting for the seller's next answer. Raises
-    `ValueError` for a row with neither."""
+class SalesRow(RequestIds):
+    """One row of the dataset: a prompt, or a sales conversation waiting for the seller's next answer, with its owners.
+    Raises `ValueError` for a row with neither."""
 
     row_id: str
     """Identifies the row in logs and caches: `"train-0007"`."""
@@ -103,14 +103,6 @@ class SalesRow:
     """Oldest turn first; the last one is the customer's. Empty for a row that gives its prompt."""
     prompt: Prompt | None = field(default=None, compare=False)
     """The policy's prompt as the row gives it. `None` if a template makes it from the conversation."""
-    tenant_id: str = ""
-    """The seller's organisation, passed to the RAG service: `"t-01"`."""
-    contact_id: str = ""
-    """The customer, passed to the RAG service."""
-    account_id: str = ""
-    """The customer's account, passed to the RAG service."""
-    message_id: str = ""
-    """The last message, passed to the RAG service."""
     documents: tuple[str, ...] = ()
     """Texts of documents that are known to answer the row. The judge sees them. Empty if nobody marked any."""
     images: tuple[Picture, ...] = ()
@@ -127,7 +119,7 @@ class SalesRow:
     @property
     def ids(self) -> RequestIds:
         """The four identifiers of every request."""
-        return RequestIds(**{name: getattr(self, name) for name in RequestIds.__slots__})
+        return RequestIds(**self.as_dict())
 
     @property
     def context(self) -> str:

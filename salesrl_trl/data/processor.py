@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 class NoVideos(ImageProcessingMixin):
     """The settings of a video processor, which are saved as they were read. It processes nothing."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, object]) -> None:
         super().__init__()
         self._settings = settings
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         raise ConfigError("videos are read with torchvision, which is not installed. Expected pictures alone.")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return dict(self._settings)
 
     @classmethod
@@ -59,7 +59,7 @@ def leave_out_no_pictures(model: "torch.nn.Module") -> None:
     pictures, TRL gives the tower an empty tensor, and it fails."""
 
     def leave_out(
-        _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+        _: object, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         pixels = kwargs.get("pixel_values")
         if pixels is None or pixels.numel():

@@ -7,7 +7,6 @@ the prompt.
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
@@ -99,7 +98,7 @@ def prompt_dataset(
     `documents`, and every further column of the source. Without, no other text of a customer travels through the
     trainer."""
     images = [row.images for row in rows_of]
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, list[object]] = {
         "row": list(range(first_index, first_index + len(prompts))),
         "branch": [row.branch for row in rows_of],
         "id": [row.row_id for row in rows_of],
@@ -118,7 +117,7 @@ def prompt_dataset(
     return rows.add_column("images", shown, feature=List(Image(mode="RGB")))  # read when a row is asked for
 
 
-def _table(columns: dict[str, list[Any]]) -> Dataset:
+def _table(columns: dict[str, list[object]]) -> Dataset:
     """The columns as a dataset. Raises `DataError` for one whose values are of several kinds."""
     made = []
     for name, values in columns.items():
@@ -132,9 +131,9 @@ def _table(columns: dict[str, list[Any]]) -> Dataset:
     return concatenate_datasets(made, axis=1)
 
 
-def columns_of(row: SalesRow) -> dict[str, Any]:
+def columns_of(row: SalesRow) -> dict[str, object]:
     """What a reward function may ask for of a row, beside its prompt."""
-    texts: dict[str, Any] = {}
+    texts: dict[str, object] = {}
     if row.conversation:
         texts["conversation"] = [asdict(message) for message in row.conversation]
     if row.documents:
@@ -142,7 +141,7 @@ def columns_of(row: SalesRow) -> dict[str, Any]:
     return {**row.columns, **texts, "branch": row.branch, "id": row.row_id}
 
 
-def with_ids(dataset: Any, name: str = "row") -> Any:
+def with_ids(dataset: object, name: str = "row") -> object:
     """A dataset of anybody's with the column `id`, as the record names its rows: `row-17` for the place 17. One that
     has the column, or is a stream, stays as it is. Of a dictionary all datasets."""
     if isinstance(dataset, dict):

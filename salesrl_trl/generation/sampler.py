@@ -31,7 +31,7 @@ class Finished(Protocol):
         self,
         place: int,
         token_ids: Sequence[int],
-        messages: Sequence[Any] | None = None,
+        messages: Sequence[object] | None = None,
         failed: str | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> None:

@@ -6,9 +6,8 @@ on. The reward and the record call it around a user's functions. Imports no torc
 
 import contextvars
 import sys
-from typing import Any
 
-_TORCH: contextvars.ContextVar[tuple[int | None, Any]] = contextvars.ContextVar("salesrl_trl_torch")
+_TORCH: contextvars.ContextVar[tuple[int | None, object]] = contextvars.ContextVar("salesrl_trl_torch")
 
 
 def here() -> contextvars.Context:

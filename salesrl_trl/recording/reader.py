@@ -45,10 +45,10 @@ class Recorded:
     row: str
     branch: str
     text: str
-    turns: list[dict[str, Any]] | None
+    turns: list[dict[str, object]] | None
     digest: bytes
     action: Mapping[str, str] | None
-    answer: Any
+    answer: object
     reference: Any  # JSON values of both endpoints' answers
     outcome: str
     reason: str

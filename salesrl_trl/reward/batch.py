@@ -23,7 +23,7 @@ from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
 
-Completion: TypeAlias = str | Sequence[Mapping[str, Any]]
+Completion: TypeAlias = str | Sequence[Mapping[str, object]]
 """As TRL has it: a text, or in the conversational form a list of messages."""
 
 
@@ -76,7 +76,7 @@ class BatchResult:
 
     def log(
         self,
-        log_extra: Callable[[str, list[Any]], None],
+        log_extra: Callable[[str, list[object]], None],
         log_metric: Callable[[str, float], None],
         components: Sequence[str] | None = None,
     ) -> None:
@@ -385,7 +385,7 @@ def completion_text(completion: Completion) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"] if completion else "")
 
 
-def conversation_of(completion: Completion) -> Sequence[Mapping[str, Any]] | None:
+def conversation_of(completion: Completion) -> Sequence[Mapping[str, object]] | None:
     """The messages of a completion with more than one."""
     return None if isinstance(completion, str) or len(completion) < 2 else completion
 

@@ -46,7 +46,7 @@ class Episode(RewardFunction):
         names = super().names
         return RewardNames(functions=names.functions, places=names.places)
 
-    async def play(self, address: str, key: str, row: Mapping[str, Any]) -> Reward:
+    async def play(self, address: str, key: str, row: Mapping[str, object]) -> Reward:
         """Play one episode, over the endpoint at an address. What the function raises leaves it without a number."""
         if self._client is None:  # by no proxy, and without an end: a turn may wait for a step of training
             http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)

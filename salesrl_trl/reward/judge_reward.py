@@ -366,7 +366,7 @@ def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None
             result.args = (f"{result} ({name}: {places[name]})",)
 
 
-def judged_row(columns: Mapping[str, Any], branches: Sequence[str]) -> tuple[SalesRow, str | None]:
+def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[SalesRow, str | None]:
     """A row of the trainer's dataset as the judge reads it, and its reference answer. Raises `DataError` for a column
     of another form, without its text."""
     reference, criteria = reference_and_criteria(columns)

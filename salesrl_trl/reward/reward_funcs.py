@@ -7,7 +7,7 @@ Owns who calls what: TRL runs reward models, the reward loop calls all functions
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -21,7 +21,7 @@ from salesrl_trl.telemetry.logs import show_lines
 
 logger = logging.getLogger(__name__)
 
-RewardFunc: TypeAlias = str | torch.nn.Module | Callable[..., Any] | Scorer | RewardLoop
+RewardFunc: TypeAlias = str | torch.nn.Module | Callable[..., object] | Scorer | RewardLoop
 """As TRL has it: a function, a reward model, or its id; or a reward of this package."""
 
 
@@ -30,7 +30,9 @@ class RewardFuncs:
     """The rewards of a trainer."""
 
     reward_loop: RewardLoop
-    functions: list[Any]  # for TRL, in the order of `reward_funcs`: functions that the loop answers, and reward models
+    functions: list[
+        object
+    ]  # for TRL, in the order of `reward_funcs`: functions that the loop answers, and reward models
     weights: list[float]
     has_models: bool
 
@@ -46,7 +48,7 @@ class RewardFuncs:
     ) -> "RewardFuncs":
         """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `in_a_process` is the
         setting `reward_process`. With `has_more` an environment has a reward beside them. `records`: of `Scorer`."""
-        every: list[Any] = [] if reward_funcs is None else [reward_funcs]
+        every: list[object] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
             every = [*reward_funcs]
         for scorer in (one for one in every if records and isinstance(one, Scorer)):

@@ -147,7 +147,7 @@ class RewardLoop:
 
         self._loops.post(cut_off)
 
-    def call(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
+    def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function where the reward's code runs. Does not wait."""
         return self._loops.submit(self._loops.in_reward, function, *arguments)
 

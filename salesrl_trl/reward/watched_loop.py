@@ -16,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from salesrl_trl.ground.surroundings import enter
 from salesrl_trl.reward.service.event_loop import cancel_others, remaining_s
@@ -44,7 +44,7 @@ class HeldUp(BaseException):
 class DaemonThreads(ThreadPoolExecutor):
     """A thread for each call, with the caller's context and devices. One that hangs holds up nothing else."""
 
-    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+    def submit(self, call: Callable[..., T], /, *args: object, **kwargs: object) -> "Future[T]":
         done: Future[T] = Future()
 
         def run() -> None:
@@ -101,7 +101,7 @@ class WatchedLoop:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    async def call(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
+    async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
         """The result of a coroutine function on the loop, in the caller's context. From one other loop. A call that is
         cancelled waits until the function has ended."""
         calling = asyncio.get_running_loop()

@@ -48,7 +48,7 @@ class Passes:
         return batches[0]
 
     def log_probs(
-        self, inputs: MutableMapping[str, Any] | None, upstream: Callable[..., LogProbs], *args: Any, **kwargs: Any
+        self, inputs: MutableMapping[str, object] | None, upstream: Callable[..., LogProbs], *args: Any, **kwargs: Any
     ) -> LogProbs:
         """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is computed, if one is."""
         if inputs is None or not torch.is_grad_enabled():

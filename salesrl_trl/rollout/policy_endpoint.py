@@ -123,7 +123,7 @@ async def _models(request: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [model]})
 
 
-async def _in_thread(function: Callable[..., Any], *arguments: object) -> Any:
+async def _in_thread(function: Callable[..., object], *arguments: object) -> Any:
     return await asyncio.wrap_future(THREADS.submit(function, *arguments))
 
 

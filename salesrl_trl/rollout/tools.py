@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
 from salesrl_trl.names import TOOL_FIGURES
@@ -26,7 +26,7 @@ from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.watched_loop import THREADS
 from salesrl_trl.timing import Span
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 OnFailure = Literal["leave_out", "tell"]
 Recorded = Callable[[str, str], Awaitable[tuple[str | None, str] | None]]
 """From a call's service, such as `tool_search`, and its arguments as JSON to its answer and its failure in a record. A
@@ -41,12 +41,12 @@ class ToolSettings:
     transport: Transport | None = None
     deadline_s: float | None = None
     on_failure: OnFailure = "leave_out"
-    example: Mapping[str, Any] | None = None
+    example: Mapping[str, object] | None = None
     counted: list[Transport]
     """Those whose traffic is the tool's: `transport`, or what the tool itself calls by."""
 
     @classmethod
-    def of(cls, tool: Callable[..., Any]) -> "ToolSettings":
+    def of(cls, tool: Callable[..., object]) -> "ToolSettings":
         return getattr(tool, _SETTINGS, None) or cls(counted=[])
 
 
@@ -58,7 +58,7 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
-    example: Mapping[str, Any] | None = None,
+    example: Mapping[str, object] | None = None,
 ) -> Callable[[F], F]: ...
 def tool(
     function: F | None = None,
@@ -67,7 +67,7 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
-    example: Mapping[str, Any] | None = None,
+    example: Mapping[str, object] | None = None,
 ) -> F | Callable[[F], F]:
     """Say how a tool of TRL's `tools`, or a method of an environment, is called, and what its failure means.
 
@@ -137,11 +137,11 @@ class ToolCalls:
     def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
         self.began = time.perf_counter()  # when the first turns are asked for
         self.stopped: str | None = None  # the reason code of calls that begin now: none is made. `None`: they are.
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
         self._recorded = recorded
 
-    def of(self, tools: Iterable[Callable[..., Any]], notes: ConversationNotes) -> "OwnTools":
+    def of(self, tools: Iterable[Callable[..., object]], notes: ConversationNotes) -> "OwnTools":
         """The tools of one conversation as TRL's loop calls them. A failed call that leaves the conversation out
         answers with an empty text; `notes` have its reason."""
         return OwnTools({each.__name__: functools.partial(self._call, each, notes) for each in tools})
@@ -156,7 +156,7 @@ class ToolCalls:
         for task in list(self._tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
-    async def _call(self, tool: Callable[..., Any], notes: ConversationNotes, /, **arguments: Any) -> Any:
+    async def _call(self, tool: Callable[..., object], notes: ConversationNotes, /, **arguments: object) -> object:
         settings = ToolSettings.of(tool)
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
         began, track, has_failed = time.perf_counter(), notes.call_track(), True
@@ -190,8 +190,12 @@ class ToolCalls:
         return result
 
     async def _noted(
-        self, settings: ToolSettings, tool: Callable[..., Any], notes: ConversationNotes, arguments: Mapping[str, Any]
-    ) -> Any:
+        self,
+        settings: ToolSettings,
+        tool: Callable[..., object],
+        notes: ConversationNotes,
+        arguments: Mapping[str, object],
+    ) -> object:
         """`_within`, or what a record has in its place, noted in the conversation's record."""
         service, asked = f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
         turn, content = f"turn {notes.turns}", asked.encode(errors="replace")
@@ -216,28 +220,30 @@ class ToolCalls:
         return result
 
 
-class OwnTools(dict[str, Callable[..., Any]]):
+class OwnTools(dict[str, Callable[..., object]]):
     """Tools by name, for TRL's loop. It has every name: one that is unknown raises what TRL raises for it, when its
     turn comes, so that results stand in the order of calls."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
-    def __missing__(self, name: str) -> Callable[..., Any]:
+    def __missing__(self, name: str) -> Callable[..., object]:
         async def unknown(**arguments: object) -> None:
             raise ValueError(f"Tool {name} not found.")
 
         return unknown
 
 
-async def _within(settings: ToolSettings, service: str, tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def _within(
+    settings: ToolSettings, service: str, tool: Callable[..., object], arguments: Mapping[str, object]
+) -> object:
     """Call a tool. Raises a `ServiceError` where a service failed, and what the tool raised otherwise."""
 
-    async def attempt() -> tuple[Any, BaseException | None]:
+    async def attempt() -> tuple[object, BaseException | None]:
         try:
             if inspect.iscoroutinefunction(tool):
                 return await tool(**arguments), None
-            call: Future[Any] = THREADS.submit(lambda: tool(**arguments))
+            call: Future[object] = THREADS.submit(lambda: tool(**arguments))
             return await asyncio.wrap_future(call), None
         except ServiceError:
             raise
@@ -261,7 +267,7 @@ async def _within(settings: ToolSettings, service: str, tool: Callable[..., Any]
     return result
 
 
-async def drain_traffic(tools: Iterable[Callable[..., Any]]) -> dict[str, Counter[str]]:
+async def drain_traffic(tools: Iterable[Callable[..., object]]) -> dict[str, Counter[str]]:
     """The traffic of all transports of tools since the last time, by service. Budgets get back what is not spent. On
     the event loop of their calls."""
     traffic: dict[str, Counter[str]] = {}
@@ -272,11 +278,11 @@ async def drain_traffic(tools: Iterable[Callable[..., Any]]) -> dict[str, Counte
     return traffic
 
 
-async def tried(tools: Sequence[Callable[..., Any]]) -> dict[str, float | ServiceError]:
+async def tried(tools: Sequence[Callable[..., object]]) -> dict[str, float | ServiceError]:
     """Call each tool that has an example once, all at once. Returns by name the seconds, or the error; NaN for a tool
     without one."""
 
-    async def once(tool: Callable[..., Any]) -> float | ServiceError:
+    async def once(tool: Callable[..., object]) -> float | ServiceError:
         settings = ToolSettings.of(tool)
         if settings.example is None:
             return math.nan

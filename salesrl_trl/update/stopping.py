@@ -108,7 +108,7 @@ class Stopping(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Stop if any rank was asked to, or if the budget is spent, and undo the step if that cut it off; a
         collective."""
-        self._agree()
+        self.run_control.record_urgency(highest(self.run_control.urgency(), self.device))
         # the same on all ranks: they have gathered the reasons
         ends = self.run_control.requested is not None or self.run_control.is_spent
         if ends and not self._moves and self._snapshot is not None:
@@ -131,13 +131,9 @@ class Stopping(TrainerCallback):
         self._snapshot, self._moves = self.capture(), False
         return self._snapshot.step
 
-    def _agree(self) -> None:
-        """Let all ranks know of a request to one of them, and of an outage that lasts too long; a collective."""
-        self.run_control.record_urgency(highest(self.run_control.urgency(), self.device))
-
     def raise_if_asked(self) -> None:
         """Raise `StopRequested` if any rank was asked to stop, `RunStopped` if the budget is spent; a collective."""
-        self._agree()
+        self.run_control.record_urgency(highest(self.run_control.urgency(), self.device))
         if self.run_control.requested is not None:
             raise StopRequested(self.run_control.requested)
         if self.run_control.is_spent:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from salesrl_trl import names
 from salesrl_trl.evaluation.row_statistics import mean, pareto_front
@@ -84,7 +84,7 @@ def html_page(run: Run, language: str = "en") -> str:
     )
 
 
-def sections(run: Run) -> dict[str, list[dict[str, Any]]]:
+def sections(run: Run) -> dict[str, list[dict[str, object]]]:
     """The page's sections by language as JSON values, for the viewer."""
     return {
         language: [{"title": title, "parts": [*map(_plain, parts)]} for title, parts in _sections_in(run, language)]
@@ -110,7 +110,7 @@ def _sections_in(run: Run, language: str) -> list[tuple[str, list[Part]]]:
     return [(say(title), [*map(said, parts)]) for title, parts in every]
 
 
-def _plain(part: Part) -> dict[str, Any]:
+def _plain(part: Part) -> dict[str, object]:
     if not isinstance(part, Chart):
         return {"kind": type(part).__name__, **part._asdict()}
     keys = [(key.name, key.colour, key.is_dashed) for key in part.keys]

@@ -33,7 +33,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-QUESTIONS: dict[str, Callable[[Index, queries.Params], Any]] = {
+QUESTIONS: dict[str, Callable[[Index, queries.Params], object]] = {
     "state": lambda index, _: queries.state(index),
     "list": queries.listing,
     "overview": queries.overview,
@@ -140,8 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
             return None, ""
         return path, query
 
-    def _answer(self, question: Callable[[], Any]) -> None:
-        answer: Any
+    def _answer(self, question: Callable[[], object]) -> None:
+        answer: object
         try:
             answer, status = question(), HTTPStatus.OK
         except KeyError:

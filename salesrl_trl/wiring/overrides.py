@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -25,9 +25,9 @@ def in_force_if(attribute: str) -> Callable[[type[T]], type[T]]:
     return decorated
 
 
-def _chosen(kind: type, name: str, override: Callable[..., Any], attribute: str) -> Callable[..., Any]:
+def _chosen(kind: type, name: str, override: Callable[..., object], attribute: str) -> Callable[..., object]:
     @functools.wraps(override)
-    def method(self: object, *args: Any, **kwargs: Any) -> Any:
+    def method(self: object, *args: object, **kwargs: object) -> object:
         if getattr(self, attribute):
             return override(self, *args, **kwargs)
         return getattr(super(kind, self), name)(*args, **kwargs)

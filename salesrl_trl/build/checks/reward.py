@@ -43,7 +43,7 @@ class RewardParts:
     judge: Judge | None  # that of `judge`, in place of the services
     stages: tuple[RewardStage, ...]
     functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
-    tools: Sequence[Callable[..., Any]]  # those that the policy may call
+    tools: Sequence[Callable[..., object]]  # those that the policy may call
     search: Search | None  # the packaged one among them
     reference_weighed: bool  # a reward or a baseline contains the reference's score
 
@@ -68,7 +68,7 @@ def read_reward(
     """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
     refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
     rag = judge = search = None
-    tools = list[Callable[..., Any]]()
+    tools = list[Callable[..., object]]()
     with refused:
         functions = own_functions(config)
     refused.check(
