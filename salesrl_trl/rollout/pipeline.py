@@ -352,8 +352,8 @@ class Pipeline:
         return bool(self._chosen(groups)[0]) or all(rollout.rewards.is_settled(places) for rollout, places in groups)
 
     def _in_place_of_equal(self, inputs: Sequence[Example], update: int) -> list[Example]:
-        """Rows for a batch to launch beside its own: as many groups as will be missing in flight. Of those that are not
-        scored, the share of groups that were equal so far is counted as equal."""
+        """Rows for a batch to launch beside its own: as many groups as will be missing in flight. Those that are not
+        scored count by the share of groups that were equal so far."""
         self._count = count = len(inputs) // self.group()
         if not self.refill_groups or not self.lookahead:
             return []
