@@ -5,10 +5,10 @@
     .venv/bin/python -m benchmarks.refill --device cuda --model 1.5b
 
 - 8 groups of 8 completions a step, two generation batches in flight, rewards of a log-normal time.
-- The arms take turns in one run, on one policy: all rows teach; half of them do; the same with groups replaced, at most
-  3 times as many as a step trains on. On a CPU tokens are drawn at random, so that generation costs nothing there.
-- `--learning`: the policy, rows and reward of `recipes/own.py`: 1 for the right answer, else 0. Three runs a seed: without
-  replaced groups, with them for equally many steps, and with them for equally many completions.
+- The arms take turns in one run, on one policy: all rows teach; half of them do; the same with groups replaced, at
+  most 3 times as many as a step trains on. On a CPU tokens are drawn at random, so that generation costs nothing.
+- `--learning`: the policy, rows and reward of `recipes/own.py`: 1 for the right answer, else 0. Three runs a seed:
+  without replaced groups, with them for equally many steps, and with them for equally many completions.
 """
 
 import argparse
@@ -158,11 +158,10 @@ def learning(args: argparse.Namespace) -> dict[str, Any]:
     for name, done in runs.items():
         won = [own["after"] - plain["after"] for own, plain in zip(done, runs["plain"], strict=True)]
         error = statistics.stdev(won) / len(won) ** 0.5 if len(won) > 1 else float("nan")
+        mean = {figure: statistics.mean(own[figure] for own in done) for figure in done[0]}
         print(
-            f"{name}: held-out {statistics.mean(own['before'] for own in done):.3f} to "
-            f"{statistics.mean(own['after'] for own in done):.3f}, {statistics.mean(own['steps'] for own in done):.0f} "
-            f"steps, {statistics.mean(own['asked'] for own in done):.0f} completions, "
-            f"{statistics.mean(own['equal_trained_on'] for own in done):.2f} of groups teach nothing; "
+            f"{name}: held-out {mean['before']:.3f} to {mean['after']:.3f}, {mean['steps']:.0f} steps, "
+            f"{mean['asked']:.0f} completions, {mean['equal_trained_on']:.2f} of groups teach nothing; "
             f"{statistics.mean(won):+.3f} +- {error:.3f} (standard error)"
         )
     return runs
