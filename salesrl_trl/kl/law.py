@@ -176,7 +176,6 @@ class KLLaw(Protocol):
             The coefficient from the next step on, and the state for the next call. The controller keeps the
             coefficient within the target's `reach`. A text under `NOTICE` in the state is logged once as a warning.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
