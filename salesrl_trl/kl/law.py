@@ -164,13 +164,8 @@ class KLLaw(Protocol):
     """
 
     def move(self, window: Window, state: State) -> tuple[float, State]:
-        """Compute the next coefficient.
-
-        Args:
-            window (`Window`):
-                The window that ended.
-            state (`State`):
-                State that the branch's last call returned. Checkpoints hold it.
+        """Compute the next coefficient, after the window that ended. `state`: what the branch's last call returned.
+        Checkpoints hold it.
 
         Returns:
             The coefficient from the next step on, and the state for the next call. The controller keeps the
