@@ -81,6 +81,7 @@ def answers_of(
             return [_answers(trainer, mode, ends, label) for mode in wanted]
     finally:
         trainer.components.pipeline.forget()
+        instruments.details.clear()  # they hold the trainer. A late end of its engine would end the next one's groups
         plan.policy = None
         del trainer
         _free()

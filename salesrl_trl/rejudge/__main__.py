@@ -46,7 +46,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.types import JUDGE, SALES
 
     data, reward, others = parse_part(settings, (DataConfig, RewardConfig, StepSettings), own=vars(own))
-    reward = dataclasses.replace(reward, replay=None, judge_meter=None, verbose=[])
+    reward = dataclasses.replace(reward, replay=None, verbose=[])  # the second judge of a meter judges nothing
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
     rows = rows_of(own_records(data, reward), others.branches, None)  # whichever the run drew

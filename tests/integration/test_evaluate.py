@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.evaluate import __main__ as evaluate
+from salesrl_trl.evaluate import answering
 from salesrl_trl.ground.process import collect_as_usual
+from salesrl_trl.trainer import SalesGRPOTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 8
@@ -84,13 +86,25 @@ def test_a_spoilt_policy_is_worse_on_the_same_rows(run, spoilt):
     assert sorted(each.name for each in Path().iterdir()) == ["figures.json"]  # no run and no checkpoint
 
 
-def test_equal_policies_give_equal_answers_also_where_one_is_an_adapter(run, adapter):
-    """Sampling has the same seeds for both."""
+def test_equal_policies_give_equal_answers_also_where_one_is_an_adapter(run, adapter, monkeypatch):
+    """Sampling has the same seeds for both. The first one's trainer is gone before the second one is built: the end of
+    its engine would take the process groups of the next engine."""
+
+    def trainers():
+        return sum(isinstance(each, SalesGRPOTrainer) for each in gc.get_objects())
+
+    def counted():
+        free()
+        left.append(trainers())
+
+    free, left, before = answering._free, [], trainers()
+    monkeypatch.setattr(answering, "_free", counted)
     code, figures, shown = run("--policy", PACKAGED, adapter, "--samples", "1")
     assert code == 0
     assert all(row["rewards"]["A"] == row["rewards"]["B"] for row in figures["rows"])
     assert len({row["rewards"]["A"]["sampled"] for row in figures["rows"]}) > 1
     assert figures["figures"][0]["branches"] == figures["figures"][2]["branches"]
+    assert len(left) == 2 and max(left) <= before  # those of other tests
     assert "sampled: no difference is shown: all rows that were scored for both have equal rewards." in shown
 
 

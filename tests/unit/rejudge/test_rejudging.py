@@ -243,10 +243,16 @@ def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, 
     (tmp_path / "rubrics").mkdir()
     for branch in ("tone", "price"):
         (tmp_path / "rubrics" / f"{branch}.txt").write_text("Judge it.")
-    given = {"dataset": entries, "reward_funcs": ["judge"], "judge_base_url": f"{services.url}/v1", "judge_model": "m"}
-    given |= {"rubric_dir": str(tmp_path / "rubrics"), "branch_reward_weights": {"price": {"judge": 2.0}}}
+    judges = [{"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("first", "second")]
+    given = {"dataset": entries, "reward_funcs": ["judge"], "judge_providers": judges}
+    given |= {
+        "judge_meter": {"second": "second"},
+        "rubric_dir": str(tmp_path / "rubrics"),
+        "branch_reward_weights": {"price": {"judge": 2.0}},
+    }
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(given))
     assert main([str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    assert {request["model"] for request in asked} == {"first"}  # not that of the meter
     judged = "\n".join(json.dumps(request) for request in asked)
     assert all(str(row.prompt) in judged for row in drawn) and len(drawn) == len(asked) == 10
 

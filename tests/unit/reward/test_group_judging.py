@@ -164,10 +164,14 @@ def test_a_group_of_a_batch_of_the_second_judge_is_its_alone_and_its_verdicts_ar
             # A completion of another text, in the place of the last one, is of the same judge.
             batch.start(7, "0.9")
             await batch.settled([range(8)])
+        joined = metered.batch([ROW] * 8, group=8)
+        joined.take_over([(batch, range(8))])
+        joined.start(7, "0.95")
+        await joined.settled([range(8)])
         await metered.aclose()
 
     asyncio.run(both())
-    assert [request.json["model"] for request in services.asked["judge"]] == ["own"] * 4 + ["other"] * 4
+    assert [request.json["model"] for request in services.asked["judge"]] == ["own"] * 4 + ["other"] * 6
 
 
 class Hanging(RewardStage):
