@@ -59,15 +59,9 @@ class TracedRun:
 def forecast(
     run: TracedRun, lookahead: int, *, slots: int = 0, deadline_s: float = 0.0, server: bool = False, seed: int = 0
 ) -> tuple[float, float]:
-    """Mean seconds of a step, and those of them that wait for rewards, or for a server's generation.
-
-    Args:
-        run (`TracedRun`): The measured steps.
-        lookahead (`int`): `rollout_lookahead`.
-        slots (`int`): Rewards at once; 0 for as many as there are.
-        deadline_s (`float`): A reward ends after so many seconds; 0 for never.
-        server (`bool`): Generation goes on beside training, on another card, as fast as in the run.
-        seed (`int`): Of the order in which steps are drawn.
+    """Mean seconds of a step, and those of them that wait for rewards, or for a server's generation. `slots`: rewards
+    at once, 0 for as many as there are. `deadline_s`: seconds after which a reward ends, 0 for never. `server`:
+    generation goes on beside training, on another card, as fast as in the run. `seed`: of the order of steps.
     """
     draw = random.Random(seed)
     now = engine = waited = 0.0  # seconds; `engine`: when the server is free

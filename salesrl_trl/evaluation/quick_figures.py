@@ -44,17 +44,14 @@ class Figure(Protocol):
     @property
     def name(self) -> str:
         """In the record, in the line, and behind `quick_eval/<branch>/` on TensorBoard."""
-        ...
 
     @property
     def form(self) -> str:
         """Python's format of the figure in the line: `".2f"`, `".0%"`."""
-        ...
 
     def __call__(self, answers: Sequence[Answered]) -> float | None:
         """The figure of at least one answer; `None` if it could not be measured. If it selects the best policy, higher
         is better."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,17 +37,14 @@ class Subject(Protocol):
 
     def answer(self, rows: Sequence[Example], /) -> list[Answered]:
         """Answer this rank's rows greedily, and score the answers, in their order. Training stays as it is."""
-        ...
 
     def betas(self) -> Mapping[str, float]:
         """The current KL coefficients by branch. Empty without a KL target."""
-        ...
 
     def save(self, folder: Path, /) -> None: ...
 
     def log(self, figures: Mapping[str, float | None], /) -> None:
         """Log figures under their names. `None` is left out of TensorBoard."""
-        ...
 
 
 class Processes:

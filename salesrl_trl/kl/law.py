@@ -164,19 +164,13 @@ class KLLaw(Protocol):
     """
 
     def move(self, window: Window, state: State) -> tuple[float, State]:
-        """Compute the next coefficient.
-
-        Args:
-            window (`Window`):
-                The window that ended.
-            state (`State`):
-                State that the branch's last call returned. Checkpoints hold it.
+        """Compute the next coefficient, after the window that ended. `state`: what the branch's last call returned.
+        Checkpoints hold it.
 
         Returns:
             The coefficient from the next step on, and the state for the next call. The controller keeps the
             coefficient within the target's `reach`. A text under `NOTICE` in the state is logged once as a warning.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,11 +90,7 @@ class RewardStage(ABC):
 
     @abstractmethod
     async def run(self, case: Case) -> Result:
-        """Look at a case.
-
-        Args:
-            case (`Case`):
-                Everything that is known so far.
+        """Look at a case: everything that is known so far.
 
         Returns:
             `Added`: go on, perhaps with further components.

@@ -26,7 +26,8 @@ from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.watched_loop import THREADS
 from salesrl_trl.timing import Span
 
-F = TypeVar("F", bound=Callable[..., object])
+Tool = Callable[..., object]
+F = TypeVar("F", bound=Tool)
 OnFailure = Literal["leave_out", "tell"]
 Recorded = Callable[[str, str], Awaitable[tuple[str | None, str] | None]]
 """From a call's service, such as `tool_search`, and its arguments as JSON to its answer and its failure in a record. A
@@ -46,7 +47,7 @@ class ToolSettings:
     """Those whose traffic is the tool's: `transport`, or what the tool itself calls by."""
 
     @classmethod
-    def of(cls, tool: Callable[..., object]) -> "ToolSettings":
+    def of(cls, tool: Tool) -> "ToolSettings":
         return getattr(tool, _SETTINGS, None) or cls(counted=[])
 
 
@@ -141,7 +142,7 @@ class ToolCalls:
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
         self._recorded = recorded
 
-    def of(self, tools: Iterable[Callable[..., object]], notes: ConversationNotes) -> "OwnTools":
+    def of(self, tools: Iterable[Tool], notes: ConversationNotes) -> "OwnTools":
         """The tools of one conversation as TRL's loop calls them. A failed call that leaves the conversation out
         answers with an empty text; `notes` have its reason."""
         return OwnTools({each.__name__: functools.partial(self._call, each, notes) for each in tools})
@@ -156,7 +157,7 @@ class ToolCalls:
         for task in list(self._tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
-    async def _call(self, tool: Callable[..., object], notes: ConversationNotes, /, **arguments: object) -> object:
+    async def _call(self, tool: Tool, notes: ConversationNotes, /, **arguments: object) -> object:
         settings = ToolSettings.of(tool)
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
         began, track, has_failed = time.perf_counter(), notes.call_track(), True
@@ -190,11 +191,7 @@ class ToolCalls:
         return result
 
     async def _noted(
-        self,
-        settings: ToolSettings,
-        tool: Callable[..., object],
-        notes: ConversationNotes,
-        arguments: Mapping[str, object],
+        self, settings: ToolSettings, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]
     ) -> object:
         """`_within`, or what a record has in its place, noted in the conversation's record."""
         service, asked = f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
@@ -220,23 +217,21 @@ class ToolCalls:
         return result
 
 
-class OwnTools(dict[str, Callable[..., object]]):
+class OwnTools(dict[str, Tool]):
     """Tools by name, for TRL's loop. It has every name: one that is unknown raises what TRL raises for it, when its
     turn comes, so that results stand in the order of calls."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
-    def __missing__(self, name: str) -> Callable[..., object]:
+    def __missing__(self, name: str) -> Tool:
         async def unknown(**arguments: object) -> None:
             raise ValueError(f"Tool {name} not found.")
 
         return unknown
 
 
-async def _within(
-    settings: ToolSettings, service: str, tool: Callable[..., object], arguments: Mapping[str, object]
-) -> object:
+async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: Mapping[str, object]) -> object:
     """Call a tool. Raises a `ServiceError` where a service failed, and what the tool raised otherwise."""
 
     async def attempt() -> tuple[object, BaseException | None]:
@@ -267,7 +262,7 @@ async def _within(
     return result
 
 
-async def drain_traffic(tools: Iterable[Callable[..., object]]) -> dict[str, Counter[str]]:
+async def drain_traffic(tools: Iterable[Tool]) -> dict[str, Counter[str]]:
     """The traffic of all transports of tools since the last time, by service. Budgets get back what is not spent. On
     the event loop of their calls."""
     traffic: dict[str, Counter[str]] = {}
@@ -278,11 +273,11 @@ async def drain_traffic(tools: Iterable[Callable[..., object]]) -> dict[str, Cou
     return traffic
 
 
-async def tried(tools: Sequence[Callable[..., object]]) -> dict[str, float | ServiceError]:
+async def tried(tools: Sequence[Tool]) -> dict[str, float | ServiceError]:
     """Call each tool that has an example once, all at once. Returns by name the seconds, or the error; NaN for a tool
     without one."""
 
-    async def once(tool: Callable[..., object]) -> float | ServiceError:
+    async def once(tool: Tool) -> float | ServiceError:
         settings = ToolSettings.of(tool)
         if settings.example is None:
             return math.nan

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import traceback
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,15 +23,11 @@ from salesrl_trl.run.launch import keep_log, speak
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, hide_lines
 
 
-@dataclass
 class _Kept:
     """Where this process's lines go."""
 
     log: Path | None = None
     terminal: int = 2  # file descriptor of the stderr that the process was started with
-
-
-_kept = _Kept()
 
 
 def set_up_logging(level: int = logging.INFO) -> None:
@@ -64,7 +59,7 @@ def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
         code = 1
     elif error.is_resumable and code != EXIT_INTERRUPTED:
         code = EXIT_RESUMABLE
-    speak(words_of(error, code, _kept.log), _kept.terminal, _kept.log)
+    speak(words_of(error, code, _Kept.log), _Kept.terminal, _Kept.log)
     raise SystemExit(code)
 
 
@@ -72,10 +67,10 @@ def keep_console(path: Path) -> None:
     """From now on, append the stdout and stderr of this process and its children to the file `path` too. C code and
     children write to file descriptors directly, so two `tee` processes take these over. Processes may share a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _kept.log = path
+    _Kept.log = path
     keep_log(path)
     for descriptor in (1, 2):
-        _kept.terminal = original = os.dup(descriptor)
+        _Kept.terminal = original = os.dup(descriptor)
         # A session of its own: a signal to this process's group would end `tee` before the last lines are written.
         # SIGPIPE stays ignored, as Python has it: `tee` goes on with the file when the console ends, as with `| head`.
         tee = subprocess.Popen(

@@ -43,11 +43,7 @@ class DatasetFormat(ABC):
 
     @abstractmethod
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
-        """A record in the columns of this package.
-
-        Args:
-            record (`Mapping[str, object]`):
-                Field to value, as the file has them.
+        """A record, field to value as the file has them, in the columns of this package.
 
         Returns:
             `dict[str, object]`: the columns of docs/DATA.md. `id` is the same each time and no other record's. `group`
