@@ -34,7 +34,7 @@ WORDS = {**REWARDS.words, "figure": QUICK}
 TAGS = {
     f"train/{name}"
     for name in (
-        *Ledger(REWARDS, with_kl=True).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE,
+        *Ledger(REWARDS, with_kl=True, further=["refill"]).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE,
         "failures/reason/rag_8b_timeout", BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, *map(agreement_of, BRANCHES),
         *(quick_of(branch, what) for branch in BRANCHES for what in (*QUICK, "beta")),
     )
