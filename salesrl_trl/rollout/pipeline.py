@@ -236,7 +236,8 @@ class Pipeline:
             # all ranks generate as many again: they may have other numbers left
             most = highest(max(len(inputs), self.group()) * (sampled is None), PartialState().device)
             if sampled is None:
-                window.rollout = self.launch([*inputs, *self._at_random((most - len(inputs)) // self.group(), update)], update)
+                further = self._at_random((most - len(inputs)) // self.group(), update)
+                window.rollout = self.launch([*inputs, *further], update)
                 continue
             rollout = window.rollout = self._begun(inputs, max(kept.steps, default=update), is_trained_on=True)
             rollout.handle, rollout.behaviour_logps = Ready(sampled), kept.behaviour_logps

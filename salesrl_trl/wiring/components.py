@@ -164,7 +164,7 @@ class Components:
         self._rewards = rewards
         self.reward_loop = rewards.reward_loop
         reward = self.reward = self.reward_loop.reward
-        self._train_dataset: Any = train_dataset
+        self._rows: Any = train_dataset
         self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
         self.instruments = instruments or Instruments(
@@ -217,7 +217,7 @@ class Components:
         check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
         has_own_columns = trl.has_rollout_func or trl.tools is not None
-        columns = None if has_own_columns else getattr(self._train_dataset, "column_names", None)
+        columns = None if has_own_columns else getattr(self._rows, "column_names", None)
         self._rewards.check(columns, args.num_generations, size)
         # 2. the end of a run, the reference, and what both models need
         self.stopping = Stopping(
@@ -248,8 +248,7 @@ class Components:
         if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
             by_groups["refill_groups"] = None if is_answered and not inside_trl else at_once
         for name, whole_batch in by_groups.items():
-            turn = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._train_dataset)
-            if turn is None:
+            if (turn := why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)) is None:
                 setattr(self.pipeline, name, getattr(args, name))
             else:
                 logger.info(f"`{name}` has no effect here, because {turn}")
