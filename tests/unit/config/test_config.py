@@ -357,7 +357,7 @@ PRICED = {**PROVIDER, "usd_per_million_prompt_tokens": 1.0}
         ({"judge_providers": [{**PRICED, "max_usd": "1e2"}]}, r"\[a\].max_usd` is '1e2'. Expected a number"),
         ({"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),
         ({"max_usd": float("inf"), "judge_providers": [PRICED]}, "`max_usd` is inf"),
-        ({"max_calls": 9, "reward_funcs": ["my.function"]}, "Expected `sales` or `judge` among them"),
+        ({"max_calls": 9, "reward_funcs": ["my.function"]}, "Expected `sales`, `judge` or the tool `search`"),
     ],
 )
 def test_a_limit_that_limits_nothing_is_refused(settings, message):
