@@ -380,7 +380,7 @@ class Pipeline:
 
     def _at_random(self, groups: int, update: int) -> list[Example]:
         """Rows of this rank's own, for so many groups."""
-        rows = cast(Any, self.dataloader).dataset
+        rows = cast(Any, self.dataloader).dataset if groups > 0 else ()
         draw = random.Random(f"{self.seed} {PartialState().process_index} {update} {self._refilled}")
         drawn = [rows[draw.randrange(len(rows))] for _ in range(groups)]
         inputs: list[Example] = [dict(row) for row in drawn for _ in range(self.group())]
