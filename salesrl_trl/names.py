@@ -130,7 +130,7 @@ ALL_KL = "kl"
 
 STALENESS = "rollout/staleness"
 STALENESS_MAX = "rollout/staleness_max"
-REFILLED, EQUAL, REWARD_OF_ALL = "refill/groups", "refill/equal", "refill/reward"
+TURNOVER = REFILLED, EQUAL, REWARD_OF_ALL = "refill/groups", "refill/equal", "refill/reward"
 LEFT_OUT = "rollout/left_out"
 BOUNDED = "rollout/bounded"
 

@@ -4,6 +4,7 @@ A run that stopped inside a generation batch resumes with the completions that i
 `save_rollouts` with those that were generated ahead.
 """
 
+import io
 import json
 import os
 import shutil
@@ -98,7 +99,7 @@ class Keeper:
         rollouts in flight. `update` and `micro_step`: steps done. `slices`: of the generation batch under way, as
         TRL keeps them."""
         is_inside, flying = bool(micro_step % self.args.window), self.in_flight(micro_step, update)
-        moved = any(rollout.inputs for rollout in flying.values())  # prompts that are to come are this process's
+        moved = any(rollout.inputs or not rollout.rows for rollout in flying.values())  # to prompts of this process's
         if self.args.should_save:
             write_identity(folder, self._identity, is_inside or moved)
             if self.kl is not None:
@@ -216,6 +217,13 @@ class Keeper:
             gone.parent.mkdir(exist_ok=True)
             folder.rename(gone)  # first of all: a folder that is deleted in part looks like a damaged one
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def why_not_kept(dataset: Any) -> str | None:
+    """Why a checkpoint can't hold rows like the first one; `None` if it can."""
+    torch.save(dataset[0], saved := io.BytesIO())
+    is_held = not torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved.getvalue()))
+    return None if is_held else "a checkpoint holds no rows with values such as dates: make texts or numbers of them"
 
 
 T = TypeVar("T")

@@ -299,10 +299,10 @@ class RewardBatch:
         return all(self.rewards[place] is not None for place in reversed(places))  # from the last to come
 
     def is_equal(self, places: Sequence[int]) -> bool:
-        """Whether the rewards at `places` are in, and are the same numbers. From any thread."""
+        """Whether the rewards at `places` are in, and are the same number. From any thread."""
         rewards = [self.rewards[place] for place in places]
-        numbers = {(reward.value, *reward.by_function.items()) if reward else None for reward in rewards}
-        return len(numbers) == 1 and rewards[0] is not None and rewards[0].value is not None
+        numbers = {None if reward is None else reward.value for reward in rewards}
+        return len(numbers) == 1 and None not in numbers
 
     def cut_off(self, reason: str) -> None:
         """Score no more: completions that are not settled, and all later ones, are missing with this reason."""

@@ -70,8 +70,8 @@ class Rollout:
     group: int = 1  # completions of a prompt. They are neighbours.
     is_reported: bool = False
     turnover: tuple[float, ...] = ()
-    """Of the step that trains on these groups, where equal ones are replaced: groups in place of others, groups of
-    equal rewards, groups that left flight, the sum of their rewards, and their scored completions."""
+    """Of the step that trains on these groups, where equal ones are replaced, sums and counts over ranks: groups in
+    place of others and 1, groups of equal rewards and those that left flight, their rewards and how many."""
     left: list[range] = field(init=False)  # the groups that nobody has trained on yet
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class KeptRollouts:
     steps: list[int]
     sampled: Sampled | None  # `None` for completions that are not there, or not kept
     behaviour_logps: torch.Tensor | None
-    inputs: list[Example] = field(default_factory=list)  # the rows, where groups go by themselves
+    inputs: list[Example] = field(default_factory=list)  # the rows, where groups go by themselves; perhaps none
 
 
 @dataclass(eq=False, kw_only=True)
@@ -167,13 +167,9 @@ class Pipeline:
     _evaluated: list[Rollout] = field(default_factory=list)  # begun, and not taken yet
 
     def __post_init__(self) -> None:
-        self.set_lookahead(self.lookahead)
-
-    def set_lookahead(self, lookahead: int) -> None:
-        self.lookahead = lookahead
-        self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, self.window)
+        self._schedule: RolloutSchedule[Rollout] = RolloutSchedule(self.lookahead, self.window)
         # The 32B answers of a step are asked for one step earlier.
-        self.updates = UpdatesAhead(max(lookahead, self.most_lookahead) + 1)
+        self.updates = UpdatesAhead(max(self.lookahead, self.most_lookahead) + 1)
 
     def move_lookahead(self, lookahead: int) -> None:
         """From the next step on, in the midst of a run. What is in flight stays in flight."""
@@ -230,18 +226,23 @@ class Pipeline:
             with self.timeline.phase(Phase.GENERATION):
                 self.go_on()
         for window in self._schedule.due(micro_step, update):
-            kept = self._kept.pop(window.first, None)
+            kept, inputs = self._kept.pop(window.first, None), window.inputs
             if kept is None:
-                window.rollout = self.launch([*window.inputs, *self._in_place_of_equal(window.inputs, update)], update)
+                window.rollout = self.launch([*inputs, *self._in_place_of_equal(inputs, update)], update)
                 continue
-            inputs = kept.inputs or window.inputs
-            if kept.sampled is None or kept.rows != keys_of(inputs):
-                window.rollout = self.launch(inputs, update)
+            if (kept.inputs or not kept.rows) and (self.goes_by_groups or len(kept.inputs) == len(inputs)):
+                inputs = kept.inputs
+            sampled = kept.sampled if kept.rows == keys_of(inputs) else None
+            # all ranks generate as many again: they may have other numbers left
+            most = highest(max(len(inputs), self.group()) * (sampled is None), PartialState().device)
+            if sampled is None:
+                further = self._at_random((most - len(inputs)) // self.group(), update)
+                window.rollout = self.launch([*inputs, *further], update)
                 continue
-            rollout = window.rollout = self._begun(inputs, max(kept.steps), is_trained_on=True)
-            rollout.handle, rollout.behaviour_logps = Ready(kept.sampled), kept.behaviour_logps
+            rollout = window.rollout = self._begun(inputs, max(kept.steps, default=update), is_trained_on=True)
+            rollout.handle, rollout.behaviour_logps = Ready(sampled), kept.behaviour_logps
             rollout.steps = kept.steps
-            self._record(rollout, kept.sampled)
+            self._record(rollout, sampled)
 
     def in_flight(self, micro_step: int, update: int) -> dict[int, KeptRollouts]:
         """The rollouts with completions that were launched before the end of this step and not trained on then, by the
@@ -259,7 +260,7 @@ class Pipeline:
                 inputs=rollout.inputs if self.goes_by_groups else [],
             )
             for first, rollout in flying.items()
-            if (rollout.sampled is not None or self.goes_by_groups) and max(rollout.steps) < update
+            if self.goes_by_groups or (rollout.sampled is not None and max(rollout.steps) < update)
         }
 
     def take(self, inputs: list[Example], micro_step: int, update: int) -> Rollout:
@@ -285,7 +286,7 @@ class Pipeline:
         # 1. the groups in flight. A server has generated all that was asked for before this step
         flying = [*self._behind, head]
         for rollout in self._schedule.launched().values():
-            if max(rollout.steps) < update:
+            if max(rollout.steps, default=-1) < update:
                 self._collect(rollout)  # a collective: on all ranks alike
             flying += [rollout] if rollout.sampled is not None else []
         # 2. wait for those that are trained on. Where too few have rewards that differ, others are generated
@@ -296,7 +297,7 @@ class Pipeline:
                 self.reward_loop.wait(batches, partial(self._is_decided, groups))
                 PartialState().wait_for_everyone()  # not in a phase of the trainer's own work
             chosen, differ = self._chosen(groups)
-            rows = self._drawn(0 if chosen else self._count - len(differ), update)
+            rows = self._drawn(0 if chosen or self.reward_loop.stopped else self._count - len(differ), update)
             if not rows:
                 break
             further = self.launch(rows, update)
@@ -306,12 +307,12 @@ class Pipeline:
             self._behind.append(further)
             flying.append(further)
         if not chosen:
-            if not self._was_short:
+            if not self._was_short and not self.reward_loop.stopped:
+                self._was_short = True
                 logger.warning(
                     f"so many groups have equal rewards that a step trains on some: it has generated {self._refilled} "
                     "in place of others. Expected fewer: set `refill_groups` higher, or leave such rows out"
                 )
-            self._was_short = True
             equal = [number for number in range(len(groups)) if number not in differ]
             chosen = [*differ, *equal][: self._count]
         # 3. they leave their rollouts, and with them those that are replaced, or would be too old in the next step
@@ -329,7 +330,8 @@ class Pipeline:
         scored = [value for value in rewards if value is not None]
         self._equal_share += SHARE_RATE * (turnover[0] / turnover[1] - self._equal_share)
         head = Rollout.joined(picked, head, joined)
-        head.turnover, self._refilled = (self._refilled, *turnover, sum(scored), len(scored)), 0
+        head.turnover = (self._refilled, 1 / PartialState().num_processes, *turnover, sum(scored), len(scored))
+        self._refilled = 0
         return head
 
     def _latest(self, rollout: Rollout, places: range) -> int:
@@ -372,23 +374,28 @@ class Pipeline:
             return []
         bound = self.refill_groups * self._count - self._refilled
         groups = min(highest(max(groups, 0), PartialState().device), bound)
-        rows = cast(Any, self.dataloader).dataset
-        draw = random.Random(f"{self.seed} {PartialState().process_index} {update} {self._refilled}")
+        drawn = self._at_random(groups, update)
         self._refilled += groups
+        return drawn
+
+    def _at_random(self, groups: int, update: int) -> list[Example]:
+        """Rows of this rank's own, for so many groups."""
+        rows = cast(Any, self.dataloader).dataset if groups > 0 else ()
+        draw = random.Random(f"{self.seed} {PartialState().process_index} {update} {self._refilled}")
         drawn = [rows[draw.randrange(len(rows))] for _ in range(groups)]
         inputs: list[Example] = [dict(row) for row in drawn for _ in range(self.group())]
         self.reward_loop.prepare(self._rows(inputs))
         return inputs
 
     def _packed(self, flying: Mapping[int, Rollout], update: int) -> dict[int, Rollout]:
-        """The groups in flight that were launched before this step, the oldest first, in batches."""
+        """The groups in flight that were launched before this step, the oldest first, in batches; one may be empty."""
         rollouts = [*self._behind, *flying.values()]
         groups = [(each.steps[places.start], (each, places)) for each in rollouts for places in each.left]
         queue = iter([group for step, group in sorted(groups, key=itemgetter(0)) if step < update])
         packed = {}
         for number, (first, head) in enumerate(sorted(flying.items()), start=1):
-            if pack := [*itertools.islice(queue, self._count if number < len(flying) else None)]:
-                packed[first] = Rollout.joined(pack, head, head.rewards)
+            pack = [*itertools.islice(queue, self._count if number < len(flying) else None)]
+            packed[first] = Rollout.joined(pack or [(head, range(0))], head, head.rewards)
         return packed
 
     def _collect(self, rollout: Rollout) -> None:
@@ -427,11 +434,9 @@ class Pipeline:
     def evaluations(
         self, batches: Iterable[list[Example]], update: int, group: int | None = None
     ) -> Iterator[list[Example]]:
-        """The batches of an evaluation, in their order, each to be handed to `evaluate`. Those behind are generated
-        before the rewards of one are waited for: as many as the reward takes at once, and as many again, so that it
-        has something to do while the oldest is waited for. They are generated in their order, so that the random draws
-        are those of one batch after the other. Batches that TRL generates inside its own scoring wait for their turn.
-        """
+        """The batches of an evaluation, each to be handed to `evaluate`, generated in their order. Those behind are
+        generated before the rewards of one are waited for: twice as many as the reward takes at once, so that it has
+        something to do meanwhile. Batches that TRL generates inside its own scoring wait for their turn."""
 
         def begin(inputs: list[Example]) -> None:
             if self.inside_trl:

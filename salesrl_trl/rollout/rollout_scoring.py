@@ -24,13 +24,11 @@ from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
-    EQUAL,
-    REFILLED,
-    REWARD_OF_ALL,
     SINGLE_SCORED,
     SKIPPED_UPDATE,
     STALENESS,
     STALENESS_MAX,
+    TURNOVER,
     Phase,
 )  # fmt: skip
 from salesrl_trl.recording.writer import Batch, Entry
@@ -178,7 +176,9 @@ class RolloutScoring:
             self.ledger.add(rollout.mode, STALENESS, sum(ages), len(ages))
             self.ledger.add(rollout.mode, STALENESS_MAX, max(ages))
             if self.pipeline.refill_groups and is_trained_on:
-                self._record_turnover(rollout.turnover, update)
+                turnover = reduce(torch.tensor(rollout.turnover, device=self.device), "sum").tolist()
+                for place, name in enumerate(TURNOVER):
+                    self.ledger.add("train", name, turnover[2 * place], turnover[2 * place + 1])
             if RATIO in output and not rollout.is_corrected_at_step:
                 sums = correction_sums(output[RATIO], output["completion_mask"], *settings.sampler_correction)
                 self.ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
@@ -313,12 +313,6 @@ class RolloutScoring:
                 if self.meter.ends_run:
                     control.error = control.error or self.meter.ends_run
         ledger.add(mode, SKIPPED_UPDATE, float(control.is_skipping and rollout.is_trained_on))
-
-    def _record_turnover(self, turnover: Sequence[float], update: int) -> None:
-        """Record which groups were replaced; a collective."""
-        refilled, equal, left, total, scored = reduce(torch.tensor(turnover, device=self.device), "sum").tolist()
-        for name, value, count in ((REFILLED, refilled, 1), (EQUAL, equal, left), (REWARD_OF_ALL, total, scored)):
-            self.ledger.add("train", name, value, count)
 
     def _leave_out_failed(self, rollout: Rollout, output: Output) -> None:
         """Take failed completions out of TRL's output, so that none of their tokens counts; a collective. `FAILED`

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallb
 from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.checkpoint.identity import identity_of_run
-from salesrl_trl.checkpoint.keeper import Keeper, agreed
+from salesrl_trl.checkpoint.keeper import Keeper, agreed, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
@@ -164,7 +164,7 @@ class Components:
         self._rewards = rewards
         self.reward_loop = rewards.reward_loop
         reward = self.reward = self.reward_loop.reward
-        self._columns = getattr(train_dataset, "column_names", None)
+        self._rows: Any = train_dataset
         self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
         self.instruments = instruments or Instruments(
@@ -217,7 +217,8 @@ class Components:
         check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
         has_own_columns = trl.has_rollout_func or trl.tools is not None
-        self._rewards.check(None if has_own_columns else self._columns, args.num_generations, size)
+        columns = None if has_own_columns else getattr(self._rows, "column_names", None)
+        self._rewards.check(columns, args.num_generations, size)
         # 2. the end of a run, the reference, and what both models need
         self.stopping = Stopping(
             run_control=self.run_control,
@@ -247,7 +248,7 @@ class Components:
         if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
             by_groups["refill_groups"] = None if is_answered and not inside_trl else at_once
         for name, whole_batch in by_groups.items():
-            if (turn := why_in_turn(args, whole_batch, talks, trl.reads_pictures)) is None:
+            if (turn := why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)) is None:
                 setattr(self.pipeline, name, getattr(args, name))
             else:
                 logger.info(f"`{name}` has no effect here, because {turn}")
@@ -255,9 +256,7 @@ class Components:
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
         if self.pipeline.goes_by_groups:
-            reason = (
-                f"{' and '.join(f'`{name}`' for name in by_groups)} let a step begin when all its groups are scored"
-            )
+            reason = f"a step begins when all its groups are scored ({', '.join(by_groups)})"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
             logger.info(f"`scored_groups_first` is off here, because {reason}")

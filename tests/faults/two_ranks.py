@@ -35,6 +35,7 @@ SKIPPED = "failures/skipped_update"
 TEXTS = tuple(action(query=f"n{number}n") for number in range(400))
 """Actions that no cache answers."""
 REFILL = {"refill_groups": 4, "max_steps": 6, "per_device_train_batch_size": 8}
+SAVED = {**REFILL, "refill_groups": 1, "rollout_lookahead": 2, "save_strategy": "steps", "save_steps": 2}
 EQUAL_TRAINED = "frac_reward_zero_std"
 PARTS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "rollout_lookahead": 0, "max_steps": 3,
          "optim": "sgd", "learning_rate": 1.0}  # fmt: skip
@@ -148,6 +149,10 @@ def main(policy, out):
         group = number_of(sample.text) // 2
         return await soon(sample, stages) if group % (2, 4)[rank] == 0 else Reward.scored(0.5)
 
+    async def all_equal_on_one(sample, stages):
+        """So that this rank has none left in flight, and the other all of its own."""
+        return Reward.scored(0.5) if rank == 0 and trainer.state.global_step < 4 else await soon(sample, stages)
+
     async def one_late(sample, stages):
         if rank == 0 and number_of(sample.text) % 8 // 2 == 0:
             while not trainer.waits:
@@ -207,6 +212,10 @@ def main(policy, out):
         ),
         "refilled": (mostly_equal, {**REFILL, "rollout_lookahead": 2}),
         "refilled_at_once": (mostly_equal, REFILL),
+        "saved": (all_equal_on_one, {**SAVED, "save_rollouts": True}),
+        "went_on": (all_equal_on_one, {**SAVED, "save_rollouts": True, "go_on_from": "saved"}),
+        "saved_rows": (all_equal_on_one, SAVED),
+        "went_on_with_rows": (all_equal_on_one, {**SAVED, "go_on_from": "saved_rows"}),
         "raised_and_hung": (None, {"max_steps": 2, "min_valid_reward_fraction": 0.0}),
         "functions": ([numbered, partly], {"max_steps": 2}),
         "stopped": (hangs, {"max_steps": 9}),
@@ -223,6 +232,7 @@ def main(policy, out):
             reward.score = score
         reward.batch = partial(kept, batches := [], reward.batch)
         given = {"beta": 0.0, "ddp_backend": "gloo", **given}
+        before = given.pop("go_on_from", None)
         texts = TEXTS[200 * rank : 200 * rank + 200]
         trainer = build_trainer(policy, reward, texts, rows, Path(out, name), kind=OfARank, **given)
         error, moments = None, {}
@@ -231,7 +241,7 @@ def main(policy, out):
         if name == "stopped" and rank == 1:
             threading.Thread(target=stop_one, daemon=True).start()
         try:
-            trainer.train()
+            trainer.train(None if before is None else str(Path(out, before, "checkpoint-2")))
         except (TooFewRewardsError, RunStopped) as raised:
             error, moments["said"] = type(raised).__name__, str(raised)
         steps = steps_of(trainer)
@@ -255,6 +265,7 @@ def main(policy, out):
             "moments": {**moments, "ended": time.monotonic()},
             "order": list(trainer.order.values()),
             "samples": trainer.samples,
+            "generated": trainer.generated,
             "gradients": trainer.gradients if name in ("parts", "whole") else [],
             "refilled": [entry.get(REFILLED) for entry in steps],
             "figures": {each: [entry[each] for entry in steps] for each in names},

@@ -1,22 +1,26 @@
 """Rollouts ahead of the step that trains on them: how old they are, which prompts come when, and what is logged."""
 
 import asyncio
+import datetime
 import json
 import re
 import threading
 import zlib
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from support.keyed import keyed_rows
 from support.loopback import VERDICT, Services, action, build_reward
 from support.scripted import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from salesrl_trl.checkpoint.keeper import why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, RunStopped
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.names import EQUAL, REFILLED, STALENESS, STALENESS_MAX
@@ -471,7 +475,8 @@ class Equal(Scripted):
         async def equal(sample, stages):
             if sample.row["row"] % self.teaches == 0:
                 return await score(sample, stages)
-            return Reward.scored(0.5)
+            # functions whose numbers differ, and whose weighted sum does not: one may have no weight
+            return replace(Reward.scored(0.5), by_function={"of no weight": float(sample.place)})
 
         self.components.reward.score = equal
 
@@ -530,6 +535,33 @@ def test_a_group_with_a_failed_completion_is_not_replaced(trained):
 
     trainer = trained(Failing, **REFILL, min_valid_reward_fraction=0.4)
     assert [(entry[REFILLED], entry[EQUAL]) for entry in steps_of(trainer)] == [(0, 0)] * 12
+
+
+def test_a_step_that_is_told_to_stop_generates_none_in_place_of_equal_groups(trained):
+    class Stopped(AllEqual):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            own.append(self)
+            score = self.components.reward.score
+
+            async def stopped(sample, stages):
+                if self.state.global_step == 2 and sample.place >= 4:
+                    self.request_stop("SIGTERM")
+                    await asyncio.sleep(60)
+                return await score(sample, stages)
+
+            self.components.reward.score = stopped
+
+    own = []
+    with pytest.raises(RunStopped):
+        trained(Stopped, **{**REFILL, "refill_groups": 1})
+    assert [launch["step"] for launch in own[0].launches] == [0, 0, 1, 1, 2]
+
+
+def test_rows_that_a_checkpoint_cannot_hold_leave_groups_in_order():
+    day = datetime.date(2026, 11, 27)
+    assert why_not_kept(Dataset.from_list([{"prompt": "a", "parts": [{"n": 1, "x": b"y"}], "none": None}])) is None
+    assert "dates" in why_not_kept(Dataset.from_list([{"prompt": "a", "day": day}]))
 
 
 @pytest.mark.parametrize("keeps", [True, False])
