@@ -187,9 +187,12 @@ class SalesGRPOConfig(GRPOConfig):
             "`use_vllm: false`.",
         )
         refused.check(
-            lambda: not self.refill_groups or not self.hybrid_reference_weight,
-            "`refill_groups` with `hybrid_reference_weight`: a group of equal rewards teaches there, by its distance "
-            "to the reference. Expected one of the two.",
+            lambda: (
+                not self.refill_groups
+                or (self.hybrid_reference_weight, self.multi_objective_aggregation) == (0, "sum_then_normalize")
+            ),
+            "`refill_groups` with `hybrid_reference_weight`, or with `multi_objective_aggregation: "
+            "normalize_then_sum`: a group of equal rewards may teach there. Expected one of the two.",
         )
         refused.check(
             lambda: self.max_staleness == 0 or self.max_staleness >= self.most_lookahead,

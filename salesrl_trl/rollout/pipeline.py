@@ -31,11 +31,8 @@ from salesrl_trl.update.ranks import highest
 
 logger = get_logger(__name__)
 
-RESERVE = 4
-"""Such a part of a batch is in flight beside what later steps train on, where groups are replaced and may wait."""
-SHARE_RATE = 0.2
-"""By how much a step moves the share of groups that are expected to have equal rewards."""
-
+RESERVE = 4  # the part of a batch in flight beside what later steps train on, where groups are replaced and may wait
+SHARE_RATE = 0.2  # by how much a step moves the share of groups that are expected to have equal rewards
 MOST_AHEAD = 1024
 """Completions of an evaluation that wait for their turn, in a process. Their tokens and texts take some 100 MB."""
 
@@ -339,8 +336,7 @@ class Pipeline:
         return rollout.steps[places.start] + max(self.max_staleness, self.most_lookahead)
 
     def _chosen(self, groups: Groups) -> tuple[list[int], list[int]]:
-        """The groups that are trained on now, by number: none while one is not in. And all that are not known to have
-        equal rewards."""
+        """Numbers of the groups that are trained on now, none while one is out, and of all not known to be equal."""
         differ = [
             number
             for number, (rollout, places) in enumerate(groups)

@@ -38,6 +38,8 @@ def test_the_defaults_work():
     [
         ({"num_generations": 3}, r"holds 8 completions \(8 per device x 1 processes x 1 steps\), which .* 3 does not"),
         ({"num_generations": 1}, "`num_generations` is 1. Expected at least 2"),
+        ({"refill_groups": 1, "hybrid_reference_weight": 0.5}, "a group of equal rewards may teach there"),
+        ({"refill_groups": 1, "multi_objective_aggregation": "normalize_then_sum"}, "a group of equal rewards may"),
         ({"max_staleness": 1, "rollout_lookahead": 2}, "`max_staleness` is below the steps that rollouts are ahead"),
         ({"branches": ["a", "a"]}, "each name once"),
         ({"min_valid_reward_fraction": 1.5}, "Expected a number, 0 or more, and at most 1. It is: Smallest share"),
