@@ -256,7 +256,7 @@ class Components:
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
         if self.pipeline.goes_by_groups:
-            reason = f"a step begins when all its groups are scored ({', '.join(by_groups)})"
+            reason = "groups go by themselves, and a step begins when all of its own are scored"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
             logger.info(f"`scored_groups_first` is off here, because {reason}")
