@@ -310,3 +310,9 @@ def run_in_rounds(
     figures |= measure(args.shape, args.updates, args.rounds)
     write_json(args.json, figures)
     return figures
+
+
+def set_lookahead(trainer: Any, ahead: int) -> None:
+    """For the next run of a trainer."""
+    trainer.components.pipeline.lookahead = ahead
+    trainer.components.pipeline.__post_init__()  # the order of its batches, and how far it reads ahead

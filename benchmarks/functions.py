@@ -60,7 +60,7 @@ from transformers import Qwen2ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import salesrl_trl.generation.vllm as colocated
-from benchmarks.common import parser, quiet, rows_of, save_model, write_json
+from benchmarks.common import parser, quiet, rows_of, save_model, set_lookahead, write_json
 from benchmarks.lengths import fix_lengths
 from benchmarks.pipeline import Clock, window
 from benchmarks.service import GENERATIONS, latency_s
@@ -217,7 +217,7 @@ class Bench:
         self._optimizer.state.clear()
         self._calls.restart(median_s)
         if isinstance(trainer, SalesGRPOTrainer):
-            trainer.components.pipeline.set_lookahead(ahead)
+            set_lookahead(trainer, ahead)
         trainer._last_loaded_step = -1  # the engine has another trainer's weights
         trainer.args.max_steps = before + steps + after
         trainer.train()

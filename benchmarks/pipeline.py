@@ -72,6 +72,7 @@ from benchmarks.common import (
     quiet,
     rows_of,
     save_model,
+    set_lookahead,
     write_json,
 )
 from benchmarks.lengths import fix_lengths, fix_server_lengths
@@ -330,7 +331,7 @@ class Bench:
         set_medians(self._url, (0.0, 0.0) if own == "floor" else latency)
         self._batches.clear()
         if own in LOOKAHEAD:
-            trainer.components.pipeline.set_lookahead(ahead)
+            set_lookahead(trainer, ahead)
             trainer.components.passes = self._passes[arm.endswith(OFF)]
             is_recorded = arm.endswith(RECORDED)
             trainer.components.reward_loop.reward = self._rewards["recorded" if is_recorded else "ours"]

@@ -20,20 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from benchmarks.common import SHAPES, device_name, parser, quiet, write_json
+from benchmarks.common import SHAPES, device_name, parser, write_json
 from benchmarks.service import InstantReward
-from benchmarks.staleness import BEFORE, GROUPS, SIZE, Bench, LateReward
-from salesrl_trl.config import SalesGRPOConfig
+from benchmarks.staleness import BEFORE, GROUPS, Bench, LateReward, trained
 from salesrl_trl.data.files import ARITHMETIC, FILES, demo_records
-from salesrl_trl.demo.packaged import ARITHMETIC_POLICY
 from salesrl_trl.names import EQUAL, REFILLED
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 
 AHEAD = 2
@@ -108,36 +103,9 @@ def learn(most: int, ahead: int, seed: int, steps: int, scratch: Path) -> dict[s
         [{"prompt": row["prompt"], "answer": row["answer"]} for row in demo_records(f"{ARITHMETIC}/{FILES[part]}")]
         for part in ("train", "heldout")
     )
-    set_seed(seed)
-    trainer = SalesGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(ARITHMETIC_POLICY),
-        reward,
-        args=SalesGRPOConfig(
-            **quiet(
-                torch.device("cpu"),
-                str(scratch / f"{most}-{steps}-{seed}"),
-                per_device_train_batch_size=GROUPS * SIZE,
-                num_generations_eval=4,
-                per_device_eval_batch_size=64,
-                max_completion_length=8,
-                beta=0.0,
-                held_out_eval=False,
-                rollout_lookahead=ahead,
-                refill_groups=most,
-                max_steps=steps,
-                seed=seed,
-            )
-            | {"learning_rate": 5e-4, "lr_scheduler_type": "linear"}
-        ),
-        train_dataset=Dataset.from_list(train),
-        eval_dataset=Dataset.from_list(held_out[:128]),
-        processing_class=AutoTokenizer.from_pretrained(ARITHMETIC_POLICY),
-    )
-    before = trainer.evaluate()["eval_reward"]
-    trainer.train()
-    after = trainer.evaluate()["eval_reward"]
-    trainer.finish()
-    equal = [entry["frac_reward_zero_std"] for entry in trainer.state.log_history if "frac_reward_zero_std" in entry]
+    before, after, history = trained(reward, train, held_out, seed, scratch / f"{most}-{steps}-{seed}",
+                                     rollout_lookahead=ahead, refill_groups=most, max_steps=steps)  # fmt: skip
+    equal = [entry["frac_reward_zero_std"] for entry in history if "frac_reward_zero_std" in entry]
     return {
         "refill_groups": most, "seed": seed, "steps": steps, "before": before, "after": after, "asked": reward.asked,
         "equal_trained_on": statistics.mean(equal),

@@ -257,6 +257,44 @@ class LateRows(InstantReward):
         return Reward.scored(value)
 
 
+Rows = list[dict[str, Any]]
+
+
+def trained(
+    reward: InstantReward, train: Rows, held_out: Rows, seed: int, out: Path, **given: Any
+) -> tuple[float, float, Rows]:
+    """Train the policy of `recipes/own.py`. Returns the held-out reward before and after, and what was logged.
+    `given`: settings."""
+    set_seed(seed)
+    trainer = SalesGRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(ARITHMETIC_POLICY),
+        reward,
+        args=SalesGRPOConfig(
+            **quiet(
+                torch.device("cpu"),
+                str(out),
+                per_device_train_batch_size=GROUPS * SIZE,
+                num_generations_eval=4,
+                per_device_eval_batch_size=64,
+                max_completion_length=8,
+                beta=0.0,
+                held_out_eval=False,
+                seed=seed,
+                **given,
+            )
+            | {"learning_rate": 5e-4, "lr_scheduler_type": "linear"}
+        ),
+        train_dataset=Dataset.from_list(train),
+        eval_dataset=Dataset.from_list(held_out[:128]),
+        processing_class=AutoTokenizer.from_pretrained(ARITHMETIC_POLICY),
+    )
+    before = trainer.evaluate()["eval_reward"]
+    trainer.train()
+    after = trainer.evaluate()["eval_reward"]
+    trainer.finish()
+    return before, after, trainer.state.log_history
+
+
 def learn(oldest: int, seed: int, steps: int, scratch: Path) -> dict[str, Any]:
     """The held-out reward of a run, and the mean rewards of rows that are late and of others, by fifths of it."""
     reward = LateRows(steps if oldest > AHEAD else 0)
@@ -269,43 +307,16 @@ def learn(oldest: int, seed: int, steps: int, scratch: Path) -> dict[str, Any]:
         for file, late in ((FILES["train"], lambda: draw.random() < 0.5), (FILES["heldout"], lambda: None))
     )
 
-    set_seed(seed)
-    trainer = SalesGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(ARITHMETIC_POLICY),
-        reward,
-        args=SalesGRPOConfig(
-            **quiet(
-                torch.device("cpu"),
-                str(scratch / f"{oldest}-{seed}"),
-                per_device_train_batch_size=64,
-                num_generations_eval=4,
-                per_device_eval_batch_size=64,
-                max_completion_length=8,
-                beta=0.0,
-                held_out_eval=False,
-                rollout_lookahead=AHEAD,
-                max_staleness=oldest,
-                max_steps=steps,
-                seed=seed,
-            )
-            | {"learning_rate": 5e-4, "lr_scheduler_type": "linear"}
-        ),
-        train_dataset=Dataset.from_list(train),
-        eval_dataset=Dataset.from_list(held_out[:128]),
-        processing_class=AutoTokenizer.from_pretrained(ARITHMETIC_POLICY),
-    )
-    before = trainer.evaluate()["eval_reward"]
-    trainer.train()
-    after = trainer.evaluate()["eval_reward"]
-    trainer.finish()
+    before, after, history = trained(reward, train, held_out, seed, scratch / f"{oldest}-{seed}",
+                                     rollout_lookahead=AHEAD, max_staleness=oldest, max_steps=steps)  # fmt: skip
     fifths: dict[str, list[float]] = {}
     for name, is_late in (("others", False), ("late", True)):
         fifths[name] = [
             statistics.mean(v for at, late, v in reward.noted if late is is_late and part <= 5 * at / steps < part + 1)
             for part in range(5)
         ]
-    ages = [entry[STALENESS] for entry in trainer.state.log_history if STALENESS in entry]
-    oldest_seen = max(entry.get(STALENESS_MAX, 0.0) for entry in trainer.state.log_history)
+    ages = [entry[STALENESS] for entry in history if STALENESS in entry]
+    oldest_seen = max(entry.get(STALENESS_MAX, 0.0) for entry in history)
     return {
         "oldest": oldest, "seed": seed, "before": before, "after": after, **fifths,
         "age": statistics.mean(ages[BEFORE:]), "oldest_seen": oldest_seen,

@@ -153,9 +153,8 @@ class RewardFigures:
 
     def names(self, further: Sequence[str] = ()) -> tuple[str, ...]:
         """Every tag of the ledger's line, but for the KL and the judge's bias. `further`: parts of it."""
-        return line_names(
-            {"rewards", *further, *(part for part, is_there in self._parts.items() if is_there)}, self.words
-        )
+        own = (part for part, is_there in self._parts.items() if is_there)
+        return line_names({"rewards", *further, *own}, self.words)
 
     def column(self, table: torch.Tensor, name: str) -> torch.Tensor:
         """A column of a table of `encode`, shape (N,)."""

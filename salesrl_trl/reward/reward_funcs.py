@@ -30,9 +30,7 @@ class RewardFuncs:
     """The rewards of a trainer."""
 
     reward_loop: RewardLoop
-    functions: list[
-        object
-    ]  # for TRL, in the order of `reward_funcs`: functions that the loop answers, and reward models
+    functions: list[object]  # for TRL, in the order of `reward_funcs`: what the loop answers, and reward models
     weights: list[float]
     has_models: bool
 

@@ -28,6 +28,12 @@ def first_in(latest: Sequence[int], is_in: Sequence[bool], following: Sequence[i
     return chosen if len(chosen) == count and all(is_in[group] for group in chosen) else []
 
 
+def to_launch(target: int, differ: int, out: int, equal_share: float, most: int) -> int:
+    """The groups to launch so that `target` in flight teach. `differ` do, and of the `out` that are not scored, as of
+    new ones, all but `equal_share`, at least one of `1 + most`: more are never launched in place of others."""
+    return math.ceil((target - differ) / max(1.0 - equal_share, 1 / (1 + most))) - out
+
+
 def parts(size: int, micro_batch: int, group: int) -> list[range]:
     """The smallest parts of a generation batch that hold whole groups and whole micro-batches: places of each part, in
     order; one part where the batch can't be divided so. `size`: completions of this rank's generation batch."""

@@ -42,8 +42,7 @@ class _Plan:
 
 
 class JudgeMeter:
-    """Feeds the meter and makes its calls. No step waits for them: their answers count in a later one. `step`: those
-    done."""
+    """Feeds the meter and makes its calls. No step waits for them: their answers count later. `step`: those done."""
 
     def __init__(
         self, settings: MeterSettings, reward_loop: RewardLoop, branches: Branches, group: int, step: Callable[[], int]

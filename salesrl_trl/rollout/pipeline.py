@@ -2,7 +2,6 @@
 the completion is finished. `reading_ahead` decides when one may be launched; TRL uses completions and rewards."""
 
 import itertools
-import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sam
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.groups import ScoredGroups, first_in, parts
+from salesrl_trl.rollout.groups import ScoredGroups, first_in, parts, to_launch
 from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Update, UpdatesAhead, begun_ahead
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import Span
@@ -312,11 +311,12 @@ class Pipeline:
                 )
             equal = [number for number in range(len(groups)) if number not in differ]
             chosen = [*differ, *equal][: self._count]
-        # 3. they leave their rollouts, and with them those that are replaced, or would be too old in the next step
+        # 3. they leave their rollouts. With `refill_groups` so do equal ones, and those too old for the next step
         picked, rewards, turnover = [groups[number] for number in sorted(chosen)], [], [0.0, 0.0]
         following = min(self._schedule.updates, default=update)
         for number, (rollout, places) in enumerate(groups):
-            if number in chosen or number not in differ or self._latest(rollout, places) < following:
+            is_late = self.refill_groups and self._latest(rollout, places) < following
+            if number in chosen or number not in differ or is_late:
                 turnover[0] += number not in differ
                 turnover[1] += 1
                 rewards += [reward.value for reward in rollout.rewards.rewards[places.start : places.stop] if reward]
@@ -360,8 +360,8 @@ class Pipeline:
         differ = self._chosen(flying)[1]
         known = sum(flying[number][0].rewards.is_settled(flying[number][1]) for number in differ)
         target = count * (len(launched) + 1) + count // RESERVE * (self.max_staleness > self.most_lookahead)
-        wanted = (target - known) / (1.0 - self._equal_share) - (len(differ) - known)
-        return self._drawn(math.ceil(wanted) - count, update)
+        wanted = to_launch(target, known, len(differ) - known, self._equal_share, self.refill_groups)
+        return self._drawn(wanted - count, update)
 
     def _drawn(self, groups: int, update: int) -> list[Example]:
         """Rows at random for so many groups, on all ranks for as many as the one with the most needs, within the bound

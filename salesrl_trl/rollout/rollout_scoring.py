@@ -30,7 +30,7 @@ from salesrl_trl.names import (
     STALENESS_MAX,
     TURNOVER,
     Phase,
-)  # fmt: skip
+)
 from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text, conversation_of
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures

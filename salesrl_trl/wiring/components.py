@@ -261,9 +261,8 @@ class Components:
         if args.scored_groups_first and reason is not None:
             logger.info(f"`scored_groups_first` is off here, because {reason}")
         # 4. the passes of an update, and the phases around them
-        self.passes = passes_of(
-            args, trl.accelerator, trl.accelerator.unwrap_model(trl.model), self.ledger, in_trls_order
-        )
+        unwrapped = trl.accelerator.unwrap_model(trl.model)
+        self.passes = passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
             for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):

@@ -133,7 +133,7 @@ def test_own_rows_and_a_function_in_the_working_folder_are_all_that_the_own_reci
 def test_the_search_recipe_s_policy_searches_before_it_answers_and_its_figures_are_of_its_conversations(tmp_path):
     told = launch(
         "search",
-        *("--max_steps", "3", "--max_eval_rows", "16", "--quick_eval_steps", "2", "--quick_eval_rows", "8"),
+        *("--max_steps", "3", "--max_eval_rows", "48", "--quick_eval_steps", "2", "--quick_eval_rows", "8"),
         *("--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"),
         *("--output_dir", str(tmp_path / "run")),
         configured=False,
@@ -145,9 +145,7 @@ def test_the_search_recipe_s_policy_searches_before_it_answers_and_its_figures_a
     assert (
         max(logged["train/sampling/sampling_logp_difference/mean"]) < 0.02
     )  # tokens of tools' results count for none
-    figures = {"reward": 0.0, "judge": 0.0, "searches": 0.0, "found": 0.0}
-    for name in figures:
-        figures[name] = json.loads((tmp_path / "run/held_out.json").read_text())[0][name]
+    figures = json.loads((tmp_path / "run/held_out.json").read_text())[-1]  # before training it finds next to nothing
     assert 0 < figures["searches"] < 3
     assert 0 < figures["found"] < 1
     assert figures["reward"] == pytest.approx(figures["judge"] - 0.05 * figures["searches"], abs=1e-4)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.rollout.groups import ScoredGroups, first_in, parts
+from salesrl_trl.rollout.groups import ScoredGroups, first_in, parts, to_launch
 
 WANTED = 0.5
 
@@ -231,3 +231,12 @@ def test_where_no_group_may_be_older_than_rollouts_are_ahead_the_order_stays(ahe
     launches = [max(batch - ahead, 0) for batch in range(step, step + ahead + 1) for _ in range(count)]
     latest, following = [launch + ahead for launch in launches], range(step + 1, step + ahead + 2)
     assert first_in(latest, [True] * len(latest), following, count) == [*range(count)]
+
+
+@given(st.integers(1, 64), st.integers(0, 64), st.integers(0, 64), st.floats(0, 1), st.integers(1, 4))
+def test_so_many_are_launched_that_enough_teach_by_the_share_so_far(target, differ, out, share, most):
+    """Where no group was ever unequal too: no step could train on as many as that asks for."""
+    launched = to_launch(target, differ, out, share, most)
+    teach = max(1 - share, 1 / (1 + most))
+    assert differ + (out + launched) * teach == pytest.approx(target, abs=teach + 1e-6)
+    assert launched <= max(target - differ, 0) * (1 + most)
