@@ -8,6 +8,7 @@
 - An arm that fails, or takes longer than `--limit`, leaves the steps that it made and the end of its log.
 - `async_N`, TRL's AsyncGRPO, and `ours_server_N` use vLLM's server on another GPU (`--server_gpu`), and get one of
   their own. `--server_options "--data-parallel-size 2"` with two such GPUs makes it data-parallel.
+- The log of an arm, and of this package's arms the run's folder `ARM.run`, are in `--logs`.
 - `pair_N` is this package in two processes, a card and an engine each, with twice the completions of a step.
 """
 
@@ -78,7 +79,7 @@ def run_arm(plan: Plan, args: argparse.Namespace, scratch: Path) -> dict[str, An
     began = time.perf_counter()
     ended: int | str
     with contextlib.ExitStack() as stack:
-        gpus = None if plan.processes > 1 else "0"
+        gpus = None if plan.processes > 1 else args.gpu
         if "server" in plan.arm or kind(plan.arm) == "async":
             options = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.8", *for_training(plan.longest))
             server = vllm_server(
@@ -142,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--python", nargs="*", default=[], metavar="ARM=PATH")
     made.add_argument("--site", nargs="*", default=[], metavar="ARM=FOLDERS")
     made.add_argument("--model", type=Path, help="folder of weights made before, or where they are to be kept")
+    made.add_argument("--gpu", default="0", help="of an arm of one process")
     made.add_argument("--server_gpu", default="1")
     made.add_argument("--server_options", default="", help="more words for vLLM's server")
     made.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
@@ -164,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 arm=arm, folder=str(folder), prompt_tokens=args.prompt_tokens, tokens=TOKENS.get(args.shape, 256),
                 latencies=args.latency or [[0.0, 0.0]], ahead=ahead, warm=args.warm, full=args.full,
                 measured=args.measured_ahead if ahead else args.measured, dtype=args.dtype,
-                processes=2 if kind(arm) == "pair" else 1,
+                processes=2 if kind(arm) == "pair" else 1, run=str(args.logs / f"{arm}.run"),
             )  # fmt: skip
             found = run_arm(plan, args, Path(scratch)) | {"shape": args.shape}
             print(line(found), flush=True)

@@ -66,6 +66,8 @@ class Plan:
             Processes of the trainer, a card each. Each has its own engine, and trains on as much as one alone.
         url (`str`):
             Address of vLLM's server, without `/v1`, for the arms that use one.
+        run (`str`):
+            Folder of the run of this package's arms.
     """
 
     arm: str
@@ -80,6 +82,7 @@ class Plan:
     dtype: str = "bfloat16"
     processes: int = 1
     url: str = ""
+    run: str = ""
 
     @property
     def longest(self) -> int:

@@ -6,7 +6,6 @@ python -m benchmarks.peers.trl_arm PLAN OUT
 import math
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def main(plan: Plan, out: Path) -> None:
     stock, server = plan.arm == "stock", "server" in plan.arm
     dtype = getattr(torch, plan.dtype) if torch.cuda.is_available() else torch.float32
     model = AutoModelForCausalLM.from_pretrained(plan.folder, dtype=dtype)
-    settings = settings_of(plan, tempfile.mkdtemp()) | {
+    settings = settings_of(plan, plan.run) | {
         "beta": 0.0, "use_vllm": True, "vllm_mode": "server" if server else "colocate", "shuffle_dataset": False,
         "loss_type": "dapo",
     }  # fmt: skip
