@@ -1,6 +1,8 @@
 """vLLM's own server in a process of its own, for benches and tests."""
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START_TIMEOUT_S = 300.0
+PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -38,13 +41,20 @@ def vllm_server(model: Path, log: Path, *options: str, **environment: str) -> It
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
     variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment}
     with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=out, stderr=out, env=variables, start_new_session=True, preexec_fn=_end_with_parent
+        )
     try:
         _await_health(f"http://127.0.0.1:{port}/health", server, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(60)
+
+
+def _end_with_parent() -> None:
+    """This process gets a SIGTERM when its parent is gone, killed too (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _await_health(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -2,8 +2,8 @@
 
 Says from a run's `trace.json` what a step would take with other settings. It plays the run's own steps again, drawn at
 random: their generation, their training, and their rewards, each with the seconds that it took. A forecast is of a run
-that keeps the order of rows, without `max_staleness`. Imports no torch. Exit code: 0; 2, with one message, for a
-folder without such a trace.
+that keeps the order of rows, without `max_staleness`; the run itself has no vLLM server. Imports no torch. Exit code:
+0; 2, with one message, for a folder without such a trace.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.names import TRACE_FILE, Phase
+from salesrl_trl.names import SERVER_TRACK, TRACE_FILE, Phase
 
 PLAYED = 400  # steps. The mean of a run whose rewards vary by a third is then exact within some 2 %
 _NOT_OF_A_STEP = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.LOGGING)
@@ -42,7 +42,8 @@ class TracedStep(NamedTuple):
     """Seconds of a step, and the rewards of a batch."""
 
     generation: float
-    training: float  # all but generation and waiting
+    push: float  # of weights into vLLM
+    training: float  # all but generation, push and waiting
     rewards: Sequence[RewardTime]
 
 
@@ -61,7 +62,8 @@ def forecast(
 ) -> tuple[float, float]:
     """Mean seconds of a step, and those of them that wait for rewards, or for a server's generation. `slots`: rewards
     at once, 0 for as many as there are. `deadline_s`: seconds after which a reward ends, 0 for never. `server`:
-    generation goes on beside training, on another card, as fast as in the run. `seed`: of the order of steps.
+    generation goes on beside training, on another card, as fast as in the run; a push waits until it has answered.
+    `seed`: of the order of steps.
     """
     draw = random.Random(seed)
     now = engine = waited = 0.0  # seconds; `engine`: when the server is free
@@ -82,14 +84,14 @@ def forecast(
         ready.append(sorted(parts))
 
     for number in range(PLAYED):
+        waited = 0.0
         while len(ready) <= number + lookahead:
             step = draw.choice(run.steps)
-            if server:
-                engine = max(engine, now) + step.generation
-            else:
-                now += step.generation
-            launch(step, engine if server else now)
-        training, waited = draw.choice(run.steps).training, 0.0
+            waited += max(engine - now, 0.0)
+            engine = max(engine, now) + step.push + step.generation
+            now = engine - step.generation if server else engine
+            launch(step, engine)
+        training = draw.choice(run.steps).training
         for is_in in ready[number]:
             waited += max(is_in - now, 0.0)
             now = max(now, is_in) + training / run.parts
@@ -109,6 +111,11 @@ def read(folder: Path) -> TracedRun:
             f"{path} can't be read ({type(error).__name__}). Expected a folder of a run with a trace (`trace_steps`)."
         ) from None
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    if any(track.startswith(SERVER_TRACK) for track in tracks.values()):
+        raise ConfigError(
+            f"{path} is of a run with vLLM's server. Expected one that generates in the trainer's process: beside "
+            "training generation has another speed, and a forecast knows one alone."
+        )
     spans = defaultdict[str, list[dict[str, Any]]](list)
     rewards = defaultdict[tuple[int, str], list[dict[str, Any]]](list)
     for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
@@ -135,7 +142,7 @@ def read(folder: Path) -> TracedRun:
     measured = [
         {
             phase: sum(span["dur"] for span in spans[phase] if _within(step, span)) / 1e6
-            for phase in (Phase.GENERATION, Phase.REWARD_WAIT, *_NOT_OF_A_STEP)
+            for phase in (Phase.GENERATION, Phase.WEIGHT_PUSH, Phase.REWARD_WAIT, *_NOT_OF_A_STEP)
         }
         for step in generated
     ]
@@ -146,7 +153,8 @@ def read(folder: Path) -> TracedRun:
         own = [
             RewardTime(start / 1e6 - done, s, min(int(place * parts / places), parts - 1)) for start, s, place in batch
         ]
-        steps.append(TracedStep(seconds[Phase.GENERATION], step["dur"] / 1e6 - sum(seconds.values()), own))
+        training = step["dur"] / 1e6 - sum(seconds.values())
+        steps.append(TracedStep(seconds[Phase.GENERATION], seconds[Phase.WEIGHT_PUSH], training, own))
     took = [
         step["dur"] / 1e6 - sum(own[phase] for phase in _NOT_OF_A_STEP)
         for step, own in zip(generated, measured, strict=True)

@@ -12,28 +12,17 @@ import sys
 import tempfile
 import types
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen2_5_chat_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker, packing
 
 from benchmarks.lengths import completion_tokens
 from benchmarks.peers.clock import Clock
+from benchmarks.peers.packed_attention import varlen
 from benchmarks.peers.task import Plan, batch_scored
 from benchmarks.peers.trl_arm import settings_of
-
-
-def varlen(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, softmax_scale: float | None = None, **_: Any
-) -> Any:
-    """FlashAttention's call, answered by PyTorch's attention. Causal. q, k, v are (tokens, heads, size)."""
-    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
-    return varlen_attn(
-        q.contiguous(), k, v, cu_q, cu_k, int(max_q), int(max_k), scale=softmax_scale, window_size=(-1, 0)
-    )
 
 
 class DrawnLengths(async_rollout_worker._AsyncRolloutLoop):

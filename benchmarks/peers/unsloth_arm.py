@@ -35,7 +35,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         "num_generations": GROUP, "max_completion_length": plan.tokens, "temperature": 1.0, "beta": 0.0,
         "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "use_vllm": True, "shuffle_dataset": False, "dataloader_pin_memory": False,
-        "loss_type": "dapo", "max_prompt_length": None,
+        "loss_type": "dapo", "max_prompt_length": None, "mask_truncated_completions": False,  # all are, here
     }  # fmt: skip
 
 

@@ -7,6 +7,10 @@ also the file of the reward and of the agent loop, which draws the length of eac
 
 - `sampler.max_off_policy_threshold` counts versions from 1 on, so N steps ahead are N + 1.
 - Its strategy is `wait`: nothing is dropped, as with this package.
+- No padding is computed, as in verl's own examples. FlashAttention is not on the package index: PyTorch's own kernel
+  for rows of several lengths takes its place (`packed_attention`).
+- The adapter is merged into the weights that vLLM gets, as TRL and this package do. verl's default serves it, but then
+  vLLM 0.25.1 gets an adapter without tensors and raises a `StopIteration`.
 - vLLM runs as TRL and this package start it: CUDA graphs of decoding, no compilation.
 """
 
@@ -73,8 +77,8 @@ def command(plan: Plan, scratch: Path) -> list[str]:
         "data.val_files": scratch / "rows.parquet", "data.train_batch_size": PROMPTS, "data.shuffle": False,
         "data.max_prompt_length": plan.prompt_tokens + TEMPLATE, "data.max_response_length": plan.tokens,
         "data.dataloader_num_workers": 0, "data.val_batch_size": PROMPTS,
-        f"{model}.path": plan.folder, f"{model}.use_remove_padding": False,
-        f"+{model}.override_config.attn_implementation": "sdpa", f"{model}.enable_gradient_checkpointing": True,
+        f"{model}.path": plan.folder, f"{model}.use_remove_padding": True,
+        f"+{model}.override_config.attn_implementation": "packed", f"{model}.enable_gradient_checkpointing": True,
         f"{actor}.ppo_mini_batch_size": PROMPTS, f"{actor}.ppo_micro_batch_size_per_gpu": MICRO_BATCH,
         f"{actor}.optim.lr": RATE, f"{actor}.fsdp_config.model_dtype": "bfloat16", f"{actor}.use_kl_loss": False,
         f"{rollout}.name": "vllm", f"{rollout}.n": GROUP, f"{rollout}.tensor_model_parallel_size": 1,
@@ -94,6 +98,7 @@ def command(plan: Plan, scratch: Path) -> list[str]:
     }  # fmt: skip
     if not plan.full:
         settings |= {f"{model}.lora_rank": RANK, f"{model}.lora_alpha": RANK, f"{model}.target_modules": "all-linear"}
+        settings[f"++{model}.lora.merge"] = True
     if asynchronous:
         settings |= {
             "trainer.v1.colocate_async.num_warmup_batches": plan.ahead,
@@ -112,6 +117,7 @@ def main(plan: Plan, out: Path, words: list[str]) -> None:
     environment = {
         **os.environ, "PEERS_TOKENS": str(plan.tokens), "VERL_FILE_LOGGER_PATH": str(steps_file),
         "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "HYDRA_FULL_ERROR": "1", "WANDB_MODE": "disabled",
+        "VERL_USE_EXTERNAL_MODULES": "benchmarks.peers.packed_attention",
     }  # fmt: skip
     process = subprocess.Popen(command(plan, scratch) + words, env=environment, start_new_session=True)
     ends: list[float] = []

@@ -19,7 +19,7 @@ from trl.trainer.utils import pad
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.names import Phase
+from salesrl_trl.names import SERVER_TRACK, Phase
 from salesrl_trl.recording.completion_record import Call
 from salesrl_trl.timing import Span
 
@@ -284,7 +284,7 @@ class Streamed(WholeBatch):
     def _collect(self, requests: Requests, prompts: Sequence[object]) -> Sampled:
         with self._owner.answered(requests):
             sampled = self._generate(prompts)
-        track = f"vLLM server {requests.lane + 1}"
+        track = f"{SERVER_TRACK} {requests.lane + 1}"
         span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
         return replace(sampled, spans=[span])
 

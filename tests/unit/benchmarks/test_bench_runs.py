@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from support.seconds import check_seconds
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import forecast, policies, sharding, view
 
@@ -128,6 +129,22 @@ def test_the_bench_of_memory_estimates_what_it_trains(tmp_path, capsys, one_thre
     assert [row["row"] for row in shared] == [f"{row['row']}, shared prompts" for row in (lora, full)]
     if not torch.cuda.is_available():
         assert "measures nothing" in capsys.readouterr().err
+
+
+def test_the_attention_of_other_trainers_arms_keeps_rows_apart(one_thread):
+    from benchmarks.peers import packed_attention  # noqa: F401  makes `packed` known to transformers
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    rows = [torch.randint(0, config.vocab_size, (length,)) for length in (5, 9, 3)]
+    expected = torch.cat([model(input_ids=row[None]).logits[0] for row in rows])
+    model.set_attn_implementation("packed")
+    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    found = model(input_ids=torch.cat(rows)[None], position_ids=places, use_cache=False).logits[0]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.bench
