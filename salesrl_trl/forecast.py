@@ -63,8 +63,7 @@ def forecast(
     """Mean seconds of a step, and those of them that wait for rewards, or for a server's generation. `slots`: rewards
     at once, 0 for as many as there are. `deadline_s`: seconds after which a reward ends, 0 for never. `server`:
     generation goes on beside training, on another card, as fast as in the run; a push waits until it has answered.
-    `seed`: of the order of steps.
-    """
+    `seed`: of the order of steps."""
     draw = random.Random(seed)
     now = engine = waited = 0.0  # seconds; `engine`: when the server is free
     free: list[float] = []  # when each slot is free again
@@ -112,10 +111,7 @@ def read(folder: Path) -> TracedRun:
         ) from None
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     if any(track.startswith(SERVER_TRACK) for track in tracks.values()):
-        raise ConfigError(
-            f"{path} is of a run with vLLM's server. Expected one that generates in the trainer's process: beside "
-            "training generation has another speed, and a forecast knows one alone."
-        )
+        raise ConfigError(f"{path} is of a run with vLLM's server. Expected one whose trainer generates by itself.")
     spans = defaultdict[str, list[dict[str, Any]]](list)
     rewards = defaultdict[tuple[int, str], list[dict[str, Any]]](list)
     for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):

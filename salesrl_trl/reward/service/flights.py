@@ -225,12 +225,7 @@ class Flights:
 class _Flight(Generic[T]):
     """One attempt in flight, with its extra requests if there are any."""
 
-    def __init__(
-        self,
-        attempt: Attempt[T],
-        number: int,
-        failed_beside: Callable[[BaseException, int], None],
-    ) -> None:
+    def __init__(self, attempt: Attempt[T], number: int, failed_beside: Callable[[BaseException, int], None]) -> None:
         self.started = self.last_sent = now()
         self.won_by_hedge = False
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
