@@ -148,20 +148,10 @@ class RewardBatch:
     """
 
     def __init__(
-        self,
-        rows: Sequence[Example],
-        score: Callable[[Sample, StageTimes], Awaitable[Reward]],
-        *,
-        deadline_s: float,
-        faults: FaultLog,
-        lines: SampleLines,
-        number: int = 0,
-        lane: int = 0,
-        group: int = 1,
-        unit: int = 1,
-        origin: Origin | None = None,
-        late: Callable[[], str] = lambda: "deadline",
-    ) -> None:
+        self, rows: Sequence[Example], score: Callable[[Sample, StageTimes], Awaitable[Reward]], *, deadline_s: float,
+        faults: FaultLog, lines: SampleLines, number: int = 0, lane: int = 0, group: int = 1, unit: int = 1,
+        origin: Origin | None = None, late: Callable[[], str] = lambda: "deadline",
+    ) -> None:  # fmt: skip
         self.rows = list(rows)
         self.number = number
         self.lane = lane
@@ -190,13 +180,9 @@ class RewardBatch:
         self._cut_off: str | None = None
 
     def start(
-        self,
-        place: int,
-        completion: Completion,
-        token_ids: Sequence[int] = (),
-        row: Example | None = None,
+        self, place: int, completion: Completion, token_ids: Sequence[int] = (), row: Example | None = None,
         failed: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it
         takes the place of another one, those that are scored together with it begin again. `row` takes the place of
         the one with which the batch began. One that `failed` before is missing for this reason, whatever its score."""

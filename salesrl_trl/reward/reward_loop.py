@@ -78,14 +78,9 @@ class RewardLoop:
         return batch
 
     def start(
-        self,
-        batch: RewardBatch,
-        place: int,
-        completion: Completion,
-        token_ids: Sequence[int] = (),
-        row: Example | None = None,
-        failed: str | None = None,
-    ) -> None:
+        self, batch: RewardBatch, place: int, completion: Completion, token_ids: Sequence[int] = (),
+        row: Example | None = None, failed: str | None = None,
+    ) -> None:  # fmt: skip
         """Begin to score the completion at `place`: `RewardBatch.start`. Does not wait."""
         self._loops.post(batch.start, place, completion, token_ids, row, failed)
 
