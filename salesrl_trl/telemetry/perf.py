@@ -34,8 +34,8 @@ COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *n
 
 def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
     """Seconds per step and phase, and seconds of the rewards per batch: every name in `TIMES`, NaN if not measured.
-    Phases are means over ranks, so that they sum to the step. `REWARD_SECONDS` is the longest makespan of a rank. Exposed
-    is the longest wait, perhaps of another rank whose groups go by themselves: all wait for it. Hidden is the rest."""
+    Phases are means over ranks, so that they sum to the step. `REWARD_SECONDS` is the longest makespan of a rank.
+    Exposed is the longest wait, perhaps another rank's, where groups go by themselves. Hidden is the rest."""
     steps = ranks[0][STEPS]
     if not steps:
         return dict.fromkeys(TIMES, math.nan)
