@@ -64,24 +64,11 @@ class SalesReward(JudgeReward):
     __name__ = SALES
 
     def __init__(
-        self,
-        rows: Sequence[SalesRow],
-        rag: RagBackend,
-        judge: Judge,
-        scoring: Scoring,
-        *,
-        score_threshold: float,
-        top_k: int,
-        deadline_s: float,
-        stages: Sequence[RewardStage] = (),
-        answers: AnswerStore | None = None,
-        references: AnswerStore | None = None,
-        action_format: ActionFormat = DEFAULT_FORMAT,
-        announces: bool = True,
-        lines: SampleLines | None = None,
-        records: bool = False,
-        second: SecondJudge | None = None,
-    ) -> None:
+        self, rows: Sequence[SalesRow], rag: RagBackend, judge: Judge, scoring: Scoring, *, score_threshold: float,
+        top_k: int, deadline_s: float, stages: Sequence[RewardStage] = (), answers: AnswerStore | None = None,
+        references: AnswerStore | None = None, action_format: ActionFormat = DEFAULT_FORMAT, announces: bool = True,
+        lines: SampleLines | None = None, records: bool = False, second: SecondJudge | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             judge, scoring, deadline_s=deadline_s, stages=stages, answers=answers, lines=lines, records=records,
             second=second,

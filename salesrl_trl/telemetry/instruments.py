@@ -304,7 +304,7 @@ def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> No
     evaluated = f" (evaluation {evaluation:.1f})" if evaluation else ""
     other = max(total - sum(phases.values()) - first.wall, 0.0)
     parts = ", ".join([*shown(phases), f"first step {first.wall:.1f}{evaluated}", f"other {other:.1f}"])
-    side = f"; side by side with these: {', '.join(shown(beside))}" if beside else ""
+    side = f"; side by side with these: {', '.join(shown(beside))}" if shown(beside) else ""
     logger.info(f"[Start] {total:.1f} s to the end of the first step: {parts}{side}")
     figures = {
         "total_s": total,

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import reduce
+from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -154,6 +155,24 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def _rounds_stochastically(optimizer: object) -> bool:
     return bool(getattr(optimizer, "bf16_stochastic_round", False))  # an optimizer of torchao
+
+
+class OutsideAutocast:
+    """True where autocast is off. `device_type`: as torch names it."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    def __bool__(self) -> bool:
+        return not torch.is_autocast_enabled(self._device_type)
+
+
+def spare_casts(model: torch.nn.Module, device_type: str) -> None:
+    """Keep LoRA's float32 layers from turning inputs into float32 where autocast turns them back at once. Without
+    dropout loss and gradients are the same to the bit: float32 holds every number of 16 bits."""
+    for module in model.modules():
+        if isinstance(module, Linear) and not module.lora_variant:
+            module.cast_input_dtype_enabled = OutsideAutocast(device_type)  # type: ignore[assignment]
 
 
 def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:

@@ -84,7 +84,7 @@ from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.spending import Spending
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import WeightChange, raise_adapters
+from salesrl_trl.update.weights import WeightChange, raise_adapters, spare_casts
 from salesrl_trl.wiring.banner_lines import log_banner
 from salesrl_trl.wiring.closing_report import ClosingReport
 from salesrl_trl.wiring.policy import Policy, Reference
@@ -232,6 +232,7 @@ class Components:
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
             raise_adapters(trl.model, args.bf16 or args.fp16)
+            spare_casts(trl.model, trl.accelerator.device.type)
         for model in (trl.model, trl.ref_model):
             if model is not None:  # a compiled one has no truth value
                 leave_out_no_pictures(model)

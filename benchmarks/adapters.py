@@ -1,0 +1,88 @@
+"""What LoRA costs beside its base: a pass forward and backward, with the casts of its inputs and without.
+
+    python -m benchmarks.adapters [--shape 7b] [--tokens 4096] [--profile]
+
+- `frozen` is the base alone, whose first layer's input needs a gradient. `casts` is LoRA on all linear layers as PEFT
+  computes it. `spared` is as this package trains it (`salesrl_trl.update.weights.spare_casts`).
+- Random weights in bfloat16, adapters in float32, autocast, gradient checkpointing, one row of `--tokens` tokens. The
+  arms take turns. Loss and gradients of `casts` and `spared` must be equal to the bit.
+- `--profile` prints the operations of `spared` that take longest.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.profiler import profile
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.common import SHAPES, device, device_name, now, parser, write_json
+from salesrl_trl.update.weights import spare_casts
+
+RANK, ROUNDS, KEPT = 16, 6, 64
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time the arms, and print their medians."""
+    where = device()
+    made = parser(__doc__)
+    made.add_argument("--shape", choices=sorted(SHAPES), default="7b" if where.type == "cuda" else "demo")
+    made.add_argument("--tokens", type=int, default=4096 if where.type == "cuda" else 512)
+    made.add_argument("--profile", action="store_true")
+    args = made.parse_args(argv)
+    torch.manual_seed(0)
+    with where:
+        base = Qwen2ForCausalLM._from_config(Qwen2Config(**SHAPES[args.shape]), dtype=torch.bfloat16)
+    lora = LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=False)
+    model: Any = get_peft_model(base, lora).train()
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    base.enable_input_require_grads()
+    ids = torch.randint(0, base.config.vocab_size, (1, args.tokens), device=where)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast(where.type, torch.bfloat16):
+            loss = model(input_ids=ids, logits_to_keep=KEPT, use_cache=False).logits.float().logsumexp(-1).mean()
+        loss.backward()
+        return [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+
+    def timed(call: Callable[[], Any]) -> float:
+        start = now()
+        call()
+        return now() - start
+
+    def as_peft_does() -> None:
+        for module in model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = True
+
+    def frozen() -> None:
+        with model.disable_adapter():
+            step()
+
+    expected = step()
+    spare_casts(model, where.type)
+    are_equal = all(map(torch.equal, expected, step()))
+    seconds: dict[str, list[float]] = {"frozen": [], "casts": [], "spared": []}
+    for _ in range(ROUNDS):
+        as_peft_does()
+        seconds["frozen"].append(timed(frozen))
+        seconds["casts"].append(timed(step))
+        spare_casts(model, where.type)
+        seconds["spared"].append(timed(step))
+    medians = {arm: statistics.median(each[1:]) for arm, each in seconds.items()}
+    print(f"{args.shape} on {device_name(where)}, {args.tokens} tokens; equal to the bit: {are_equal}")
+    for arm, median in medians.items():
+        print(f"{arm}: {median:.4f} s, {median / medians['casts']:.3f} of `casts`")
+    if args.profile:
+        with profile() as found:
+            step()
+        key = "self_cuda_time_total" if where.type == "cuda" else "self_cpu_time_total"
+        print(found.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=60))
+    write_json(args.json, {"equal": are_equal, "seconds": seconds, "medians": medians})
+
+
+if __name__ == "__main__":
+    main()
