@@ -107,8 +107,8 @@ def prompt_dataset(
         every = [columns_of(row) for row in rows_of]
         gaps: dict[str, list[str]] = {"conversation": [], "documents": []}
         further = dict.fromkeys(name for row in every for name in row)
-        if "row" in further:
-            raise DataError("the rows have the column `row`, a name that the trainer's table needs. Rename it.")
+        if taken := {"row", "prompts", "completions"} & further.keys():
+            raise DataError(f"the rows have the column `{min(taken)}`, a name that the trainer needs. Rename it.")
         columns = {name: [row.get(name, gaps.get(name)) for row in every] for name in further} | columns
     rows = _table({"prompt": [*prompts], **columns})
     if not any(images):

@@ -211,7 +211,7 @@ class RewardBatch:
                 self.stages[other] = StageTimes(self._tracks[other])
             why = self._cut_off or (sample.failed if self._unit == 1 else None)
             if why is not None:  # others of its unit may want to see it
-                self._settle(other, missing(Outcome.INFRA, why, {}))
+                self._settle(other, missing(Outcome.INFRA, why))
                 continue
             if self.times.first is None:
                 self.times.first = time.perf_counter()
@@ -239,11 +239,11 @@ class RewardBatch:
                 # 4. It is late. What does not end when it is cancelled is left behind.
                 reason = self._late()
                 await cancel([scoring])
-                reward = missing(Outcome.INFRA, reason, stages.seconds)
+                reward = missing(Outcome.INFRA, reason)
         finally:
             scoring.cancel()  # another text took its place, or nobody wants it any more
         if sample.failed is not None:
-            reward = missing(Outcome.INFRA, sample.failed, stages.seconds)
+            reward = missing(Outcome.INFRA, sample.failed)
         # 5. It has its reward. Whoever waits for its group looks again.
         self._settle(sample.place, reward)
 
@@ -256,16 +256,16 @@ class RewardBatch:
         for place, completion in zip(range(len(self)), completions, strict=True):
             self.start(place, completion, token_ids[place] if token_ids else ())
 
-    def take_over(self, parts: Sequence[tuple["RewardBatch", range]]) -> None:
-        """Take settled completions out of other batches, which were waited for together. From any thread. The time is
-        the longest that one of them took, from the first call of its own batch."""
+    def take_over(self, parts: Sequence[tuple["RewardBatch", range]], waits: Sequence[tuple[float, float]]) -> None:
+        """Take settled completions out of other batches, once they were waited for together: `waits`. From any thread.
+        The time is the longest that one of them took, from the first call of its own batch, or that they waited."""
         for name in ("rewards", "rows", "stages", "ended", "_samples"):
             setattr(self, name, [getattr(other, name)[place] for other, places in parts for place in places])
         for other, places in parts:  # each stage is told once
             other.stages[places.start : places.stop] = [StageTimes(other._tracks[place]) for place in places]
         taken = (max(other.ended[place] for place in places) - (other.times.first or 0.0) for other, places in parts)
-        self.times = TimeRange(first=max(self.ended) - max(taken), last=max(self.ended))
-        self.waits = parts[0][0].waits[-1:]
+        self.waits, last = [*waits], waits[-1][1]
+        self.times = TimeRange(first=min(last - max(taken), waits[0][0]), last=last)
 
     async def settled(self, groups: Sequence[Sequence[int]]) -> None:
         """Wait until all places of one of the groups are settled. One waiter at a time. A waiter that is cancelled
@@ -296,7 +296,7 @@ class RewardBatch:
         for place, reward in enumerate(self.rewards):
             if reward is None:
                 self._drop(place)
-                self._settle(place, missing(Outcome.INFRA, reason, self.stages[place].seconds))
+                self._settle(place, missing(Outcome.INFRA, reason))
 
     def cancel(self) -> None:
         """Cancel what is under way, and the call that waits for it. No reward is set."""
@@ -332,7 +332,7 @@ class RewardBatch:
     def _settle(self, place: int, reward: Reward) -> None:
         self._tasks.pop(place, None)
         self.ended[place] = self.times.last = time.perf_counter()
-        self.rewards[place] = reward
+        self.rewards[place] = reward = replace(reward, seconds=self.stages[place].seconds)
         if self.times.first is None:  # it was cut off before anything began
             self.times.first = self.times.last
         sample = self._samples[place]

@@ -106,7 +106,7 @@ class Playing:
                 except CancelledError:
                     if self.stopped is None:  # rewards are closed
                         raise GivenUp from None
-            return missing(Outcome.INFRA, self.stopped, {})
+            return missing(Outcome.INFRA, self.stopped)
         finally:
             future.cancel()
             self._out.discard(future)

@@ -294,7 +294,7 @@ class RewardFunction(Scorer):
 
     def _unscored(self, code: str, words: str) -> Reward:
         """No number, for a reason: its code for figures, its words for the record and TRL's table."""
-        return replace(missing(Outcome.INFRA, code, {}), columns={f"{self.__name__}/reason": words})
+        return replace(missing(Outcome.INFRA, code), columns={f"{self.__name__}/reason": words})
 
     def _refused(self, code: str, what: str) -> FunctionError:
         """An error about what the function returned, which is logged once."""

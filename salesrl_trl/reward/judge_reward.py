@@ -94,17 +94,10 @@ class JudgeReward(Scorer):
     __name__ = JUDGE  # TRL names the reward's metrics after it
 
     def __init__(
-        self,
-        judge: Judge,
-        scoring: Scoring,
-        *,
-        deadline_s: float = DEADLINE_S,
-        stages: Sequence[RewardStage] = (),
-        answers: AnswerStore | None = None,
-        lines: SampleLines | None = None,
-        records: bool = False,
+        self, judge: Judge, scoring: Scoring, *, deadline_s: float = DEADLINE_S, stages: Sequence[RewardStage] = (),
+        answers: AnswerStore | None = None, lines: SampleLines | None = None, records: bool = False,
         second: SecondJudge | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(deadline_s)
         self.records = records
         self._ahead_record = CompletionRecord()  # of calls that no completion waits for
@@ -192,7 +185,7 @@ class JudgeReward(Scorer):
         record = stages.own_record if self.records else None
         with self._together.entered(sample) as member, noted_in(record):
             if sample.failed is not None:
-                return missing(Outcome.INFRA, sample.failed, {})
+                return missing(Outcome.INFRA, sample.failed)
             judge = self._judges[sample.by_second]
             try:
                 # 1. The answer to score.
@@ -204,12 +197,12 @@ class JudgeReward(Scorer):
                         result = await step(result, stages)
                 # 3. The number.
                 if isinstance(result, Missing):
-                    return missing(Outcome.INFRA, result.reason, stages.seconds)
+                    return missing(Outcome.INFRA, result.reason)
                 if isinstance(result, InvalidAction):
-                    return self._scoring.score_invalid(result, stages.seconds)
-                return _by_criteria(self._scoring.score(result, stages.seconds), result)
+                    return self._scoring.score_invalid(result)
+                return _by_criteria(self._scoring.score(result), result)
             except ServiceError as error:
-                return missing(Outcome.INFRA, error.code, stages.seconds)
+                return missing(Outcome.INFRA, error.code)
 
     async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
         """The second judge's score of a completion, or the first one's of an anchor: asked, whatever was kept."""
@@ -220,7 +213,7 @@ class JudgeReward(Scorer):
                 if at == SECOND:
                     case = await self._case(sample, stages)
                     if not isinstance(case, Case):
-                        return missing(Outcome.INFRA, case.reason, stages.seconds)
+                        return missing(Outcome.INFRA, case.reason)
                     judge, rubric, material = self._second.judge, case.row.branch, case
                 else:
                     anchor = self._second.anchors[at]
@@ -231,8 +224,8 @@ class JudgeReward(Scorer):
                 asked = judge.judge(rubric, material.row, material.action, material.answer, material.reference)
                 verdict = await stages.timed(asked, Stage.JUDGE)
             except ServiceError as error:
-                return missing(Outcome.INFRA, error.code, stages.seconds)
-        return Reward(outcome=Outcome.OK, value=verdict.candidate, seconds=stages.seconds)
+                return missing(Outcome.INFRA, error.code)
+        return Reward(outcome=Outcome.OK, value=verdict.candidate)
 
     async def _case(self, sample: Sample, stages: StageTimes) -> Case | InvalidAction | Missing:
         """The answer to score, with its row and its reference; or why there is none."""

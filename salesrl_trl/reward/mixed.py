@@ -55,9 +55,9 @@ class MixedReward(Scorer):
         finally:
             for task in scoring:  # after an error of one of them
                 task.cancel()
-        return self._together(dict(zip(self._names.functions, rewards, strict=True)), stages.seconds)
+        return self._together(dict(zip(self._names.functions, rewards, strict=True)))
 
-    def _together(self, rewards: Mapping[str, Reward], seconds: Mapping[str, float]) -> Reward:
+    def _together(self, rewards: Mapping[str, Reward]) -> Reward:
         numbers = {name: reward.value for name, reward in rewards.items()}
         known = {name: number for name, number in numbers.items() if number is not None}
         failed = [reward for reward in rewards.values() if reward.value is None and reward.reason != NOT_APPLICABLE]
@@ -78,7 +78,6 @@ class MixedReward(Scorer):
                 for function, reward in rewards.items()
                 for name, part in reward.components.items()
             },
-            seconds=dict(seconds),
             by_function=numbers,
             columns={name: column for reward in rewards.values() for name, column in reward.columns.items()},
             metrics=tuple(metric for reward in rewards.values() for metric in reward.metrics),

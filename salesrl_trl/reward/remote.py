@@ -324,7 +324,7 @@ class RemoteReward(Scorer):
             unit.scored[sample.place] = sample
             return reward
         except ServiceError as error:  # no child starts, or the next one has ended too
-            return missing(Outcome.INFRA, error.code, stages.seconds)
+            return missing(Outcome.INFRA, error.code)
         finally:
             unit.out -= 1
             if not unit.out:

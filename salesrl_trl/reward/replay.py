@@ -125,7 +125,7 @@ class ReplayReward(Scorer):
         if record is None and self._on_miss == "live":
             return await self._reward.score(sample, stages)
         if record is None:
-            return missing(Outcome.INFRA, NOT_RECORDED, {})
+            return missing(Outcome.INFRA, NOT_RECORDED)
         outcome, reason, value, reference, parts, functions, seconds = record
         if self._delays:  # those of both endpoints ran beside one another
             times = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B), 0.0) | json.loads(seconds) | {QUEUE: 0.0}

@@ -98,10 +98,12 @@ class RewardLoop:
         """Wait for rewards of these batches: `batch.settled`. An interrupted wait cancels them."""
         self._loops.run(settled, batches, is_enough)
 
-    def joined(self, parts: Sequence[tuple[RewardBatch, range]], group: int) -> RewardBatch:
+    def joined(
+        self, parts: Sequence[tuple[RewardBatch, range]], group: int, waits: Sequence[tuple[float, float]]
+    ) -> RewardBatch:
         """A batch of settled completions that are taken out of others: `RewardBatch.take_over`."""
         batch = self.begin([other.rows[place] for other, places in parts for place in places], group)
-        batch.take_over(parts)
+        batch.take_over(parts, waits)
         return batch
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:

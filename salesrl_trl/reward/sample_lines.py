@@ -94,12 +94,12 @@ class FaultLog:
     def conclude(self, scoring: "asyncio.Task[Reward]") -> Reward:
         """The reward of a `score` that returned, raised or was cancelled."""
         if scoring.cancelled():
-            return missing(Outcome.INFRA, "cancelled", {})
+            return missing(Outcome.INFRA, "cancelled")
         error = scoring.exception()
         if error is None:
             return scoring.result()
         self.log("the reward", error)
-        return missing(Outcome.INFRA, f"raised_{type(error).__name__}", {})
+        return missing(Outcome.INFRA, f"raised_{type(error).__name__}")
 
     def log(self, what: str, error: BaseException) -> None:
         """Log an error in a reward's code, once for each place."""

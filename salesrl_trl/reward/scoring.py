@@ -100,7 +100,7 @@ class Scoring:
             )
         return replace(self, stage_components=added)
 
-    def score(self, case: Case, seconds: Mapping[str, float]) -> Reward:
+    def score(self, case: Case) -> Reward:
         """The reward of an answered action, from what the judge and the stages found."""
         # 1. The components of the answer.
         weights, own = self.weights[case.row.branch], case.verdicts.get("judge")
@@ -119,7 +119,7 @@ class Scoring:
             lacking = next(name for name in weights if components.get(name) is None)
             no_component = "no_reference" if lacking == "margin" else f"no_{lacking}"
             outcome, reason = case.failure or (Outcome.INFRA, no_component)
-            return Reward(outcome=outcome, value=None, reason=reason, components=components, seconds=seconds)
+            return Reward(outcome=outcome, value=None, reason=reason, components=components)
         # 3. The reference answer's, by the same law. Its margin above itself is 0.
         of_reference: float | None = None
         if case.reference is not None:
@@ -127,18 +127,15 @@ class Scoring:
             judged = {"judge": None, "margin": None if scores.get("judge") is None else 0.0, **scores}
             of_the_reference = self._components(case, case.reference, judged, case.reference_components)
             of_reference = self._combine(weights, of_the_reference)
-        return Reward(
-            outcome=Outcome.OK, value=value, components=components, reference_value=of_reference, seconds=seconds
-        )
+        return Reward(outcome=Outcome.OK, value=value, components=components, reference_value=of_reference)
 
-    def score_invalid(self, action: InvalidAction, seconds: Mapping[str, float] | None = None) -> Reward:
+    def score_invalid(self, action: InvalidAction) -> Reward:
         """The reward of a completion that is no action: the policy's own fault, so a real, low number."""
         return Reward(
             outcome=Outcome.INVALID_ACTION,
             value=self.invalid_action,
             reason=action.reason,
             components={"format": 0.0},
-            seconds=seconds or {},
         )
 
     def _components(
@@ -163,9 +160,9 @@ class Scoring:
         return scale * sum(weight * (components[name] or 0.0) for name, weight in known.items())
 
 
-def missing(outcome: Outcome, reason: str, seconds: Mapping[str, float]) -> Reward:
+def missing(outcome: Outcome, reason: str) -> Reward:
     """No number: a service or the judge failed. Out of the group's baseline, the loss and the reward metrics."""
-    return Reward(outcome=outcome, value=None, reason=reason, seconds=seconds)
+    return Reward(outcome=outcome, value=None, reason=reason)
 
 
 def _is_judged(component: str) -> bool:

@@ -280,7 +280,7 @@ class Pipeline:
     def _first_in(self, head: Rollout, update: int) -> Rollout:
         """The groups that are trained on in the turn of `head`. Waits until they are in."""
         # 1. the groups in flight. A server has generated all that was asked for before this step
-        flying = [*self._behind, head]
+        flying, waits = [*self._behind, head], len(head.rewards.waits)
         for rollout in self._schedule.launched().values():
             if max(rollout.steps, default=-1) < update:
                 self._collect(rollout)  # a collective: on all ranks alike
@@ -321,7 +321,8 @@ class Pipeline:
                 turnover[1] += 1
                 rewards += [reward.value for reward in rollout.rewards.rewards[places.start : places.stop] if reward]
                 rollout.left.remove(places)
-        joined = self.reward_loop.joined([(rollout.rewards, places) for rollout, places in picked], head.group)
+        own = [(rollout.rewards, places) for rollout, places in picked]
+        joined = self.reward_loop.joined(own, head.group, head.rewards.waits[waits:])
         self.reward_loop.give_up([rollout.rewards for rollout in flying if not rollout.left])
         self._behind = [rollout for rollout in (*self._behind, head) if rollout.left]
         scored = [value for value in rewards if value is not None]

@@ -121,7 +121,7 @@ def main(policy, out):
     async def fails(sample, stages):
         await asyncio.sleep(0)
         if rank == 1:
-            return missing(Outcome.INFRA, "broken", {})
+            return missing(Outcome.INFRA, "broken")
         return Reward(outcome=Outcome.OK, value=number_of(sample.text) * 37 % 101 / 100)
 
     async def mostly_fails(sample, stages):

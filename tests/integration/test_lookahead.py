@@ -23,7 +23,7 @@ from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import ConfigError, RunStopped
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.names import EQUAL, REFILLED, STALENESS, STALENESS_MAX
+from salesrl_trl.names import EQUAL, REFILLED, REWARD_EXPOSED, REWARD_HIDDEN, STALENESS, STALENESS_MAX, Phase, time_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Action, Reward
 
@@ -521,6 +521,26 @@ def test_a_step_replaces_so_many_groups_and_no_more(trained, caplog, lookahead):
     assert max(entry[REFILLED] for entry in entries) == 4
     assert [len(own) for own in trainer.rows_trained_on().values()] == [8] * 6
     assert caplog.text.count("so many groups have equal rewards") == 1
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_step_has_waited_for_groups_too_that_turn_out_to_be_equal(trained, lookahead):
+    class Slow(Equal):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            score = self.components.reward.score
+
+            async def slow(sample, stages):
+                await asyncio.sleep(0.2 * (sample.row["row"] % 2))  # those that are equal
+                return await score(sample, stages)
+
+            self.components.reward.score = slow
+
+    entries = steps_of(trained(Slow, **{**REFILL, "rollout_lookahead": lookahead, "max_steps": 6}))
+    for entry in entries:
+        assert entry[REWARD_EXPOSED] == pytest.approx(entry[time_of(Phase.REWARD_WAIT)], abs=0.1)
+        assert entry[REWARD_HIDDEN] >= 0
+    assert sum(entry[REWARD_EXPOSED] for entry in entries) > 0.6
 
 
 def test_a_group_with_a_failed_completion_is_not_replaced(trained):

@@ -301,6 +301,7 @@ def test_a_function_that_fails_at_times_loses_no_step(tiny, tmp_path):
     assert [line["failures/skipped_update"] for line in lines] == [0.0, 1.0, 0.0]
     assert [line["outcome/infra"] for line in lines] == [0.0, 1.0, 0.0]
     assert len(lines) == 3
+    assert all(0 < line["time/flaky_p50_s"] <= line["time/flaky_max_s"] for line in lines)
 
 
 def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_refused_at_once(tiny, tmp_path):
@@ -353,8 +354,9 @@ def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp
     built = prompt_dataset([[], []], rows, for_functions=True)
     assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
     assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
-    with pytest.raises(DataError, match="the column `row`, a name that the trainer's table needs"):
-        prompt_dataset([[]], [parse_row({**record, "row": 1}, 0, (), "here")], for_functions=True)
+    for name in ("row", "prompts", "completions"):
+        with pytest.raises(DataError, match=f"the column `{name}`, a name that the trainer needs"):
+            prompt_dataset([[]], [parse_row({**record, name: 1}, 0, (), "here")], for_functions=True)
     assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch", "id"]
 
 

@@ -23,7 +23,7 @@ def case(answer, verdicts, reference=None, **found):
 
 
 def score(weights, verdicts, *, missing="none", answer=ANSWER):
-    return Scoring(weights={"fairness": weights}, missing=missing).score(case(answer, verdicts), {})
+    return Scoring(weights={"fairness": weights}, missing=missing).score(case(answer, verdicts))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_missing_component_is_none_or_the_others_stand_in_for_it(weights, verd
 def test_the_reference_is_worth_what_the_same_law_gives_it(weights, verdicts, value):
     reference = Answer(text="y", passages=(Passage(id="c", text="", score=0.75),), took_ms=1)
     scoring = Scoring(weights={"fairness": weights})
-    assert scoring.score(case(ANSWER, verdicts, reference), {}).reference_value == pytest.approx(value)
-    assert scoring.score(case(ANSWER, verdicts), {}).reference_value is None
+    assert scoring.score(case(ANSWER, verdicts, reference)).reference_value == pytest.approx(value)
+    assert scoring.score(case(ANSWER, verdicts)).reference_value is None
 
 
 @pytest.mark.parametrize("judged", ["judge", "margin", "judge_tone"])
@@ -86,7 +86,7 @@ def test_nothing_stands_in_for_every_judge(judged):
 
 def test_what_failed_is_said():
     scoring = Scoring(weights={"fairness": {"judge": 1.0}})
-    reward = scoring.score(case(ANSWER, {"judge": None}, failure=(Outcome.JUDGE_INVALID, "judge_empty")), {})
+    reward = scoring.score(case(ANSWER, {"judge": None}, failure=(Outcome.JUDGE_INVALID, "judge_empty")))
     assert (reward.outcome, reward.reason) == (Outcome.JUDGE_INVALID, "judge_empty")
 
 
