@@ -9,8 +9,13 @@ also the file of the reward and of the agent loop, which draws the length of eac
 - Its strategy is `wait`: nothing is dropped, as with this package.
 - No padding is computed, as in verl's own examples. FlashAttention is not on the package index: PyTorch's own kernel
   for rows of several lengths takes its place (`packed_attention`).
-- The adapter is merged into the weights that vLLM gets, as TRL and this package do. verl's default serves it, but then
-  vLLM 0.25.1 gets an adapter without tensors and raises a `StopIteration`.
+- `use_fused_kernels`: without FlashAttention verl takes log-probs from the logits token by token otherwise, one small
+  kernel after another. The fused ones compute 512 tokens at once and keep no logits. verl's `fsdp2` can't have them.
+- `bypass_mode`: vLLM's log-probs are the old ones. verl computes them again otherwise, for several updates a batch.
+- vLLM serves the adapter, verl's default. PEFT 0.21 finds no tensors of an adapter inside FSDP's modules, and vLLM
+  stops with a `StopIteration` then: PEFT 0.20 finds them. `verl_merged_async_N` merges the adapter, for which verl
+  copies all weights to the host and back in each step.
+- vLLM stays awake: an adapter of a model of 7B and vLLM fit on a card together. Else its weights go to the host, too.
 - vLLM runs as TRL and this package start it: CUDA graphs of decoding, no compilation.
 """
 
@@ -30,8 +35,8 @@ from typing import Any
 from benchmarks.lengths import completion_tokens
 from benchmarks.peers.task import GROUP, MICRO_BATCH, PROMPTS, RANK, RATE, TEMPLATE, Plan, scored, write_result
 
-GPU_SHARE = 0.5
-"""Of the card's memory, for vLLM, which sleeps while verl trains."""
+GPU_SHARE = 0.35
+"""Of the card's memory, for vLLM, as in TRL's arms."""
 KEPT = ("timing_s/", "actor/loss", "response_length/mean", "perf/max_memory", "training/off_policy")
 """Beginnings of the figures of a step that go into the result."""
 
@@ -66,7 +71,7 @@ def write_rows(plan: Plan, path: Path) -> None:
 
 def command(plan: Plan, scratch: Path) -> list[str]:
     """verl's command line."""
-    asynchronous = plan.arm.startswith("verl_async")
+    asynchronous = "async" in plan.arm
     loop = scratch / "agent.yaml"
     loop.write_text("- name: drawn\n  _target_: benchmarks.peers.verl_loop.DrawnLength\n")
     graphs = "{mode:0,cudagraph_mode:FULL_DECODE_ONLY}"
@@ -78,12 +83,14 @@ def command(plan: Plan, scratch: Path) -> list[str]:
         "data.max_prompt_length": plan.prompt_tokens + TEMPLATE, "data.max_response_length": plan.tokens,
         "data.dataloader_num_workers": 0, "data.val_batch_size": PROMPTS,
         f"{model}.path": plan.folder, f"{model}.use_remove_padding": True,
+        f"{model}.use_fused_kernels": True, "algorithm.rollout_correction.bypass_mode": True,
         f"+{model}.override_config.attn_implementation": "packed", f"{model}.enable_gradient_checkpointing": True,
         f"{actor}.ppo_mini_batch_size": PROMPTS, f"{actor}.ppo_micro_batch_size_per_gpu": MICRO_BATCH,
         f"{actor}.optim.lr": RATE, f"{actor}.fsdp_config.model_dtype": "bfloat16", f"{actor}.use_kl_loss": False,
         f"{rollout}.name": "vllm", f"{rollout}.n": GROUP, f"{rollout}.tensor_model_parallel_size": 1,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": MICRO_BATCH, f"{rollout}.load_format": "safetensors",
-        f"{rollout}.gpu_memory_utilization": GPU_SHARE, f"{rollout}.max_num_seqs": PROMPTS * GROUP,
+        f"{rollout}.gpu_memory_utilization": GPU_SHARE, f"{rollout}.free_cache_engine": False,
+        f"{rollout}.max_num_seqs": PROMPTS * GROUP,
         f"{rollout}.max_model_len": plan.longest, f"{rollout}.cudagraph_capture_sizes": f"[{sizes}]",
         f"+{rollout}.engine_kwargs.vllm.compilation_config": graphs, f"{rollout}.agent.num_workers": 2,
         f"{rollout}.agent.agent_loop_config_path": loop, f"{rollout}.agent.default_agent_loop": "drawn",
@@ -98,7 +105,7 @@ def command(plan: Plan, scratch: Path) -> list[str]:
     }  # fmt: skip
     if not plan.full:
         settings |= {f"{model}.lora_rank": RANK, f"{model}.lora_alpha": RANK, f"{model}.target_modules": "all-linear"}
-        settings[f"++{model}.lora.merge"] = True
+        settings[f"{model}.lora.merge"] = "merged" in plan.arm
     if asynchronous:
         settings |= {
             "trainer.v1.colocate_async.num_warmup_batches": plan.ahead,
