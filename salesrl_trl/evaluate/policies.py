@@ -88,14 +88,14 @@ def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir:
         # weights that a run computes with: those of 16 bits are rounded, and a run on a CPU does not round
         plan.dtype = model.dtype if training.bf16 or training.fp16 else "float32"
         plans.append(plan)
-    held_out = common_rows([plan.held_out for plan in plans], training.branches, rows)
+    held_out = common_rows([plan.held_out for plan in plans], rows)
     for plan in plans:
         plan.train, plan.held_out = plans[0].train, held_out
         del plan.datasets  # of the rows before
     return plans
 
 
-def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], count: int | None) -> FittingPrompts:
+def common_rows(fitting: Sequence[FittingPrompts], count: int | None) -> FittingPrompts:
     """The held-out rows whose prompts fit all policies and are the same for all, or so many of them."""
     first = fitting[0]
     keys = [
@@ -109,7 +109,9 @@ def common_rows(fitting: Sequence[FittingPrompts], branches: Sequence[str], coun
             "there is no held-out row to evaluate on, or none whose prompt fits both policies. Expected some. Give "
             "`eval_dataset` or `held_out_share`, and see `long_prompts`."
         )
-    branch_ids = [branches.index(first.rows[place].branch) for place in places]
+    branch_of = [first.rows[place].branch for place in places]
+    branches = sorted({*branch_of})
+    branch_ids = [*map(branches.index, branch_of)]
     chosen = sorted(spread(branch_ids, len(places) if count is None else count, len(branches), 1))
     return first.at(places[number] for number in chosen)
 

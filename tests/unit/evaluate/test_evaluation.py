@@ -9,13 +9,13 @@ from salesrl_trl.build.plan import overlaid
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data.lengths import FittingPrompts
-from salesrl_trl.demo.packaged import PACKAGED
+from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.errors import ConfigError, StopRequested
 from salesrl_trl.evaluate import __main__ as evaluate
 from salesrl_trl.evaluate import policies
 from salesrl_trl.evaluate.evaluation_text import text_of
 from salesrl_trl.evaluate.findings import Scored, findings_of, modes
-from salesrl_trl.evaluate.policies import common_rows, policy_of, settings_of
+from salesrl_trl.evaluate.policies import common_rows, plans_of, policy_of, settings_of
 from salesrl_trl.types import Message, Outcome, Reward, SalesRow
 
 BRANCHES = ("fairness", "hallucination")
@@ -176,6 +176,14 @@ def test_nothing_is_trained_and_the_runs_folder_is_not_used(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_rows_without_a_branch_are_evaluated(tmp_path):
+    policy = policy_of(str(ARITHMETIC_POLICY))
+    fits = ["--vllm_max_model_length=64", "--max_completion_length=8", "--use_cpu", f"--output_dir={tmp_path}"]
+    config = settings_of(fits, [policy], FULL.with_name("own.yaml"))
+    (plan,) = plans_of(config, [policy], str(tmp_path / "evaluation"), 3)
+    assert [each.branch for each in plan.held_out.rows] == ["all"] * 3
+
+
 def fitting(*pairs):
     rows = [row(row_id, "hallucination" if row_id.startswith("h") else "fairness") for row_id, _ in pairs]
     prompts = [[{"role": "user", "content": text}] for _, text in pairs]
@@ -185,13 +193,13 @@ def fitting(*pairs):
 def test_policies_answer_the_rows_that_have_the_same_prompt_for_both():
     first = fitting(("f-1", "a"), ("f-2", "b"), ("h-1", "c"), ("h-2", "d"))
     second = fitting(("f-1", "a"), ("h-1", "shortened"), ("h-2", "d"))  # its tokenizer makes longer prompts
-    both = common_rows([first, second], BRANCHES, None)
+    both = common_rows([first, second], None)
     assert [each.row_id for each in both.rows] == ["f-1", "h-2"]
     assert [prompt[0]["content"] for prompt in both.prompts] == ["a", "d"]
-    fewer = common_rows([first], BRANCHES, 2)
+    fewer = common_rows([first], 2)
     assert [each.row_id for each in fewer.rows] == ["f-1", "h-1"]  # of each branch
     with pytest.raises(ConfigError, match="no held-out row"):
-        common_rows([first, fitting(("x", "y"))], BRANCHES, None)
+        common_rows([first, fitting(("x", "y"))], None)
 
 
 @pytest.mark.parametrize(
