@@ -129,7 +129,7 @@ def read(folder: Path) -> TracedRun:
     if len(generated) < 3 or len(ended) < 3 * size:
         raise ConfigError(
             f"{path} has {len(generated)} steps with a generation, and rewards of {len(ended)} completions. Expected "
-            "at least 3 steps, and rewards that are asked for one by one (`@per_completion`, `@per_group`)."
+            "at least 3 steps without `refill_groups`, and rewards of `@per_completion` or `@per_group`."
         )
     # Two waits without training between them are one, as with `max_staleness`.
     ordered = sorted([*spans[Phase.REWARD_WAIT], *spans[Phase.BACKWARD]], key=lambda span: span["ts"])
