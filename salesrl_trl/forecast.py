@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.names import SERVER_TRACK, TRACE_FILE, Phase
+from salesrl_trl.names import SERVER_TRACK, SETTINGS_FILE, TRACE_FILE, Phase
 
 PLAYED = 400  # steps. The mean of a run whose rewards vary by a third is then exact within some 2 %
 _NOT_OF_A_STEP = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.LOGGING)
@@ -109,6 +109,9 @@ def read(folder: Path) -> TracedRun:
         raise ConfigError(
             f"{path} can't be read ({type(error).__name__}). Expected a folder of a run with a trace (`trace_steps`)."
         ) from None
+    settings = folder / SETTINGS_FILE
+    if settings.is_file() and re.search("^refill_groups: [1-9]", settings.read_text(encoding="utf-8"), re.MULTILINE):
+        raise ConfigError(f"{path} lacks the groups that `refill_groups` replaced. Expected a run without it.")
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     if any(track.startswith(SERVER_TRACK) for track in tracks.values()):
         raise ConfigError(f"{path} is of a run with vLLM's server. Expected one whose trainer generates by itself.")
@@ -126,7 +129,7 @@ def read(folder: Path) -> TracedRun:
     if len(generated) < 3 or len(ended) < 3 * size:
         raise ConfigError(
             f"{path} has {len(generated)} steps with a generation, and rewards of {len(ended)} completions. Expected "
-            "at least 3 steps, and rewards that are asked for one by one (`@per_completion`, `@per_group`)."
+            "at least 3 steps without `refill_groups`, and rewards of `@per_completion` or `@per_group`."
         )
     # Two waits without training between them are one, as with `max_staleness`.
     ordered = sorted([*spans[Phase.REWARD_WAIT], *spans[Phase.BACKWARD]], key=lambda span: span["ts"])

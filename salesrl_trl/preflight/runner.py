@@ -17,6 +17,7 @@ from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
+from salesrl_trl.config.checks import check
 from salesrl_trl.config.ranges import LORA, check_ranges, without_effect
 from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.data.sources import check_source
@@ -177,6 +178,13 @@ def _check_data(plan: Plan, findings: Findings) -> None:
         raise ConfigError(
             f"a quick evaluation has {len(held_out.rows)} held-out rows for {training.world_size} processes. Expected "
             "one for each. Hold out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
+        )
+    with findings.refused:
+        prompts = training.generation_batch_size // training.num_generations
+        check(
+            training.mode != "train" or len(train.rows) >= prompts,
+            f"there are {len(train.rows)} training rows, and a step takes {prompts} prompts: no step would be done. "
+            "Expected as many. Add rows, or lower `per_device_train_batch_size` or `gradient_accumulation_steps`.",
         )
     check_splits(train.rows, held_out.rows, training.branches, findings)
     findings.figures["longest_prompt_tokens"] = max(train.longest, held_out.longest)

@@ -94,17 +94,10 @@ class JudgeReward(Scorer):
     __name__ = JUDGE  # TRL names the reward's metrics after it
 
     def __init__(
-        self,
-        judge: Judge,
-        scoring: Scoring,
-        *,
-        deadline_s: float = DEADLINE_S,
-        stages: Sequence[RewardStage] = (),
-        answers: AnswerStore | None = None,
-        lines: SampleLines | None = None,
-        records: bool = False,
+        self, judge: Judge, scoring: Scoring, *, deadline_s: float = DEADLINE_S, stages: Sequence[RewardStage] = (),
+        answers: AnswerStore | None = None, lines: SampleLines | None = None, records: bool = False,
         second: SecondJudge | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(deadline_s)
         self.records = records
         self._ahead_record = CompletionRecord()  # of calls that no completion waits for

@@ -34,8 +34,8 @@ COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *n
 
 def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
     """Seconds per step and phase, and seconds of the rewards per batch: every name in `TIMES`, NaN if not measured.
-    Phases are means over ranks, so that they sum to the step. The rewards' figures belong to the rank whose rewards
-    took longest, so that exposed and hidden sum to its makespan, `REWARD_SECONDS`."""
+    Phases are means over ranks, so that they sum to the step. `REWARD_SECONDS` is the longest makespan of a rank.
+    Exposed is the longest wait, perhaps another rank's, where groups go by themselves. Hidden is the rest."""
     steps = ranks[0][STEPS]
     if not steps:
         return dict.fromkeys(TIMES, math.nan)
@@ -45,7 +45,7 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
     slowest = max(ranks, key=lambda rank: rank[MAKESPAN])
     if slowest[BATCHES]:
         figures[names.REWARD_SECONDS] = slowest[MAKESPAN] / slowest[BATCHES]
-        figures[names.REWARD_EXPOSED] = slowest[EXPOSED] / slowest[BATCHES]
+        figures[names.REWARD_EXPOSED] = max(rank[EXPOSED] for rank in ranks) / slowest[BATCHES]
         figures[names.REWARD_HIDDEN] = figures[names.REWARD_SECONDS] - figures[names.REWARD_EXPOSED]
     return figures
 

@@ -29,8 +29,9 @@ def shown(lines: Sequence[Line]) -> list[str]:
     return [f"[Run] {name:<12} {text}" for name, text in lines]
 
 
-def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str] = ()) -> None:
-    """Log the banner of a script, unless a recipe has logged its own. The main process does."""
+def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str], *by_groups: int) -> None:
+    """Log the banner of a script, unless a recipe has logged its own. The main process does. `by_groups`: what of
+    `max_staleness` and `refill_groups` has an effect."""
     if args.is_introduced or args.process_index:
         return
     args.is_introduced = True
@@ -42,7 +43,7 @@ def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str] = ())
             *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
             *([("reward", TOGETHER)] if reward.names.judges_groups else []),
             *(("tool", name) for name in tools),
-            *training_lines(args),
+            *training_lines(args, *by_groups),
             ("budget", budget_text(reward.budget)),
             record_line(args),
             ("report", report),
@@ -64,12 +65,12 @@ def budget_text(budget: Budget | None) -> str:
     return f"{limits}{so_far}"
 
 
-def training_lines(args: SalesGRPOConfig) -> list[Line]:
+def training_lines(args: SalesGRPOConfig, *by_groups: int) -> list[Line]:
     """Its steps, rollouts and branches."""
-    targets = args.kl_targets()
+    targets, by_groups = args.kl_targets(), by_groups or (args.max_staleness, args.refill_groups)
     return [
         ("step", _step(args)),
-        ("rollouts", _rollouts(args)),
+        ("rollouts", _rollouts(args, *by_groups)),
         *(("branch", _branch(name, targets.get(name), args)) for name in args.branches),
     ]
 
@@ -95,7 +96,7 @@ def _step(training: SalesGRPOConfig) -> str:
     )
 
 
-def _rollouts(training: SalesGRPOConfig) -> str:
+def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int) -> str:
     engine = "a vLLM server" if training.vllm_mode == "server" else "vLLM in the training process"
     if not training.use_vllm:
         engine = training.sampler or "transformers"
@@ -103,8 +104,9 @@ def _rollouts(training: SalesGRPOConfig) -> str:
     room = f" in {limit} with the prompt" if limit else ""
     ahead = training.most_lookahead
     lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
-    if training.max_staleness > ahead > 0:
-        lookahead += f", the first groups that are scored first, up to {training.max_staleness} steps old"
+    if staleness > ahead > 0:
+        lookahead += f", the first groups that are scored first, up to {staleness} steps old"
+    lookahead += ", groups of equal rewards replaced by others" if refill else ""
     return (
         f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
         f"{lookahead}"

@@ -569,7 +569,8 @@ class Components:
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
         # an account of the spending may be damaged
-        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names))
+        by_groups = self.pipeline.max_staleness, self.pipeline.refill_groups
+        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, *by_groups))
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
         if self._args.record:

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from salesrl_trl.forecast import RewardTime, TracedRun, TracedStep, forecast, main, read
-from salesrl_trl.names import SERVER_TRACK, TRACE_FILE
+from salesrl_trl.names import SERVER_TRACK, SETTINGS_FILE, TRACE_FILE
 from salesrl_trl.telemetry.trace import STEPS_TRACK, TraceWriter
 from salesrl_trl.timing import Span
 
@@ -102,3 +102,8 @@ def test_the_command_says_what_it_found_and_what_is_missing(tmp_path, capsys):
     trace(tmp_path, server=True)
     assert main([str(tmp_path)]) == 2
     assert "a run with vLLM's server" in capsys.readouterr().err
+    trace(tmp_path)
+    for groups, code in ((0, 0), (2, 2)):
+        (tmp_path / SETTINGS_FILE).write_text(f"max_staleness: 4\nrefill_groups: {groups}\n")
+        assert main([str(tmp_path)]) == code
+    assert "the groups that `refill_groups` replaced" in capsys.readouterr().err

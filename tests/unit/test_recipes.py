@@ -150,6 +150,9 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
         prepared(*asked)
     with pytest.raises(ConfigError, match="`held_out_share` is 0 and `eval_dataset` is not given"):
         prepared(*asked, "--held_out_share", "0")
+    with pytest.raises(ConfigError, match="there are 1 training rows, and a step takes 6 prompts: no step would be"):
+        prepared(*asked, "--eval_dataset", str(rows))
+    asked += ["--per_device_train_batch_size", "8"]
     given = prepared(*asked, "--eval_dataset", str(rows))
     assert len(given.held_out.rows) == 1
     none = ["--held_out_eval", "false", "--quick_eval_steps", "0"]
@@ -235,6 +238,7 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
     asked = ["--dataset", str(rows), "--branches", "tone", "--branch_kl", "{}", "--held_out_eval", "false",
              "--quick_eval_steps", "0", "--rubric_dir", str(tmp_path)]  # fmt: skip
     asked += ["--quick_eval_best", "reward", "--output_dir", str(tmp_path / "run")]  # without an earlier run
+    asked += ["--per_device_train_batch_size", "8"]
     with pytest.raises(ConfigError, match=r"can't follow yours \(tone\.txt\).*`judge_base_url`.*rows\.jsonl from the"):
         prepared(*asked)
     with pytest.raises(ConfigError, match="can't follow yours") as caught:

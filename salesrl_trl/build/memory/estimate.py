@@ -7,7 +7,8 @@ Sources, by their releases:
   16-bit copy of a float32 weight until the outermost autocast ends, and casts an activation for each layer anew.
 - TRL 1.16: `GRPOTrainer.__init__` loads a reference model. `_get_per_token_logps_and_entropies` never has the logits:
   `kernels/chunked_logprob.py` goes over the vocabulary in tiles, with gradients in float32.
-- PEFT 0.21: an adapter is float32, and casts its input. DeepSpeed 0.19: `runtime/zero`, sizes of `zero/config.py`.
+- PEFT 0.21: an adapter is float32, and reads its input as it is (`update.weights.spare_casts`). DeepSpeed 0.19:
+  `runtime/zero`, sizes of `zero/config.py`.
 - torchao and bitsandbytes: their optimizers' states. vLLM 0.31: `gpu_worker.determine_available_memory`.
 
 Against an H200: within 6 % of the driver's figure (docs/EXPERIMENTS.md).
@@ -194,7 +195,8 @@ def _changes(shape: ModelShape, setup: Setup, now: Estimate) -> Iterator[tuple[s
     if not setup.lora:
         text = "`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher"
         *_, lora = change(text, lora=True, weight_bytes=setup.compute_bytes, optim="adamw_torch_fused")
-        usual = Adapters(parameters=shape.parameters // 100, inputs=6.0 * shape.hidden + shape.intermediate)
+        hidden, inner = float(shape.hidden), shape.intermediate
+        usual = Adapters(parameters=shape.parameters // 100, inputs=6 * hidden + inner, distinct=3 * hidden + inner)
         yield "`use_peft", text, replace(shape, adapters=shape.adapters or usual), lora
     for zero in (Sharding.ZERO2, Sharding.ZERO3):
         if setup.sharding.level < zero.level:
@@ -321,7 +323,8 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
     - experts that are one weight: the same in that weight's format, because autocast does not cast for a grouped
       product (`integrations/moe.py`), and for each visited expert a copy of its output, and of its input if it is
       trained. Of a shared expert the output and its product with the gate.
-    - adapters: each casts its own input, c wide, with a mask of 1 byte under dropout.
+    - adapters: their inputs, c wide, once for layers that read the same; under dropout, and where autocast changes
+      their format, once for each adapter; a mask of 1 byte under dropout.
     """
     computed, stream = setup.compute_bytes, setup.weight_bytes
     hidden, query, heads = shape.hidden, shape.query, shape.heads
@@ -343,7 +346,9 @@ def layer_activations(shape: ModelShape, setup: Setup) -> float:
     adapted = 0.0
     if setup.lora:
         assert shape.adapters is not None
-        adapted = (computed + setup.lora_dropout) * shape.adapters.inputs
+        shares = stream == computed and not setup.lora_dropout
+        inputs = shape.adapters.distinct if shares else shape.adapters.inputs
+        adapted = (computed + setup.lora_dropout) * inputs
     return setup.tokens * (norms + attention + inner + adapted)
 
 

@@ -5,6 +5,7 @@ Owns the counting, on a model that is built without its weights. `estimate` has 
 
 import functools
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -33,6 +34,7 @@ class Adapters:
 
     parameters: int
     inputs: float  # sum of the widths of the adapted layers' inputs, over the modules of one layer
+    distinct: float  # the same, where layers that read one input count it once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,16 +123,22 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     )
 
 
+_READ_ONE = re.compile(r"([qkv]|gate|up)_proj$")  # of one block those of attention, and of an MLP, have one input
+
+
 def adapters_of(model: PreTrainedModel, lora: ModelConfig) -> Adapters:
     """The adapters that PEFT puts on an empty model, which it changes."""
     from peft.tuners.lora import LoraLayer
 
     adapted = put_adapter(model, lora)
     layers = model.config.get_text_config().num_hidden_layers
-    modules = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+    widths = {
+        name: int(each.in_features or 0) for name, each in adapted.named_modules() if isinstance(each, LoraLayer)
+    }
     return Adapters(
         parameters=sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad),
-        inputs=sum(int(module.in_features or 0) for module in modules) / layers,
+        inputs=sum(widths.values()) / layers,
+        distinct=sum({_READ_ONE.sub("", name): width for name, width in widths.items()}.values()) / layers,
     )
 
 

@@ -83,19 +83,10 @@ class Transport:
     """
 
     def __init__(
-        self,
-        service: str,
-        *,
-        max_concurrency: int,
-        attempt_timeout_s: float,
-        max_attempts: int,
-        initial_concurrency: int = 8,
-        outage_patience_s: float = 0.0,
-        denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
-        hedge_fraction: float = 0.05,
-        quota: ServiceQuota | None = None,
-        breaker: Breaker | None = None,
-    ) -> None:
+        self, service: str, *, max_concurrency: int, attempt_timeout_s: float, max_attempts: int,
+        initial_concurrency: int = 8, outage_patience_s: float = 0.0, denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
+        hedge_fraction: float = 0.05, quota: ServiceQuota | None = None, breaker: Breaker | None = None,
+    ) -> None:  # fmt: skip
         self.service = service
         self.notes = True  # whether the record of a completion gets each attempt
         self._quota = quota

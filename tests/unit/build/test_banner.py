@@ -62,9 +62,10 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
         ),
         (
             "full",
-            ["--judge_mode", "group", "--max_staleness", "6", "--tools", "search", "--max_calls", "9"],
+            ["--judge_mode=group", "--max_staleness=6", "--refill_groups=1", "--tools=search", "--max_calls=9"],
             [
                 "generated up to 2 steps ahead, the first groups that are scored first, up to 6 steps old",
+                "6 steps old, groups of equal rewards replaced by others\n",
                 "the completions of a prompt are scored in one call, in 2 orders",
                 "budget       max_calls 9\n",  # and nothing that is not counted
             ],

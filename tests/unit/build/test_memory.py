@@ -47,6 +47,7 @@ from salesrl_trl.build.settings import parse
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.preflight import memory
 from salesrl_trl.telemetry.device import GIB
+from salesrl_trl.update.weights import spare_casts
 
 ROOT = Path(__file__).parents[3]
 PASSED, NOTED, FAILED, SKIPPED = StageVerdict
@@ -100,6 +101,7 @@ def test_activations_are_what_autograd_keeps(lora, dtype, config):
 
         adapted = get_peft_model(model, get_peft_config(LORA))
         adapted.enable_input_require_grads()
+        spare_casts(adapted, "cpu")
     kept, parameters = {}, {each.untyped_storage().data_ptr() for each in model.parameters()}
 
     def keep(tensor):
@@ -119,7 +121,9 @@ def test_activations_are_what_autograd_keeps(lora, dtype, config):
     copies = 2 * shape.linear if dtype == torch.float32 else 0  # of autocast
     to_the_loss = run.tokens * shape.hidden * run.weight_bytes  # which is not computed here
     found = saved_activations(shape, run) + copies - to_the_loss
-    assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=0.03 if config is DENSE else 0.06)
+    # what an adapter itself computes is not counted: its rank is an eighth of this model's width
+    rel = 0.03 if config is DENSE else 0.07
+    assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=rel)
 
 
 def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):

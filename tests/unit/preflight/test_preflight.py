@@ -287,6 +287,9 @@ def test_settings_that_cannot_work_or_have_no_effect_are_told_with_advice(told, 
     assert message in told(*arguments.split(), stages=CHEAP[:2])
 
 
+A_PROMPT = ("--per_device_train_batch_size", "8")  # in a step
+
+
 def rows(path, *texts):
     lines = [{"branch": "fairness", "conversation": [{"role": "customer", "content": text}]} for text in texts]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -295,7 +298,7 @@ def rows(path, *texts):
 
 def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
     train, held_out = rows(tmp_path / "a.jsonl", "one", "two", "one"), rows(tmp_path / "b.jsonl", "two", "three")
-    found = told("--dataset", train, "--eval_dataset", held_out, "--allow_stand_ins", "true")
+    found = told("--dataset", train, "--eval_dataset", held_out, "--allow_stand_ins", "true", *A_PROMPT)
     assert "1 of 3 training rows repeat an earlier one: row-2." in found
     assert "1 of 2 held-out rows have the text of a training row" in found
     assert "No training row belongs to hallucination. Add rows" in found and "No held-out row belongs to hall" in found
@@ -308,7 +311,7 @@ def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, t
     lines = [qrecc(number, 1, question=text) for number, text in enumerate(texts)]
     file = write(tmp_path / "qrecc.json", *lines, qrecc(8, 1, question="And who?", Answer=""))
     known = write(tmp_path / "known.jsonl", {"id": "d1", "text": "They are quiet."})
-    given = ["--dataset", file, "--dataset_format", "qrecc", "--knowledge_file", known]
+    given = ["--dataset", file, "--dataset_format", "qrecc", "--knowledge_file", known, *A_PROMPT]
     found = told(*given, "--held_out_share", "0.5", "--columns", '{"branch": {"value": "fairness"}}')
     assert read.call_count == 2  # once by a run, once by a preflight
     assert f"1 of 9 records of {file} make no row: 1 have no known answer" in found
@@ -422,7 +425,7 @@ def test_columns_of_several_kinds_are_told_before_a_model_is_loaded(told, tmp_pa
 
     entries = [{"path": file("a", 1), "eval": file("c", 1)}, {"path": file("b", "x"), "eval": file("d", "x")}]
     given = ("--dataset", json.dumps(entries), "--reward_funcs", "math.sqrt", "--prompt_template", "compact")
-    assert "the column `label` has values of several kinds" in told(*given)
+    assert "the column `label` has values of several kinds" in told(*given, *A_PROMPT)
 
 
 def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):

@@ -27,12 +27,12 @@ def test_phases_are_means_over_ranks_and_steps_and_sum_to_the_step():
     assert figures["time/step_s"] == 4.0
 
 
-def test_hidden_and_exposed_rewards_are_the_slowest_ranks_and_sum_to_its_makespan():
+def test_exposed_rewards_are_of_the_rank_that_waits_longest_and_hidden_ones_the_rest_of_the_longest_makespan():
     ranks = [sums(makespan=6.0, exposed=5.0), sums(makespan=10.0, exposed=4.0), sums(makespan=8.0, exposed=8.0)]
     figures = time_figures(ranks)
-    # two batches: 10 / 2, of which 4 / 2 exposed
+    # two batches: 10 / 2, of which 8 / 2 exposed
     parts = (names.REWARD_SECONDS, names.REWARD_EXPOSED, names.REWARD_HIDDEN)
-    assert [figures[name] for name in parts] == [5.0, 2.0, 3.0]
+    assert [figures[name] for name in parts] == [5.0, 4.0, 1.0]
 
 
 def test_without_a_scored_batch_there_is_no_time_of_rewards():
