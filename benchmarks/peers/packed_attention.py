@@ -14,13 +14,17 @@ from transformers.masking_utils import AttentionMaskInterface
 def varlen(
     q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, softmax_scale: float | None = None, **_: Any
 ) -> Any:
-    """FlashAttention's call, answered by PyTorch's attention. Causal. q, k, v are (tokens, heads, size)."""
+    """FlashAttention's call, answered by PyTorch's attention. q, k, v are (tokens, heads, size). Causal: a row's last
+    query sees all its keys, of which there may be more than queries."""
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
     if not q.is_cuda:  # its kernel is for GPUs
-        rows = [slice(start, end) for start, end in pairwise(cu_q.tolist())]
-        parts = [[each[row].transpose(0, 1) for each in (q, k, v)] for row in rows]
-        done = [scaled_dot_product_attention(*part, is_causal=True, scale=softmax_scale) for part in parts]
-        return torch.cat([each.transpose(0, 1) for each in done])
+        done = []
+        for (start_q, end_q), (start_k, end_k) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+            part = [each.transpose(0, 1) for each in (q[start_q:end_q], k[start_k:end_k], v[start_k:end_k])]
+            keys, queries = end_k - start_k, end_q - start_q
+            seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+            done.append(scaled_dot_product_attention(*part, attn_mask=seen, scale=softmax_scale).transpose(0, 1))
+        return torch.cat(done)
     return varlen_attn(
         q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, int(max_q), int(max_k),
         scale=softmax_scale, window_size=(-1, 0),

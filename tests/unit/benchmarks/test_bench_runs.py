@@ -147,6 +147,17 @@ def test_the_attention_of_other_trainers_arms_keeps_rows_apart(one_thread):
     torch.testing.assert_close(found, expected)
 
 
+def test_the_last_queries_of_a_row_see_all_its_keys(one_thread):
+    from benchmarks.peers.packed_attention import varlen
+
+    torch.manual_seed(0)
+    (q, k, v), ends = torch.randn(3, 12, 2, 8), torch.tensor([0, 7, 12])
+    whole = varlen(q, k, v, ends, ends, 7, 7)
+    last = torch.tensor([4, 5, 6, 9, 10, 11])  # the row's start is shared with others: its keys alone are there
+    found = varlen(q[last], k, v, torch.tensor([0, 3, 6]), ends, 3, 7)
+    torch.testing.assert_close(found, whole[last])
+
+
 @pytest.mark.bench
 def test_the_bench_of_sharding_compares_the_steps_and_the_saved_weights_of_two_launches(tiny, tmp_path, one_thread):
     sharding.main(["--worker", "--shape", "tiny", "--steps", "2", "--model", str(tiny), "--out", str(tmp_path)])
