@@ -29,8 +29,8 @@ def first_in(latest: Sequence[int], is_in: Sequence[bool], following: Sequence[i
 
 
 def to_launch(target: int, differ: int, out: int, equal_share: float, most: int) -> int:
-    """The groups to launch so that `target` in flight teach. `differ` do, and of the `out` that are not scored, as of
-    new ones, all but `equal_share`, at least one of `1 + most`: more are never launched in place of others."""
+    """The groups to launch so that `target` of those in flight teach. `differ` are scored and teach. `out` are not
+    scored: of these, and of new ones, a share of `1 - equal_share` will, taken as `1 / (1 + most)` at least."""
     return math.ceil((target - differ) / max(1.0 - equal_share, 1 / (1 + most))) - out
 
 
