@@ -45,7 +45,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *_policy(config),
         *(("rows", _rows(source, rows)) for source in data.sources),
         ("prompt", _prompt(data, reward)),
-        *training_lines(training),
+        *training_lines(training, training.max_staleness, training.refill_groups),
         *(("reward", path) for path in reward.reward_funcs),
         *(("tool", path) for path in reward.tools),
         *([("replay", _replay(replay, reward, training))] if (replay := reward.parsed_replay()) else []),

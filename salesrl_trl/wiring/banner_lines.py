@@ -29,9 +29,9 @@ def shown(lines: Sequence[Line]) -> list[str]:
     return [f"[Run] {name:<12} {text}" for name, text in lines]
 
 
-def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str], *by_groups: int) -> None:
-    """Log the banner of a script, unless a recipe has logged its own. The main process does. `by_groups`: what of
-    `max_staleness` and `refill_groups` has an effect."""
+def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str], staleness: int, refill: int) -> None:
+    """Log the banner of a script, unless a recipe has logged its own. The main process does. `staleness`, `refill`:
+    `max_staleness` and `refill_groups`, 0 where they have no effect."""
     if args.is_introduced or args.process_index:
         return
     args.is_introduced = True
@@ -43,7 +43,7 @@ def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str], *by_
             *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
             *([("reward", TOGETHER)] if reward.names.judges_groups else []),
             *(("tool", name) for name in tools),
-            *training_lines(args, *by_groups),
+            *training_lines(args, staleness, refill),
             ("budget", budget_text(reward.budget)),
             record_line(args),
             ("report", report),
@@ -65,12 +65,12 @@ def budget_text(budget: Budget | None) -> str:
     return f"{limits}{so_far}"
 
 
-def training_lines(args: SalesGRPOConfig, *by_groups: int) -> list[Line]:
-    """Its steps, rollouts and branches."""
-    targets, by_groups = args.kl_targets(), by_groups or (args.max_staleness, args.refill_groups)
+def training_lines(args: SalesGRPOConfig, staleness: int, refill: int) -> list[Line]:
+    """Its steps, rollouts and branches. `staleness`, `refill`: as in `log_banner`."""
+    targets = args.kl_targets()
     return [
         ("step", _step(args)),
-        ("rollouts", _rollouts(args, *by_groups)),
+        ("rollouts", _rollouts(args, staleness, refill)),
         *(("branch", _branch(name, targets.get(name), args)) for name in args.branches),
     ]
 

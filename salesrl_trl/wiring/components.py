@@ -150,14 +150,9 @@ class Components:
     `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
     def __init__(
-        self,
-        rewards: RewardFuncs,
-        args: SalesGRPOConfig,
-        instruments: Instruments | None,
-        kl_law: KLLaw | None,
-        train_dataset: object,
-        gets_adapter: bool,
-    ) -> None:
+        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: Instruments | None, kl_law: KLLaw | None,
+        train_dataset: object, gets_adapter: bool,
+    ) -> None:  # fmt: skip
         show_lines()
         hide_lines()
         self._args = args
@@ -569,8 +564,8 @@ class Components:
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
         # an account of the spending may be damaged
-        by_groups = self.pipeline.max_staleness, self.pipeline.refill_groups
-        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, *by_groups))
+        staleness, refill = self.pipeline.max_staleness, self.pipeline.refill_groups
+        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, staleness, refill))
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
         if self._args.record:

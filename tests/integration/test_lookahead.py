@@ -1,7 +1,6 @@
 """Rollouts ahead of the step that trains on them: how old they are, which prompts come when, and what is logged."""
 
 import asyncio
-import datetime
 import json
 import re
 import threading
@@ -11,13 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 from support.keyed import keyed_rows
 from support.loopback import VERDICT, Services, action, build_reward
 from support.scripted import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from salesrl_trl.checkpoint.keeper import why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import ConfigError, RunStopped
@@ -576,12 +573,6 @@ def test_a_step_that_is_told_to_stop_generates_none_in_place_of_equal_groups(tra
     with pytest.raises(RunStopped):
         trained(Stopped, **{**REFILL, "refill_groups": 1})
     assert [launch["step"] for launch in own[0].launches] == [0, 0, 1, 1, 2]
-
-
-def test_rows_that_a_checkpoint_cannot_hold_leave_groups_in_order():
-    day = datetime.date(2026, 11, 27)
-    assert why_not_kept(Dataset.from_list([{"prompt": "a", "parts": [{"n": 1, "x": b"y"}], "none": None}])) is None
-    assert "dates" in why_not_kept(Dataset.from_list([{"prompt": "a", "day": day}]))
 
 
 @pytest.mark.parametrize("keeps", [True, False])

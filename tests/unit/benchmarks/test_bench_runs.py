@@ -131,6 +131,13 @@ def test_the_bench_of_memory_estimates_what_it_trains(tmp_path, capsys, one_thre
         assert "measures nothing" in capsys.readouterr().err
 
 
+def test_the_bench_of_adapters_computes_the_same_with_casts_and_without(tmp_path, one_thread):
+    out = tmp_path / "figures.json"
+    importlib.import_module("benchmarks.adapters").main(["--shape", "tiny", "--tokens", "24", "--json", str(out)])
+    figures = json.loads(out.read_text())
+    assert figures["equal"] and min(figures["medians"].values()) > 0
+
+
 def test_the_attention_of_other_trainers_arms_keeps_rows_apart(one_thread):
     from benchmarks.peers import packed_attention  # noqa: F401  makes `packed` known to transformers
 
