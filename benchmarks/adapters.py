@@ -5,7 +5,9 @@
 - `frozen` is the base alone, whose first layer's input needs a gradient. `casts` is LoRA on all linear layers as PEFT
   computes it. `spared` is as this package trains it (`salesrl_trl.update.weights.spare_casts`).
 - Random weights in bfloat16, adapters in float32, autocast, gradient checkpointing, one row of `--tokens` tokens. The
-  arms take turns. Loss and gradients of `casts` and `spared` must be equal to the bit.
+  arms take turns.
+- Loss and gradients of `casts` and `spared` must be equal to the bit. Both are compared with PyTorch's deterministic
+  kernels: attention's backward pass on a GPU differs from itself without them.
 - `--profile` prints the operations of `spared` that take longest.
 """
 
@@ -62,9 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         with model.disable_adapter():
             step()
 
+    torch.use_deterministic_algorithms(True)
     expected = step()
     spare_casts(model, where.type)
     are_equal = all(map(torch.equal, expected, step()))
+    torch.use_deterministic_algorithms(False)
     seconds: dict[str, list[float]] = {"frozen": [], "casts": [], "spared": []}
     for _ in range(ROUNDS):
         as_peft_does()

@@ -54,6 +54,7 @@ def measure(folder: Path, tokens: int, args: Any) -> dict[str, Any]:
             vllm_mode="colocate", vllm_gpu_memory_utilization=0.35, gradient_checkpointing=on_gpu,
             vllm_max_model_length=tokens + TEMPLATE + args.tokens, shuffle_dataset=False, dataloader_pin_memory=False,
             lr_scheduler_type="constant", generation_kwargs=kwargs,
+            vllm_engine_kwargs={"enforce_eager": False} if args.compiled else None,
         ),
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype(where))
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--prompt_tokens", type=int, default=1024 if on_gpu else 40)
     made.add_argument("--tokens", type=int, default=256 if on_gpu else 24, help="of a completion")
     made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--compiled", action="store_true", help="vLLM compiles the model, and not CUDA graphs alone")
     made.add_argument("--detokenize", action="store_true", help="vLLM makes texts, as for stock TRL")
     made.add_argument("--model", type=Path, help="folder of weights made before, or where they are to be kept")
     made.add_argument("--profile", type=Path, help="add a profile of the last step's `LLM.generate` to this file")

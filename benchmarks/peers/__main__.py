@@ -58,11 +58,23 @@ def make_weights(shape: str, folder: Path, prompt_tokens: int) -> None:
 
     if not (folder / "config.json").is_file():
         save_model(shape, folder, device())
+        name_all_tokens(folder)
     draw, tokenizer, texts = random.Random(0), packaged_tokenizer(), []
     for _ in range(TEXTS):
         ids = tokenizer(" ".join(draw.choices(WORDS, k=prompt_tokens)))["input_ids"]
         texts.append(tokenizer.decode(ids[:prompt_tokens], skip_special_tokens=True))
     (folder / "texts.json").write_text(json.dumps(texts))
+
+
+def name_all_tokens(folder: Path) -> None:
+    """Give each row of the model's head a token. verl samples from those of the tokenizer alone, and takes log-probs
+    over all rows. No text has the new ones."""
+    path, rows = folder / "tokenizer.json", json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer = json.loads(path.read_text())
+    named = tokenizer["model"]["vocab"]
+    known = {*named.values(), *(each["id"] for each in tokenizer["added_tokens"])}
+    named |= {f"token{row}": row for row in range(rows) if row not in known}
+    path.write_text(json.dumps(tokenizer))
 
 
 def environment_of(arm: str, sites: dict[str, str], gpus: str | None) -> dict[str, str]:

@@ -7,6 +7,7 @@ inside an update, so the gradient is the sum that TRL accumulates.
 
 import contextlib
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogPr
 MicroBatch = Mapping[str, Any]
 FILLING = 30_000_000_000_000
 """Tokens times weights of a pass that fills a large GPU: 4,000 tokens with 7B, 60,000 with 0.5B. Larger ones were at
-most an eighth faster on an H200 (`benchmarks.passes`)."""
+most an eighth faster on an H200 (`benchmarks.passes`), as much with two and four times the tokens."""
 
 
 def unasked_tokens(weights: int, padded: int, *, is_light: bool) -> int:
     """Tokens of a pass where the settings name none: as many as fill a GPU, and no more than TRL's own pass for one
     micro-batch, `padded`. `is_light`: a token takes little memory (16 bits on a GPU, with gradient checkpointing).
-    Then a pass may have `MOST_TOKENS` even where TRL's has fewer; with 0.5B that is about a GiB."""
-    return min(FILLING // max(weights, 1), max(padded, MOST_TOKENS if is_light else 0))
+    Then a pass may have four times as many as fill a GPU, where TRL's has. It may have `MOST_TOKENS` that fill one
+    where TRL's has fewer; with 0.5B that is about a GiB."""
+    filling = FILLING // max(weights, 1)
+    return max(min(filling, MOST_TOKENS), min(4 * filling, padded)) if is_light else min(filling, padded)
 
 
 class _Joined(torch.autograd.Function):
@@ -134,7 +137,7 @@ class Ahead:
         return first_logps, first_entropies, None
 
     def _together(self, groups: Sequence[Group], batch: Columns) -> int:
-        """How many of the micro-batches fit into one pass."""
+        """How many of the micro-batches go into one pass: as few passes as they fit into, of about the same size."""
         count = len(self._batches)
         size = len(batch.ids) // count
         most = self._unasked(size * batch.ids.size(1)) if self._most is None else self._most
@@ -143,7 +146,7 @@ class Ahead:
             for number in range(count, 1, -1)
             if sum(group.below(number * size).tokens for group in groups) <= most
         )
-        return next(fitting, 1)
+        return math.ceil(count / math.ceil(count / next(fitting, 1)))
 
 
 def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

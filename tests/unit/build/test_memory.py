@@ -230,13 +230,14 @@ SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_t
     ("given", "tokens", "scored"),
     [
         ({"group": None}, 8 * 1280, 0),
-        ({}, 1024 + 8 * 256, 16_384),  # two of them are more than fill a GPU
+        ({}, 8 * 1280, 16_384),  # as TRL's own
+        ({"parameters": 10**11}, 1024 + 8 * 256, 16_384),  # two of them are far more than fill a GPU
         ({"parameters": 10**8, "checkpointing": False}, 8 * 1280, 16_384),  # no more than TRL's own
         ({"parameters": 10**8}, 16_384, 16_384),  # where a token takes little memory
         ({"parameters": 10**8, "weight_bytes": 4, "autocast": False}, 8 * 1280, 16_384),
         ({"pass_tokens": 1}, 1024 + 8 * 256, 1024 + 8 * 256),
         ({"pass_tokens": 10**6, "sharding": Sharding.ZERO3}, 1024 + 8 * 256, 8 * (1024 + 8 * 256)),
-        ({"has_reference": False}, 1024 + 8 * 256, 0),
+        ({"has_reference": False}, 8 * 1280, 0),
     ],
 )
 def test_a_pass_has_as_many_tokens_as_its_settings_say(seven, given, tokens, scored):

@@ -10,7 +10,7 @@ from peft import LilyConfig, LoraConfig, get_peft_model
 from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, shared, trls_own
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from salesrl_trl.shared_prompts.ahead import Ahead
+from salesrl_trl.shared_prompts.ahead import Ahead, unasked_tokens
 from salesrl_trl.shared_prompts.shared_passes import Columns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -332,6 +332,35 @@ def test_micro_batches_that_share_a_pass_keep_their_losses_and_the_gradient_is_t
     wanted, wanted_grads = accumulated(lambda _, batch: trls_own(model, *batch, **given))
     assert apart(losses, wanted) < TOLERANCE
     assert apart(grads, wanted_grads) < TOLERANCE
+
+
+def test_the_passes_of_an_update_are_of_one_size():
+    model = small("qwen2", **SMALL)
+    prompts, (ids, mask) = shared(model), padded_batch()
+    prompts.log_probs(trls_own, model, ids, mask, WIDTH)  # the comparison
+    batches, sizes = [split(ids[[0, 3]], mask[[0, 3]]) for _ in range(4)], []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: sizes.append(given[0].numel()))
+    ahead = Ahead(prompts, 55, 1)  # three of the four fit
+    for place in range(4):
+        ahead.begin(batches[place:], 4, is_last=place == 3)
+        ahead.log_probs(trls_own, model, *Columns.of(batches[place : place + 1]), compute_entropy=True)
+    assert sizes == [39, 39]
+
+
+@pytest.mark.parametrize(
+    ("weights", "padded", "is_light", "tokens"),
+    [
+        (7.6e9, 10_328, True, 10_328),  # as TRL's own pass
+        (7.6e9, 3_072, True, 3_947),  # as fill a GPU
+        (7.6e9, 26_712, True, 15_788),  # four times as many
+        (7.6e9, 10_328, False, 3_947),
+        (0.5e9, 3_072, True, 16_384),
+        (0.5e9, 3_072, False, 3_072),
+        (0.5e9, 26_712, True, 26_712),
+    ],
+)
+def test_a_pass_is_as_large_as_fills_a_gpu_and_where_tokens_are_light_as_trls_own(weights, padded, is_light, tokens):
+    assert unasked_tokens(int(weights), padded, is_light=is_light) == tokens
 
 
 def test_one_token_is_one_micro_batch_a_pass_even_where_nothing_is_there_to_predict():
