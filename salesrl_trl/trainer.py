@@ -85,17 +85,11 @@ class SalesGRPOTrainer(TRLAccess):
     is_extended = False
 
     def __init__(
-        self,
-        model: str | PreTrainedModel,
-        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: GRPOConfig | None = None,
-        *more: object,
-        instruments: Instruments | None = None,
-        quick_eval: QuickEvalSettings | None = None,
-        kl_law: KLLaw | None = None,
-        sampler: Callable[[Upstream], Sampler] | None = None,
-        **kwargs: object,
-    ) -> None:
+        self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
+        quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
+        sampler: Callable[[Upstream], Sampler] | None = None, **kwargs: object,
+    ) -> None:  # fmt: skip
         """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
             check_stock(reward_funcs, instruments, quick_eval, kl_law, sampler)

@@ -68,14 +68,9 @@ def _documents(config: RewardConfig) -> Path | None:
 
 @contextlib.contextmanager
 def open_reward(
-    config: RewardConfig,
-    training: "SalesGRPOConfig",
-    rows: Sequence[SalesRow],
-    parts: RewardParts | None = None,
-    services: EmbeddedServices | None = None,
-    *,
-    records: bool = False,
-) -> Iterator[Scorer]:
+    config: RewardConfig, training: "SalesGRPOConfig", rows: Sequence[SalesRow], parts: RewardParts | None = None,
+    services: EmbeddedServices | None = None, *, records: bool = False,
+) -> Iterator[Scorer]:  # fmt: skip
     """Check the settings, start the embedded services where no address is configured, and build the reward chain.
 
     The services stop on exit. `SalesGRPOTrainer.finish` closes the connections of the chain.
@@ -213,18 +208,10 @@ def placed(chain: JudgeReward, in_a_process: bool | None, on_cpu: bool) -> Judge
 
 
 def build_reward(
-    config: RewardConfig,
-    parts: RewardParts,
-    rows: Sequence[SalesRow],
-    rag_base_url: str,
-    judge_base_url: str,
-    *,
-    output_dir: Path | None,
-    processes: int = 1,
-    process_index: int = 0,
-    records: bool = False,
+    config: RewardConfig, parts: RewardParts, rows: Sequence[SalesRow], rag_base_url: str, judge_base_url: str, *,
+    output_dir: Path | None, processes: int = 1, process_index: int = 0, records: bool = False,
     keeps_references: bool = True,
-) -> JudgeReward:
+) -> JudgeReward:  # fmt: skip
     """Build the packaged reward: the chain, or with `judge` in `reward_funcs` the judge alone, which needs no rows.
 
     `output_dir`: folder of the run's own cache of answers; nothing is kept or counted without one.
@@ -444,15 +431,9 @@ class ServiceClients:
         return JudgeClient(clients, rubrics, aggregation=config.judge_aggregation, **times)
 
     def _transport(
-        self,
-        service: str,
-        max_concurrency: int,
-        timeout_s: float,
-        max_attempts: int,
-        price: Price = FREE,
-        tokens_per_minute: float | None = None,
-        patience_s: float | None = None,
-    ) -> Transport:
+        self, service: str, max_concurrency: int, timeout_s: float, max_attempts: int, price: Price = FREE,
+        tokens_per_minute: float | None = None, patience_s: float | None = None,
+    ) -> Transport:  # fmt: skip
         return Transport(
             service,
             max_concurrency=max(max_concurrency // self.processes, 1),

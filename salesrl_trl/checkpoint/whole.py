@@ -130,12 +130,9 @@ def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
 
 
 def find(
-    asked: str | os.PathLike[str] | bool | None,
-    output_dir: str,
-    *,
-    with_digests: bool = True,
+    asked: str | os.PathLike[str] | bool | None, output_dir: str, *, with_digests: bool = True,
     without_manifest: bool = False,
-) -> Path | None:
+) -> Path | None:  # fmt: skip
     """The checkpoint to go on from; `None` for a run from the start. `asked`: a folder, `True` for the newest whole
     one of `output_dir`, or `"auto"` for the same, which may find none. `without_manifest` allows a named folder
     without a manifest. Raises `ConfigError` if there is no such checkpoint, or it is not whole."""

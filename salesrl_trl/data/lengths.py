@@ -94,14 +94,9 @@ def token_counter(
 
 
 def fit_prompts(
-    rows: Sequence[SalesRow],
-    prompt: str | PromptTemplate | None,
-    count: Count,
-    limit: LengthLimit | None,
-    rule: str,
-    name: str,
-    picture_tokens: Callable[[SalesRow], int] | None = None,
-) -> FittingPrompts:
+    rows: Sequence[SalesRow], prompt: str | PromptTemplate | None, count: Count, limit: LengthLimit | None, rule: str,
+    name: str, picture_tokens: Callable[[SalesRow], int] | None = None,
+) -> FittingPrompts:  # fmt: skip
     """The rows whose prompts fit. Messages name a row by its place, and the rows by `name`, such as `"training"`.
     `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`. `picture_tokens`
     (from `picture_counter`) gives the tokens of a row's pictures, which are added to those of its text. Raises

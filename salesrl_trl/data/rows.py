@@ -35,14 +35,9 @@ def check_columns(columns: Iterable[str], source: str, branches: Sequence[str] =
 
 
 def parse_row(
-    record: Mapping[str, object],
-    position: int,
-    branches: Sequence[str],
-    source: str,
-    line: int | None = None,
-    folder: Path | None = None,
-    row_name: str = "row",
-) -> SalesRow:
+    record: Mapping[str, object], position: int, branches: Sequence[str], source: str, line: int | None = None,
+    folder: Path | None = None, row_name: str = "row",
+) -> SalesRow:  # fmt: skip
     """One record as a `SalesRow`. Its `position` in the source, counted from 0, makes the id of a row that has none.
     Without `branches` any branch is taken. Relative paths of pictures start in `folder`, or in the working directory.
     Raises `DataError` if a value is not as expected. The message has the row's place, and never its text."""

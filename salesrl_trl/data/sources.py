@@ -26,13 +26,9 @@ PLAIN = Form()
 
 
 def load_rows(
-    source: str,
-    split: str,
-    branches: Sequence[str] = (),
-    limit: int | None = None,
-    form: Form = PLAIN,
+    source: str, split: str, branches: Sequence[str] = (), limit: int | None = None, form: Form = PLAIN,
     part: Part = Part.ALL,
-) -> list[SalesRow]:
+) -> list[SalesRow]:  # fmt: skip
     """Load and check rows.
 
     Args:
@@ -87,11 +83,7 @@ def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate | None,
 
 
 def prompt_dataset(
-    prompts: Sequence[Prompt],
-    rows_of: Sequence[SalesRow],
-    first_index: int = 0,
-    *,
-    for_functions: bool = False,
+    prompts: Sequence[Prompt], rows_of: Sequence[SalesRow], first_index: int = 0, *, for_functions: bool = False
 ) -> Dataset:
     """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some. With
     `for_functions` it has what reward functions of a user's own may ask for: `conversation` (a list of messages),

@@ -60,13 +60,9 @@ def findings_of_all(
 
 
 def answers_of(
-    plan: Plan,
-    adapter: Path | None,
-    reward_loop: RewardLoop,
-    instruments: Instruments,
-    wanted: Sequence[Mode],
+    plan: Plan, adapter: Path | None, reward_loop: RewardLoop, instruments: Instruments, wanted: Sequence[Mode],
     label: str,
-) -> list[list[Scored]]:
+) -> list[list[Scored]]:  # fmt: skip
     """A policy's answers to the plan's held-out rows, by mode; those of a row are neighbours."""
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:

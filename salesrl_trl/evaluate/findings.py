@@ -124,15 +124,9 @@ class EvaluationFindings:
 
 
 def findings_of(
-    policies: Sequence[str],
-    rows: Sequence[SalesRow],
-    branches: Sequence[str],
-    modes: Sequence[Mode],
-    answers: Sequence[Sequence[Sequence[Scored]]],
-    *,
-    seed: int,
-    least: float,
-) -> EvaluationFindings:
+    policies: Sequence[str], rows: Sequence[SalesRow], branches: Sequence[str], modes: Sequence[Mode],
+    answers: Sequence[Sequence[Sequence[Scored]]], *, seed: int, least: float,
+) -> EvaluationFindings:  # fmt: skip
     """The figures of an evaluation of one or two `policies`, from the answers of each in each of the `modes` to all
     `rows`. A mean or a difference counts if the share `least` of its rows has a value."""
     places = {ALL: list(range(len(rows)))}

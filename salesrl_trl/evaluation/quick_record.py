@@ -98,13 +98,9 @@ class QuickEvaluation:
 
 
 def evaluation_of(
-    answers: Sequence[Answered],
-    branches: Sequence[str],
-    betas: Mapping[str, float],
-    step: int,
-    seconds: float,
+    answers: Sequence[Answered], branches: Sequence[str], betas: Mapping[str, float], step: int, seconds: float,
     figures: Sequence[Figure] = (),
-) -> QuickEvaluation:
+) -> QuickEvaluation:  # fmt: skip
     """The evaluation after `step` optimizer steps, from its answers. `figures` come beside the package's own."""
     by_branch = {}
     for branch in branches:

@@ -79,14 +79,9 @@ def _json(value: object) -> str:
 
 
 def batches(
-    rows: Sequence[SalesRow],
-    drafts: Mapping[str, list[Fields]],
-    *,
-    mix: Sequence[str],
-    prompts: int,
-    generations: int,
-    seed: int,
-) -> Iterator[list[Completion]]:
+    rows: Sequence[SalesRow], drafts: Mapping[str, list[Fields]], *, mix: Sequence[str], prompts: int,
+    generations: int, seed: int,
+) -> Iterator[list[Completion]]:  # fmt: skip
     """Batches without end, the same for the same seed: `generations` completions, one after the other, for each of
     `prompts` rows. Used rows come again in a new order. `mix` has each variant as often as its share is. `drafts` has
     valid actions by row id."""

@@ -86,14 +86,9 @@ def prepare_simulation(argv: Sequence[str]) -> Callable[[], int]:
 
 
 def run(
-    simulation: argparse.Namespace,
-    config: RewardConfig,
-    parts: RewardParts,
-    rows: Sequence[SalesRow],
-    planned: Iterable[list[Completion]],
-    title: str,
-    least: float,
-) -> int:
+    simulation: argparse.Namespace, config: RewardConfig, parts: RewardParts, rows: Sequence[SalesRow],
+    planned: Iterable[list[Completion]], title: str, least: float,
+) -> int:  # fmt: skip
     """Simulate, print, and return the exit code. Training would skip a step with fewer rewards than `least`."""
     show = functools.partial(print, file=sys.stderr if simulation.json else sys.stdout, flush=True)
     show(title)

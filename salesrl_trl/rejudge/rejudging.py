@@ -83,12 +83,9 @@ def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float], packa
 
 
 def write(
-    run: Path,
-    output: Path,
-    completions: Sequence[Recorded],
-    judged: Sequence[tuple[Reward, CompletionRecord]],
+    run: Path, output: Path, completions: Sequence[Recorded], judged: Sequence[tuple[Reward, CompletionRecord]],
     advantages: Sequence[float | None],
-) -> None:
+) -> None:  # fmt: skip
     """A copy of the record, with these rewards, verdicts and advantages in place of the recorded ones."""
     for number, path in enumerate(record_files(run)):
         copy = record_file(output, rank_of(path) or 0)

@@ -77,13 +77,9 @@ class RewardFunction(Scorer):
     """
 
     def __init__(
-        self,
-        function: Function,
-        per: Per = Per.BATCH,
-        *,
-        deadline_s: float = DEADLINE_S,
+        self, function: Function, per: Per = Per.BATCH, *, deadline_s: float = DEADLINE_S,
         transport: Transport | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(deadline_s)
         self._function = function
         self._per = per
@@ -311,12 +307,9 @@ class VerlFunction:
         self.__name__: str = function.__name__
 
     def __call__(
-        self,
-        completion: Any,
-        reward_model: Mapping[str, Any],
-        data_source: str = "",
+        self, completion: Any, reward_model: Mapping[str, Any], data_source: str = "",
         extra_info: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         arguments = {"ground_truth": reward_model["ground_truth"], "extra_info": dict(extra_info or {})}
         text = completion_text(completion)
         returned = self._function(data_source=data_source, solution_str=text, **arguments)

@@ -27,14 +27,9 @@ class RagAnswers:
     """
 
     def __init__(
-        self,
-        backend: RagBackend,
-        score_threshold: float,
-        top_k: int,
-        action_format: ActionFormat,
-        answers: AnswerStore,
-        references: AnswerStore,
-    ) -> None:
+        self, backend: RagBackend, score_threshold: float, top_k: int, action_format: ActionFormat,
+        answers: AnswerStore, references: AnswerStore,
+    ) -> None:  # fmt: skip
         self.backend = backend
         self.answer_cache = Cache(answers, answer_to_json, answer_from_json)
         self.reference_cache = Cache(references, answer_to_json, answer_from_json)

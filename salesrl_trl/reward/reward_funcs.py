@@ -36,14 +36,9 @@ class RewardFuncs:
 
     @classmethod
     def of(
-        cls,
-        reward_funcs: RewardFunc | Sequence[RewardFunc] | None,
-        weights: Sequence[float] | None,
-        in_a_process: bool | None,
-        *,
-        has_more: bool = False,
-        records: bool = False,
-    ) -> "RewardFuncs":
+        cls, reward_funcs: RewardFunc | Sequence[RewardFunc] | None, weights: Sequence[float] | None,
+        in_a_process: bool | None, *, has_more: bool = False, records: bool = False,
+    ) -> "RewardFuncs":  # fmt: skip
         """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `in_a_process` is the
         setting `reward_process`. With `has_more` an environment has a reward beside them. `records`: of `Scorer`."""
         every: list[object] = [] if reward_funcs is None else [reward_funcs]

@@ -85,12 +85,9 @@ class RewardLoop:
         self._loops.post(batch.start, place, completion, token_ids, row, failed)
 
     def start_all(
-        self,
-        batch: RewardBatch,
-        completions: Sequence[Completion],
-        token_ids: Sequence[Sequence[int]] = (),
+        self, batch: RewardBatch, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
         rows: Sequence[Example] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin to score all completions that have not been started with the same text. Does not wait."""
         self._loops.post(batch.start_all, completions, token_ids, rows)
 

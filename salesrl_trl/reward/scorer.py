@@ -155,15 +155,9 @@ class Scorer(ABC):
         return name
 
     def batch(
-        self,
-        rows: Sequence[Example],
-        group: int = 1,
-        *,
-        number: int = 0,
-        lane: int = 0,
-        origin: Origin | None = None,
+        self, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0, origin: Origin | None = None,
         watched: WatchedLoop | None = None,
-    ) -> RewardBatch:
+    ) -> RewardBatch:  # fmt: skip
         """A batch of completions to these rows, none of which is started yet. `watched`: where `score` runs."""
         return RewardBatch(
             rows,
@@ -180,12 +174,9 @@ class Scorer(ABC):
         )
 
     async def score_all(
-        self,
-        rows: Sequence[Example],
-        completions: Sequence[Completion],
-        token_ids: Sequence[Sequence[int]] = (),
+        self, rows: Sequence[Example], completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
         group: int = 1,
-    ) -> BatchResult:
+    ) -> BatchResult:  # fmt: skip
         """The rewards of completions to these rows, on the running event loop."""
         batch = self.batch(rows, group)
         batch.start_all(completions, token_ids)
@@ -193,13 +184,9 @@ class Scorer(ABC):
         return batch.result(await self.drain())
 
     async def __call__(
-        self,
-        *,
-        prompts: Sequence[object],
-        completions: Sequence[Completion],
-        completion_ids: Sequence[Sequence[int]] = (),
-        **columns: Any,
-    ) -> list[float | None]:
+        self, *, prompts: Sequence[object], completions: Sequence[Completion],
+        completion_ids: Sequence[Sequence[int]] = (), **columns: Any,
+    ) -> list[float | None]:  # fmt: skip
         """Score a batch, as TRL's own `GRPOTrainer` asks for it. Neighbours with equal prompts are a group."""
         log_extra, log_metric = columns.pop("log_extra", None), columns.pop("log_metric", None)
         of_trl = {name: columns.pop(name) for name in TRL_ARGUMENTS if name in columns}

@@ -132,10 +132,7 @@ class Scoring:
     def score_invalid(self, action: InvalidAction) -> Reward:
         """The reward of a completion that is no action: the policy's own fault, so a real, low number."""
         return Reward(
-            outcome=Outcome.INVALID_ACTION,
-            value=self.invalid_action,
-            reason=action.reason,
-            components={"format": 0.0},
+            outcome=Outcome.INVALID_ACTION, value=self.invalid_action, reason=action.reason, components={"format": 0.0}
         )
 
     def _components(

@@ -75,14 +75,9 @@ class StepLine(TrainerCallback):
 
 
 def step_line(
-    step: int,
-    max_steps: int,
-    logs: Logs,
-    branches: Sequence[str],
-    failures: Mapping[str, int],
-    seconds: float,
+    step: int, max_steps: int, logs: Logs, branches: Sequence[str], failures: Mapping[str, int], seconds: float,
     are_actions: bool = True,
-) -> str:
+) -> str:  # fmt: skip
     """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
     waited 0.26 s for rewards`."""
     bad = (Outcome.INVALID_ACTION,) if are_actions else (Outcome.JUDGE_INVALID, Outcome.INFRA)

@@ -65,13 +65,9 @@ class Ledger:
         self.add(mode, BOUNDED, bounded, count)
 
     def record_kl(
-        self,
-        mode: str,
-        totals: Sequence[Sequence[float]],
-        betas: Sequence[float],
-        shares: Sequence[float],
+        self, mode: str, totals: Sequence[Sequence[float]], betas: Sequence[float], shares: Sequence[float],
         control: KLControl,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add one optimizer step's KL. `totals` are over all ranks, by branch id, then by `kl.penalty.SUMS`. `betas`
         are the coefficients in the loss of this step, and `shares` say by how much the branches' rewards counted in
         it, both by branch id. `control` has the bands, and the shares of steps in them."""

@@ -19,13 +19,9 @@ class StepSnapshot:
     `position`: micro-steps, and the slices of the generation batch under way, as TRL counts and keeps them."""
 
     def __init__(
-        self,
-        state: TrainerState,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        kl: BranchedKL | None,
+        self, state: TrainerState, optimizer: torch.optim.Optimizer, scheduler: Any, kl: BranchedKL | None,
         position: tuple[int, list[Any] | None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.step: int = state.global_step
         self._owners = (state, optimizer, scheduler, kl)
         self._position = position

@@ -107,14 +107,9 @@ def _upward(values: Iterable[float], *, from_zero: bool) -> _Scale:
 
 
 def line_chart(
-    description: str,
-    y_label: str,
-    lines: Sequence[Line],
-    *,
-    from_zero: bool = False,
-    band: tuple[float, float] | None = None,
-    starts: Sequence[int] = (),
-) -> Chart:
+    description: str, y_label: str, lines: Sequence[Line], *, from_zero: bool = False,
+    band: tuple[float, float] | None = None, starts: Sequence[int] = (),
+) -> Chart:  # fmt: skip
     """Figures over the steps, each with a running mean in a long run, over the range `band`. `starts` are marked."""
     lines = [line for line in lines if line.series]
     steps = sorted({step for line in lines for step in line.series})
@@ -160,14 +155,9 @@ def line_chart(
 
 
 def stacked_chart(
-    description: str,
-    y_label: str,
-    steps: Sequence[int],
-    layers: Mapping[str, Series],
-    *,
-    summed: bool = False,
+    description: str, y_label: str, steps: Sequence[int], layers: Mapping[str, Series], *, summed: bool = False,
     grey: str = "",
-) -> Chart:
+) -> Chart:  # fmt: skip
     """Stacked bars over bins of `steps`: sums of counts (`summed`), else means. The smallest of many layers, and the
     one named `grey`, are one grey layer at the top."""
     largest = sorted(layers, key=lambda name: -sum(layers[name].values()))[:MOST_LAYERS]

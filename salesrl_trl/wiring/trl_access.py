@@ -202,14 +202,9 @@ class TRLAccess(GRPOTrainer):
         return self.vllm_generation.turns if self.use_vllm else AskedTurns()
 
     def _begin(
-        self,
-        batch: Conversations[T],
-        ids: list[list[int]],
-        images: Any,
-        fields: Any,
-        ahead: bool,
+        self, batch: Conversations[T], ids: list[list[int]], images: Any, fields: Any, ahead: bool,
         sample: Callable[[Sequence[T]], Sampled],
-    ) -> Handle:
+    ) -> Handle:  # fmt: skip
         group = self.num_generations if self.model.training else self.num_generations_eval
         with batch.wanted():
             if self.use_vllm:

@@ -243,12 +243,9 @@ def _why_no_flash(name: str, device: torch.device, in_16_bits: bool, has_model: 
 
 
 def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase,
-    generation: GenerationConfig,
-    model: PretrainedConfig,
-    template_kwargs: dict[str, object],
-    findings: Findings,
-) -> None:
+    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, model: PretrainedConfig,
+    template_kwargs: dict[str, object], findings: Findings,
+) -> None:  # fmt: skip
     """Check the tokens that end a completion, the template's generation prompt, the model's sampling flags and its
     number of embeddings. Raises `ConfigError` if the tokenizer lacks an end token of the model."""
     listed = generation.eos_token_id

@@ -77,9 +77,7 @@ def read_reward(
     )
     if SEARCH in config.tools:
         search = Search(
-            top_k=config.rag_top_k,
-            score_threshold=config.rag_score_threshold,
-            deadline_s=config.reward_deadline_s,
+            top_k=config.rag_top_k, score_threshold=config.rag_score_threshold, deadline_s=config.reward_deadline_s
         )
     for path in config.tools:
         with refused:

@@ -245,16 +245,9 @@ class Setup:
 
 
 def setup_of(
-    training: SalesGRPOConfig,
-    model: ModelConfig,
-    shape: ModelShape,
-    prompt_tokens: int,
-    *,
-    dtype: str | None,
-    optim: str | None = None,
-    sharding: Sharding | None = None,
-    processes: int | None = None,
-) -> Setup:
+    training: SalesGRPOConfig, model: ModelConfig, shape: ModelShape, prompt_tokens: int, *, dtype: str | None,
+    optim: str | None = None, sharding: Sharding | None = None, processes: int | None = None,
+) -> Setup:  # fmt: skip
     """The setup of a run. TRL pads a generation batch to its longest prompt, of `prompt_tokens`, and completion.
 
     `dtype`: number format of the weights in training; `None` or `"auto"` for the checkpoint's. DeepSpeed has 16-bit

@@ -79,14 +79,9 @@ class JudgeClient(Judge):
     """
 
     def __init__(
-        self,
-        providers: Sequence[JudgeProvider],
-        rubrics: Mapping[str, str],
-        *,
-        repeats: int = 1,
-        aggregation: str = "mean",
-        orders: int = 0,
-    ) -> None:
+        self, providers: Sequence[JudgeProvider], rubrics: Mapping[str, str], *, repeats: int = 1,
+        aggregation: str = "mean", orders: int = 0,
+    ) -> None:  # fmt: skip
         self.orders = orders
         self.providers = {provider.name: ProviderClient(provider) for provider in providers}
         """By name, in fallback order."""

@@ -262,8 +262,7 @@ def _text_of(completion: object) -> str:
     if end in CUT_OFF:
         where = "in" if message.content else "before"
         raise JudgeInvalid(
-            f"`max_completion_tokens` was used up {where} the verdict. Raise it in `judge_providers`.",
-            "judge_cut_off",
+            f"`max_completion_tokens` was used up {where} the verdict. Raise it in `judge_providers`.", "judge_cut_off"
         )
     if message.refusal or end in WITHHELD:
         refused = f"finish_reason {end}" if end in WITHHELD else "a refusal"

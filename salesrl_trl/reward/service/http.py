@@ -135,8 +135,7 @@ class HttpClient:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: the client's message may hold a header or a part of the body
             raise ServiceUnavailable(
-                f"{self.service} {_what_broke(error)} ({type(error).__name__})",
-                code=f"{self.service}_unavailable",
+                f"{self.service} {_what_broke(error)} ({type(error).__name__})", code=f"{self.service}_unavailable"
             ) from None
         except (aiohttp.ClientError, ValueError) as error:
             raise ForeignReply(
