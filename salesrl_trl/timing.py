@@ -25,16 +25,12 @@ PHASES_TRACK = "phases"
 class Span:
     """Something that began and ended: `Span(name="judge", started=12.0, ended=15.2, track="reward 3")`."""
 
-    name: str
-    """Name of the timed work."""
-    started: float
-    """Seconds on `time.perf_counter`'s scale."""
-    ended: float
-    """The same scale; not before `started`."""
+    name: str  # name of the timed work
+    started: float  # seconds on `time.perf_counter`'s scale
+    ended: float  # the same scale; not before `started`
     track: str = PHASES_TRACK
     """The row of the trace on which it is drawn. Spans of one track follow or enclose each other."""
-    failed: bool = False
-    """Whether an exception ended it, or it was cut off."""
+    failed: bool = False  # whether an exception ended it, or it was cut off
 
     @property
     def seconds(self) -> float:

@@ -17,10 +17,8 @@ import yaml
 
 from salesrl_trl.data.files import read_yaml
 
-GONE = "gone"
-"""The part of the table with the settings of earlier versions."""
-Given = Mapping[str, Any]
-"""Values by the keys of the table."""
+GONE = "gone"  # the part of the table with the settings of earlier versions
+Given = Mapping[str, Any]  # values by the keys of the table
 UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
 
 

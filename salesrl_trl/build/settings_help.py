@@ -45,12 +45,10 @@ class Setting(NamedTuple):
 
     name: str
     group: str
-    section: str
-    """The heading above it in its group; empty without one."""
+    section: str  # the heading above it in its group; empty without one
     text: str
     default: str
-    expected: str
-    """The values that it may have; empty where nothing but the text says so."""
+    expected: str  # the values that it may have; empty where nothing but the text says so
 
     @property
     def first(self) -> str:

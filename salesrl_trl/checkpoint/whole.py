@@ -22,23 +22,20 @@ from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE, 
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
-"""Go on from the newest whole checkpoint, or from the start if there is none."""
+AUTO = "auto"  # go on from the newest whole checkpoint, or from the start if there is none
 STATE_FILE = "trainer_state.json"  # transformers' file with the counts of steps
 READ_IF_THERE = (
     "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE, METER_STATE_FILE,
 )  # fmt: skip
 """Files that a run which goes on would read: transformers loads a model's weights in place of the adapter that the
 checkpoint holds, for example. Other foreign files do no harm."""
-_PIECE = 64 * 2**20
-"""Bytes that are read and digested at a time."""
+_PIECE = 64 * 2**20  # bytes that are read and digested at a time
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    number: int
-    """Orders the checkpoints of all runs of a folder, whatever the clock showed."""
+    number: int  # orders the checkpoints of all runs of a folder, whatever the clock showed
     processes: int
     files: Mapping[str, tuple[int, str]]  # bytes and digest of each file, by its name
     has_optimizer: bool  # whether it holds more than the model, so that a run can go on from it

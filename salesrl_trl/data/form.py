@@ -47,17 +47,13 @@ class Form:
 class Records:
     """The records of a source in this package's columns, before they are checked."""
 
-    name: str
-    """Of the source, in messages."""
+    name: str  # of the source, in messages
     records: list[Record]
     places: list[tuple[int, int | None]]
     """Position in the source, counted from 0, and line, counted from 1, of each record."""
-    total: int
-    """Records of the source, those that were left out or belong to another part included."""
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """Records that make no rows, by reason."""
-    folder: Path | None = None
-    """Where relative paths of pictures start. `None`: the working directory."""
+    total: int  # records of the source, those that were left out or belong to another part included
+    left_out: Mapping[str, int] = field(default_factory=dict)  # records that make no rows, by reason
+    folder: Path | None = None  # where relative paths of pictures start. `None`: the working directory.
     row_name: str = "row"  # begins the id of a row without one
 
     @property

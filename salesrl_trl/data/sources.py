@@ -21,8 +21,7 @@ from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.types import Prompt, SalesRow
 
 PACKAGED = (files.DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
-PLAIN = Form()
-"""Rows in this package's columns, all of them."""
+PLAIN = Form()  # rows in this package's columns, all of them
 
 
 def load_rows(

@@ -31,10 +31,8 @@ from salesrl_trl.names import REWARD
 
 WORST_BRANCH = "worst_branch"
 """The lowest score of any branch: raise it so that no branch gets better at another one's cost."""
-SCORE = "score"
-"""The mean reward of a branch's answers."""
-BETA = "beta"
-"""The KL coefficient of a branch at the time of the evaluation. The trainer knows it, not the answers."""
+SCORE = "score"  # the mean reward of a branch's answers
+BETA = "beta"  # the KL coefficient of a branch at the time of the evaluation. The trainer knows it, not the answers.
 
 
 @runtime_checkable

@@ -16,10 +16,8 @@ from salesrl_trl.ground.process import write_whole
 from salesrl_trl.ground.tables import NOT_KNOWN, number
 from salesrl_trl.names import REWARD
 
-Record = Mapping[str, Any]
-"""One evaluation as a JSON object."""
-SHOWN_ON_FRONT = 5
-"""Evaluations on the front that a line names: the latest."""
+Record = Mapping[str, Any]  # one evaluation as a JSON object
+SHOWN_ON_FRONT = 5  # evaluations on the front that a line names: the latest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +40,7 @@ class QuickEvaluation:
     """One evaluation, with the fields of its record in their order."""
 
     step: int
-    reward: float | None
-    """Mean reward of all answers that could be scored."""
+    reward: float | None  # mean reward of all answers that could be scored
     branches: Mapping[str, Mapping[str, Any]]
     """By name, in the order of the settings: `rows` (answers), `scored` (those that could be), and figures by name:
     `score` (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per token), `beta`, and

@@ -28,8 +28,7 @@ class Answered:
     kl: float | None = None
     """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0
-    columns: Example = field(default_factory=dict)
-    """The row's columns, without prompt and pictures."""
+    columns: Example = field(default_factory=dict)  # the row's columns, without prompt and pictures
 
 
 class Subject(Protocol):

@@ -14,12 +14,9 @@ from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, na
 READABLE = 0.4
 """A window can be read if the standard error of its log KL is at most this share of the band's half-width, or of the
 distance from the band's centre where that is more."""
-MOST_WINDOWS = 6
-"""A window ends after so many times its steps, readable or not."""
-FEWEST_PAIRS = 4
-"""Neighbouring steps from which on a branch's noise is known."""
-KNOWN_NOISE = 0.7
-"""Share of the old value in a branch's noise, when a window has ended."""
+MOST_WINDOWS = 6  # A window ends after so many times its steps, readable or not
+FEWEST_PAIRS = 4  # neighbouring steps from which on a branch's noise is known
+KNOWN_NOISE = 0.7  # share of the old value in a branch's noise, when a window has ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +25,7 @@ class WindowSettings:
 
     update_steps: int = 5
     """The least number. A window whose KL is too noisy to be read goes on, up to `MOST_WINDOWS` times as long."""
-    cooldown_steps: int = 0
-    """Optimizer steps after a move that belong to no window, for a policy that reacts late."""
+    cooldown_steps: int = 0  # optimizer steps after a move that belong to no window, for a policy that reacts late
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -64,16 +60,14 @@ class BranchController:
     def __init__(self, branch: str, target: KLTarget, law: KLLaw | None, windows: WindowSettings) -> None:
         self.branch = branch
         self.target = target
-        self.asked = target.beta
-        """Coefficient that the law asks for, within the target's `reach`."""
+        self.asked = target.beta  # coefficient that the law asks for, within the target's `reach`
         self._law = law if target.has_band else None
         self._law_state: State = {}
         self._windows = windows
         self._kl_sum = 0.0
         self._tokens = 0.0
         self._steps = 0
-        self._last: list[float] | None = None
-        """KL and tokens of the step before, in the same window."""
+        self._last: list[float] | None = None  # KL and tokens of the step before, in the same window
         self._squares = 0.0
         self._pairs = 0
         """Of neighbouring steps of a window: squared differences of their KL, as those of two single tokens."""

@@ -18,8 +18,7 @@ The average gradient of each depends on whether the importance ratio is a factor
 import torch
 
 ESTIMATORS = ("k1", "k2", "k3")
-LARGEST_CLAMP = 40.0
-"""In nats. The ratio times k3 grows as e^(2 * clamp), which overflows float32 above 44."""
+LARGEST_CLAMP = 40.0  # in nats. The ratio times k3 grows as e^(2 * clamp), which overflows float32 above 44.
 
 
 def estimate(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -17,25 +17,20 @@ OPEN_BAND_WIDTH = 10.0
 """A band from 0 has no lower edge. Its centre is computed as if its lower edge were `high` / 10."""
 FAR = 20.0
 """Largest distance from a band's centre, in half-widths. It stands for the logarithm of a KL of 0, which has none."""
-EXTREME = 100.0
-"""A KL further than this factor from its band reaches the law as one at this factor."""
+EXTREME = 100.0  # A KL further than this factor from its band reaches the law as one at this factor
 PROPORTIONAL, INTEGRAL = 1.5, 0.3
 """Parts of the packaged law's step. Their quotient, 5 windows, is near the time that a KL takes to answer."""
-SMOOTHING = 0.4
-"""Share of the old value in a smoothed log KL, if the window has the usual tokens."""
-USUAL = 0.1
-"""Share of a window's tokens in the usual number of tokens."""
+SMOOTHING = 0.4  # share of the old value in a smoothed log KL, if the window has the usual tokens
+USUAL = 0.1  # share of a window's tokens in the usual number of tokens
 ANSWER = 0.6
 """By how much the logarithm of a KL falls when that of its coefficient rises by 1; for the first move. Measured: 0.4
 to 0.9."""
-FALLS = 2
-"""The first rise of a KL has ended when so many windows in a row lie below its highest value."""
+FALLS = 2  # the first rise of a KL has ended when so many windows in a row lie below its highest value
 FIRST_STEP = 10.0
 STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05
 """A KL stalls if it came no nearer to its band by the logarithm `NEARER` in `STALL_WINDOWS`, while its coefficient
 moved by the logarithm `STALL_STEP`."""
-NOTICE = "notice"
-"""Key in a law's state of a text for the log: one sentence without the branch, or nothing."""
+NOTICE = "notice"  # key in a law's state of a text for the log: one sentence without the branch, or nothing
 OUT_OF_REACH = (
     "the KL came no nearer to [{low:g}, {high:g}] in {windows} windows, while the coefficient went from {then:.3g} "
     "to {now:.3g}. What is left comes from the optimizer's noise, or from other branches with the same weights. {do}"
@@ -60,16 +55,12 @@ def is_number(value: object) -> bool:
 class KLTarget:
     """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`. `ConfigError` if it can't work."""
 
-    beta: float
-    """Coefficient of the first step."""
+    beta: float  # coefficient of the first step
     low: float | None = None
     """Lower edge of the band, in nats per token. Without a band the coefficient stays unchanged."""
-    high: float | None = None
-    """Upper edge of the band, in nats per token."""
-    beta_min: float | None = None
-    """Least coefficient; a hundredth of `beta` when not given. 0 is `LEAST_BETA`."""
-    beta_max: float | None = None
-    """Largest coefficient; a hundred times `beta` when not given."""
+    high: float | None = None  # upper edge of the band, in nats per token
+    beta_min: float | None = None  # least coefficient; a hundredth of `beta` when not given. 0 is `LEAST_BETA`.
+    beta_max: float | None = None  # largest coefficient; a hundred times `beta` when not given
     least_share: float = 1.0
     """The last resort, in (0, 1]. If a law asks for more than `beta_max`, the coefficient is `beta_max`, and the
     branch's rewards count less in the update: by `beta_max` divided by what the law asks for, but never by less than
@@ -147,14 +138,11 @@ class KLTarget:
 class Window:
     """What a law gets of a branch's window: a measurement that is always finite, of at least one token."""
 
-    target: KLTarget
-    """The branch's target. It has a band."""
-    beta: float
-    """Coefficient of the window, as the law asked for it, within the target's `reach`."""
+    target: KLTarget  # the branch's target. It has a band.
+    beta: float  # coefficient of the window, as the law asked for it, within the target's `reach`
     kl: float
     """KL in nats per token: k1, the mean over the window's tokens on all ranks. Its noise can make it negative."""
-    tokens: float
-    """Number of those tokens, more than 0."""
+    tokens: float  # number of those tokens, more than 0
 
 
 class KLLaw(Protocol):

@@ -14,10 +14,8 @@ from salesrl_trl.kl.estimators import estimate, penalty
 LEAST_LOGP = -1000.0
 """In nats. Lower log-probs are raised to it. A token outside a masked vocabulary has -inf, and the difference of two
 would be NaN."""
-SUMS = ("kl", "penalty", "clamped", "tokens", "weight")
-"""Sums of each branch; `BranchPenalty.sums` describes them."""
-MicroBatch = dict[str, Any]
-"""TRL's micro-batch: tensors, of which some may be `None`, and numbers by name."""
+SUMS = ("kl", "penalty", "clamped", "tokens", "weight")  # sums of each branch; `BranchPenalty.sums` describes them
+MicroBatch = dict[str, Any]  # TRL's micro-batch: tensors, of which some may be `None`, and numbers by name
 _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
 
@@ -25,8 +23,7 @@ _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logp
 class PenaltySettings:
     estimator: str = "k3"
     clamp: float = 10.0  # largest log-ratio in nats before the exponential; 0 for no clamp
-    bias_correction: bool = True
-    """Multiply by the importance ratio, as TRL does with `use_bias_correction_kl`."""
+    bias_correction: bool = True  # multiply by the importance ratio, as TRL does with `use_bias_correction_kl`
     level: str = "token"  # TRL's `importance_sampling_level`: `token` or `sequence`
     off_policy: bool = False
     """Whether earlier weights may have sampled. Penalty and measured KL are then multiplied by the ratio to them."""

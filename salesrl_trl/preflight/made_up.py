@@ -19,8 +19,7 @@ from salesrl_trl.types import DEFAULT_FORMAT, SalesRow
 EXCERPTS = 4  # profiles, and as many summaries: together more actions than most groups have
 QUERY_CHARS = 300  # longest query made from a customer's message. A policy's queries are shorter.
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-DEFAULT_MIX: dict[str, int] = _TABLE["mix"]
-"""Shares of the variants."""
+DEFAULT_MIX: dict[str, int] = _TABLE["mix"]  # shares of the variants
 VARIANTS = tuple(DEFAULT_MIX)
 
 Fields = dict[str, str]  # a valid action's fields by name

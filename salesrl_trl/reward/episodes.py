@@ -28,8 +28,7 @@ from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
 
-PLAYED = "episode_reward"
-"""Column of a row: the reward of the episode that was played with it, as `kept` has it."""
+PLAYED = "episode_reward"  # column of a row: the reward of the episode that was played with it, as `kept` has it
 
 
 class Episode(RewardFunction):

@@ -47,8 +47,7 @@ from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, 
 
 Function = Callable[..., Any]
 
-MOST_CALLS = 1024
-"""Calls in flight of a function without a transport of its own."""
+MOST_CALLS = 1024  # calls in flight of a function without a transport of its own
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 
 

@@ -24,8 +24,7 @@ CHUNK = 4000  # rows that are read in one go. A question waits no longer than fo
 CACHE_KIB = 65_536
 
 _NAMED = re.compile(r"^-- name: (\w+)\n(.*?)(?=^-- name|\Z)", re.MULTILINE | re.DOTALL)
-SQL = dict(_NAMED.findall((Path(__file__).parent / "assets" / "viewer.sql").read_text("utf-8")))
-"""Statements by name."""
+SQL = dict(_NAMED.findall((Path(__file__).parent / "assets" / "viewer.sql").read_text("utf-8")))  # statements by name
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ def shown(name: str, most: int = NAME_CHARS) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-figure = partial(number, form=".3g")
-"""Three significant digits, `0.0512`; `n/a` for `None`."""
+figure = partial(number, form=".3g")  # three significant digits, `0.0512`; `n/a` for `None`
 
 
 def percent(value: float | None) -> str:

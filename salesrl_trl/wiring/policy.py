@@ -78,8 +78,7 @@ class Reference:
         self._ref_model = ref_model
         tuners = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
         self._tuner: Any = next(tuners, None)  # peft publishes no types
-        self.has_adapter = self._tuner is not None
-        """Whether an adapter is trained."""
+        self.has_adapter = self._tuner is not None  # whether an adapter is trained
 
     def is_active(self, model: torch.nn.Module) -> bool:
         """Whether `model` stands for the reference policy now."""

@@ -22,8 +22,7 @@ from salesrl_trl.reward.judge_reward import reference_and_criteria
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SalesRow
 
 SHOWN_ROWS = 5
-HELD_OUT_SHARE = 0.1
-"""Of a file for which the settings name no held-out rows."""
+HELD_OUT_SHARE = 0.1  # of a file for which the settings name no held-out rows
 
 
 def own_records(data: DataConfig, reward: RewardConfig) -> list[Records]:

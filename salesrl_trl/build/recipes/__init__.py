@@ -5,7 +5,5 @@ Owns the files beside this module. Those of the same name in the folder recipes 
 
 from pathlib import Path
 
-FULL = Path(__file__).parent / "full.yaml"
-"""The recipe that a command takes where none is named."""
-RECIPES = {path.stem: path for path in sorted(FULL.parent.glob("*.yaml"))}
-"""The packaged recipes by name."""
+FULL = Path(__file__).parent / "full.yaml"  # the recipe that a command takes where none is named
+RECIPES = {path.stem: path for path in sorted(FULL.parent.glob("*.yaml"))}  # the packaged recipes by name

@@ -22,8 +22,7 @@ from salesrl_trl.reward.service.event_loop import seconds_or_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, SalesRow, Verdict
 
-Candidates: TypeAlias = Sequence[tuple[Action, Answer]]
-"""Answers to score, and what the policy wrote for each."""
+Candidates: TypeAlias = Sequence[tuple[Action, Answer]]  # answers to score, and what the policy wrote for each
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,10 +30,8 @@ class ProviderUsage:
     """The usage of one provider since the last report."""
 
     verdicts: int = 0
-    prompt_tokens: int = 0
-    """As the provider counts them; 0 if it does not."""
-    completion_tokens: int = 0
-    """As the provider counts them, thoughts included."""
+    prompt_tokens: int = 0  # as the provider counts them; 0 if it does not
+    completion_tokens: int = 0  # as the provider counts them, thoughts included
     usd: float = 0.0
 
 
@@ -43,8 +40,7 @@ class JudgeRecord:
     """One valid verdict, to check whether the judge likes anything else than quality."""
 
     score: float
-    chars: int
-    """Length of the candidate's answer."""
+    chars: int  # length of the candidate's answer
     candidate_first: bool | None
     """Whether it stood before the reference, or of a group in the first half; `None` in the middle, or alone."""
 

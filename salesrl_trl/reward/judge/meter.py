@@ -37,8 +37,7 @@ MOST_AT_ONCE = 8  # completions with something suspect that are asked for after 
 LAG, FEWEST_GAPS, MOST_GAPS = 12, 20, 240  # batches with whose effect of the order a later one is compared
 OF_FEATURES, OF_ANCHORS, OF_ORDER = 0.8, 0.1, 0.1  # capital for each batch
 
-METER = "judge_meter"
-"""Column of a row that is judged for the meter alone: `SECOND`, or the number of an anchor."""
+METER = "judge_meter"  # column of a row that is judged for the meter alone: `SECOND`, or the number of an anchor
 SECOND = "second"
 WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # what an alarm does
 ANCHORS = 8  # fixed answers that the judge scores again and again

@@ -30,8 +30,7 @@ FORMATS = {
 _WORDS = re.compile(r"[\u3040-\u9fff]|[^\W_\u3040-\u9fff]+")  # a Chinese or Japanese character is a word
 LENGTH, FORMAT, PHRASE = "length", "format", "phrase"
 
-Feature = tuple[str, str]
-"""Kind and name of something that a text has: `("phrase", "dear customer")`."""
+Feature = tuple[str, str]  # kind and name of something that a text has: `("phrase", "dear customer")`
 Features = frozenset[Feature]
 
 

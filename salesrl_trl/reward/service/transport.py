@@ -35,15 +35,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 RETRY_WAIT_INITIAL_S = 0.2
-RETRY_WAIT_MAX_S = 5.0
-"""Longest wait between attempts, unless the service asks for more by Retry-After."""
-RETRY_JITTER_S = 0.2
-"""Most random seconds added to a wait, so that calls that failed together do not return together."""
-OVERLOAD_WAIT_S = 1.0
-"""Wait after a 429 that does not say how long."""
+RETRY_WAIT_MAX_S = 5.0  # longest wait between attempts, unless the service asks for more by Retry-After
+RETRY_JITTER_S = 0.2  # most random seconds added to a wait, so that calls that failed together do not return together
+OVERLOAD_WAIT_S = 1.0  # wait after a 429 that does not say how long
 LEAST_WAIT_S = 1e-6  # a shorter wait is lost in the rounding of a clock, and the call would look again without end
-MAX_OVERLOADS = 64
-"""A call gives up when it is turned away this often. Usually the deadline ends it before."""
+MAX_OVERLOADS = 64  # A call gives up when it is turned away this often. Usually the deadline ends it before.
 RETRY_LINES_S = 10.0
 """One retry of a service is logged in so many seconds. The others are counted, and a second line says how many."""
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
