@@ -58,13 +58,12 @@ class TracedRun:
 
 
 def forecast(
-    run: TracedRun, lookahead: int, *, slots: int = 0, deadline_s: float = 0.0, server: bool = False, seed: int = 0
+    run: TracedRun, lookahead: int, *, slots: int = 0, deadline_s: float = 0.0, server: bool = False
 ) -> tuple[float, float]:
     """Mean seconds of a step, and those of them that wait for rewards, or for a server's generation. `slots`: rewards
     at once, 0 for as many as there are. `deadline_s`: seconds after which a reward ends, 0 for never. `server`:
-    generation goes on beside training, on another card, as fast as in the run; a push waits until it has answered.
-    `seed`: of the order of steps."""
-    draw = random.Random(seed)
+    generation goes on beside training, on another card, as fast as in the run; a push waits until it has answered."""
+    draw = random.Random(0)  # of the order of steps
     now = engine = waited = 0.0  # seconds; `engine`: when the server is free
     free: list[float] = []  # when each slot is free again
     ready: list[list[float]] = []  # of each batch, by part

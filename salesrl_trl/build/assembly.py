@@ -99,22 +99,15 @@ def open_reward(
         branches = training.branches or sorted({row.branch for row in rows})
         parts = prepare_reward(config, branches, training.hybrid_reference_weight > 0)
     with (
-        addresses(config, services) as (rag_base_url, judge_base_url),
-        _connected(config, parts, rag_base_url, training) as budget,
+        addresses(config, services) as urls,
+        _connected(config, parts, urls[0], training) as budget,
     ):
 
         def packaged() -> Scorer:
             reward = build_reward(
-                config,
-                parts,
-                rows,
-                rag_base_url,
-                judge_base_url,
-                output_dir=Path(training.output_dir),
-                processes=training.world_size,
-                process_index=training.process_index,
-                records=records,
-            )
+                config, parts, rows, *urls, output_dir=Path(training.output_dir), processes=training.world_size,
+                process_index=training.process_index, records=records,
+            )  # fmt: skip
             stays = config.asks_nobody or training.device.type == "cpu"
             return placed(reward, None if config.asks_nobody else training.reward_process, stays)
 
@@ -287,15 +280,9 @@ def judge_reward(
     parts = read_reward(config, [*rubrics] or [ALL], rubrics=rubrics)
     processes, index = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     return build_reward(
-        config,
-        parts,
-        (),
-        NOWHERE,
-        config.judge_base_url or NOWHERE,
+        config, parts, (), NOWHERE, config.judge_base_url or NOWHERE, processes=processes, process_index=index,
         output_dir=Path(output_dir) if output_dir else None,
-        processes=processes,
-        process_index=index,
-    )
+    )  # fmt: skip
 
 
 def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Budget | None:
@@ -394,13 +381,8 @@ class ServiceClients:
             rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
         providers = [provider for provider in config.parsed_judge_providers() if provider.name == meter.second]
         fixed = anchors({name: name for name in rubrics}, action_format, ANCHORS)
-        settings = MeterSettings(
-            share=meter.share,
-            anchor_steps=meter.anchor_steps,
-            anchors=len(fixed),
-            on_alarm=meter.on_alarm,
-            shows_text="completions" in config.verbose,
-        )
+        shows_text = "completions" in config.verbose
+        settings = from_fields(MeterSettings, meter, anchors=len(fixed), shows_text=shows_text)
         judge = self._judges(providers, {**self.parts.rubrics, **rubrics})
         return SecondJudge(judge=judge, anchors=fixed, settings=settings)
 

@@ -8,7 +8,7 @@ import functools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 CONFIDENCE = 0.95
 FEW_ROWS = 10
@@ -73,15 +73,8 @@ def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference
     p = None
     if mean.value is not None and mean.interval is not None:
         p = max(1 - share_within(abs(mean.value) / standard_error(known), len(known) - 1), 0.0)
-    return Difference(
-        total=mean.total,
-        rows=mean.rows,
-        value=mean.value,
-        interval=mean.interval,
-        p=p,
-        better=sum(change > 0 for change in known),
-        worse=sum(change < 0 for change in known),
-    )
+    better, worse = sum(change > 0 for change in known), sum(change < 0 for change in known)
+    return Difference(**asdict(mean), p=p, better=better, worse=worse)
 
 
 def share_within(t: float, freedom: int) -> float:

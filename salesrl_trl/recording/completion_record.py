@@ -120,12 +120,7 @@ class CallNote:
             failure = "cancelled" if BEATEN in getattr(error, "args", ()) else "given_up"
         self._record.calls.append(
             Call(
-                service=self._service,
-                path=self._path,
-                time=self._time,
-                seconds=time.perf_counter() - self._began,
-                failure=failure,
-                request=self._request,
-                answer=self.answer,
+                service=self._service, path=self._path, time=self._time, seconds=time.perf_counter() - self._began,
+                failure=failure, request=self._request, answer=self.answer,
             )
-        )
+        )  # fmt: skip

@@ -100,17 +100,12 @@ def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
 def text_of(compared: "Sequence[ScoreChange]") -> str:
     rows = [
         (
-            change.branch,
-            str(change.completions),
-            f"{change.scored_before} → {change.scored_after}",
-            f"{change.mean_before:.3f} → {change.mean_after:.3f}",
-            f"{change.rank_correlation:.3f}",
-            f"{change.advantage_correlation:.3f}",
-            f"{change.mean_shift:.3f}",
-            f"{change.sign_flips:.1%}",
+            change.branch, str(change.completions), f"{change.scored_before} → {change.scored_after}",
+            f"{change.mean_before:.3f} → {change.mean_after:.3f}", f"{change.rank_correlation:.3f}",
+            f"{change.advantage_correlation:.3f}", f"{change.mean_shift:.3f}", f"{change.sign_flips:.1%}",
         )
         for change in compared
-    ]
+    ]  # fmt: skip
     return filled(Path(__file__).with_name("rejudged.jinja"), rows=[HEAD, *rows])
 
 

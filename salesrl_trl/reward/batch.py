@@ -320,13 +320,9 @@ class RewardBatch:
             judged.setdefault(self.number if sample is None else sample.batch, []).extend(own)
         took = (max(s.ended for s in own) - min(s.started for s in own) for own in judged.values() if own)
         report = replace(
-            drained,
-            seconds=self.times.seconds,
-            judge_seconds=max(took, default=0.0),
-            started=self.times.first or 0.0,
-            spans=spans,
-            waits=tuple(self.waits),
-        )
+            drained, seconds=self.times.seconds, judge_seconds=max(took, default=0.0), spans=spans,
+            started=self.times.first or 0.0, waits=tuple(self.waits),
+        )  # fmt: skip
         return BatchResult(rewards=tuple(reward for reward in self.rewards if reward is not None), report=report)
 
     def _settle(self, place: int, reward: Reward) -> None:

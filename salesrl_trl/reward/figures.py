@@ -7,6 +7,7 @@ travel between ranks. `names.FIGURES` owns their tags. `rollout.rollout_scoring`
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import mul
 
 import torch
 
@@ -99,21 +100,11 @@ class JudgeBias:
 
 def bias_sums(records: Sequence[JudgeRecord]) -> list[float]:
     """The sums of `JudgeBias` over some verdicts."""
-    pairs = [(float(record.chars), record.score) for record in records]
+    x, y = [float(record.chars) for record in records], [record.score for record in records]
     first = [record.score for record in records if record.candidate_first is True]
     second = [record.score for record in records if record.candidate_first is False]
-    return [
-        len(pairs),
-        sum(x for x, _ in pairs),
-        sum(y for _, y in pairs),
-        sum(x * x for x, _ in pairs),
-        sum(y * y for _, y in pairs),
-        sum(x * y for x, y in pairs),
-        len(first),
-        sum(first),
-        len(second),
-        sum(second),
-    ]
+    products = (sum(map(mul, *pair)) for pair in ((x, x), (y, y), (x, y)))
+    return [len(x), sum(x), sum(y), *products, len(first), sum(first), len(second), sum(second)]
 
 
 class RewardFigures:

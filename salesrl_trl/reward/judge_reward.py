@@ -254,16 +254,12 @@ class JudgeReward(Scorer):
             results = dict(zip(wanted, await stages.timed(asked, Stage.JUDGE), strict=True))
         if stages.completion_record is not None:
             stages.completion_record.verdicts |= {
-                name: Judged(candidate=None, reference=None, reason=result.code, provider="")
-                if isinstance(result, ServiceError)
-                else Judged(
-                    candidate=result.candidate,
-                    reference=result.reference,
-                    reason=result.reason,
+                name: Judged(reason=result.code) if isinstance(result, ServiceError) else Judged(
+                    candidate=result.candidate, reference=result.reference, reason=result.reason,
                     provider=result.provider,
                 )
                 for name, result in results.items()
-            }
+            }  # fmt: skip
         verdicts = {name: None if isinstance(result, ServiceError) else result for name, result in results.items()}
         failed = next((result for result in results.values() if isinstance(result, ServiceError)), None)
         if failed is None:

@@ -131,13 +131,9 @@ class ReplayReward(Scorer):
             times = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B), 0.0) | json.loads(seconds) | {QUEUE: 0.0}
             await asyncio.sleep(sum(times.values()) - min(times[Stage.RAG_8B], times[Stage.RAG_32B]))
         return Reward(
-            outcome=Outcome(outcome),
-            value=value,
-            reason=reason,
-            reference_value=reference,
-            components=json.loads(parts),
-            by_function=json.loads(functions),
-        )
+            outcome=Outcome(outcome), value=value, reason=reason, reference_value=reference,
+            components=json.loads(parts), by_function=json.loads(functions),
+        )  # fmt: skip
 
     def _recorded(self, sample: Sample, row: Example) -> tuple[Any, ...] | None:
         """What this very completion earned, or else the same text to the same row: of several the one after that of

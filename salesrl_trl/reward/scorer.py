@@ -160,18 +160,11 @@ class Scorer(ABC):
     ) -> RewardBatch:  # fmt: skip
         """A batch of completions to these rows, none of which is started yet. `watched`: where `score` runs."""
         return RewardBatch(
-            rows,
-            self.score if watched is None else partial(watched.call, self.score),
-            deadline_s=self.deadline_s,
-            faults=self.faults,
-            lines=self.lines,
-            number=number,
-            lane=lane,
-            group=group,
+            rows, self.score if watched is None else partial(watched.call, self.score), deadline_s=self.deadline_s,
+            faults=self.faults, lines=self.lines, number=number, lane=lane, group=group, origin=origin,
             unit=self.names.together.size(group, len(rows)),
-            origin=origin,
             late=(lambda: "deadline") if watched is None else watched.late,
-        )
+        )  # fmt: skip
 
     async def score_all(
         self, rows: Sequence[Example], completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),

@@ -39,38 +39,32 @@ def check_rag(base_url: str, key: str | None) -> list[str]:
     return [f"the RAG service at {base_url} has no /healthz: the first call will show whether it is a RAG service"]
 
 
-def check_models(
-    base_url: str, key: str | None, model: str, *, service: str = "judge", setting: str = "judge_base_url"
-) -> list[str]:
-    """Check that an OpenAI-compatible service answers, and lists the model. Its `/models` may be missing.
-
-    `service` is its name in messages, and `setting` the one that holds the address. Returns what `check_rag` does.
-    """
-    body = _probe(base_url, "/models", key, service, setting)
+def check_models(base_url: str, key: str | None, model: str, *, setting: str = "judge_base_url") -> list[str]:
+    """Check that an OpenAI-compatible judge answers, and lists the model. Its `/models` may be missing. `setting`
+    holds the address. Returns what `check_rag` does."""
+    body = _probe(base_url, "/models", key, "judge", setting)
     known = _model_names(body)
     if known is None:
         base = base_url.rstrip("/")
         # with a missing `/v1` added, or with surplus parts removed
         for other in (f"{base}/v1", re.sub(r"(/v1)+(/chat/completions|/models|/v1)$", "/v1", base)):
-            answer = None if other == base else _ask(other, "/models", key, service)
+            answer = None if other == base else _ask(other, "/models", key, "judge")
             if isinstance(answer, bytes) and _model_names(answer) is not None:
                 raise ConfigError(
                     f"`{setting}` is {base_url}, where there is no list of models, but there is one at {other}. "
                     f"Expected the address before `/models`. Set `{setting}: {other}`."
                 )
-        return [
-            f"the {service} at {base_url} gave no list of models: the first call will show whether it has {model!r}"
-        ]
+        return [f"the judge at {base_url} gave no list of models: the first call will show whether it has {model!r}"]
     if known and model not in known:
         more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
         raise ConfigError(
-            f"`{setting.removesuffix('base_url')}model` is {model!r}, which the {service} at {base_url} does not list."
+            f"`{setting.removesuffix('base_url')}model` is {model!r}, which the judge at {base_url} does not list."
             f"{nearest(model, known)} It lists {', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
         )
     if f'"{STAND_IN_OWNER}"'.encode() not in (body or b""):
         return []
     return [
-        f"the {service} at {base_url} is the demo's stand-in, a program that reads no rubric: for other rubrics or "
+        f"the judge at {base_url} is the demo's stand-in, a program that reads no rubric: for other rubrics or "
         f"rows than the demo's {MEANINGLESS}"
     ]
 
