@@ -72,17 +72,10 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
     kind = RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer
     with instruments.timeline.phase(StartUp.ENGINE):
         return kind(
-            plan.policy,
-            reward,
-            config.training,
-            instruments=instruments,
-            quick_eval=config.telemetry.quick_eval(),
-            train_dataset=train,
-            eval_dataset=held_out,
-            processing_class=plan.processor or plan.tokenizer,
-            peft_config=get_peft_config(config.model),
-            tools=[*plan.reward.tools] or None,
-        )
+            plan.policy, reward, config.training, instruments=instruments, quick_eval=config.telemetry.quick_eval(),
+            train_dataset=train, eval_dataset=held_out, processing_class=plan.processor or plan.tokenizer,
+            peft_config=get_peft_config(config.model), tools=[*plan.reward.tools] or None,
+        )  # fmt: skip
 
 
 def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
@@ -94,13 +87,9 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
     where["trust_remote_code"] = training.trust_remote_code
     kind = model_class(AutoConfig.from_pretrained(path, **where))
     return kind.from_pretrained(
-        path,
-        **where,
-        attn_implementation=model.attn_implementation,
-        dtype=dtype,
-        quantization_config=get_quantization_config(model),
-        device_map=None if stays else {"": training.device},
-    )
+        path, **where, attn_implementation=model.attn_implementation, dtype=dtype,
+        quantization_config=get_quantization_config(model), device_map=None if stays else {"": training.device},
+    )  # fmt: skip
 
 
 def settings_beside_the_trainers(config: RunConfig) -> dict[str, object]:

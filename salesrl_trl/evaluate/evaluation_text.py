@@ -39,16 +39,12 @@ def text_of(findings: EvaluationFindings) -> str:
     means += [change for by_branch in findings.differences.values() for change in by_branch.values()]
     groups = findings.answered[0].groups
     return filled(
-        Path(__file__).with_name("evaluation.jinja"),
-        findings=findings,
+        Path(__file__).with_name("evaluation.jinja"), findings=findings,
         policies=[*zip(LABELS, findings.policies, strict=False)],
         branches=", ".join(f"{name} {group.reward.total}" for name, group in groups.items() if name != ALL),
-        answered=[_OF_POLICIES, *answered],
-        changes=[_OF_CHANGES, *changes],
-        is_few=any(mean.is_few and mean.interval is not None for mean in means),
-        few=FEW,
-        few_rows=FEW_ROWS,
-    )
+        answered=[_OF_POLICIES, *answered], changes=[_OF_CHANGES, *changes],
+        is_few=any(mean.is_few and mean.interval is not None for mean in means), few=FEW, few_rows=FEW_ROWS,
+    )  # fmt: skip
 
 
 def _interval(mean: Mean, sign: str = "") -> str:

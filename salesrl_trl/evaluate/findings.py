@@ -145,14 +145,9 @@ def findings_of(
                 for name, of_branch in places.items()
             }
     return EvaluationFindings(
-        policies=policies,
-        rows=rows,
-        seed=seed,
-        samples=sum(mode.samples for mode in modes if mode.name != GREEDY),
-        answered=answered,
-        differences=differences,
-        least=least,
-    )
+        policies=policies, rows=rows, seed=seed, samples=sum(mode.samples for mode in modes if mode.name != GREEDY),
+        answered=answered, differences=differences, least=least,
+    )  # fmt: skip
 
 
 def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[str, Sequence[int]]) -> AnsweredRow:

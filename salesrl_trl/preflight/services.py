@@ -116,14 +116,9 @@ def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: 
     seconds = [result[1] for result in load.results if not isinstance(result, ServiceError)]
     p50, p95 = (percentile(seconds, share) if seconds else None for share in (0.5, 0.95))
     figures = {
-        "calls": len(load.results),
-        "in_flight": load.in_flight,
-        "p50_s": p50,
-        "p95_s": p95,
-        "failed": len(load.errors),
-        "http_429": load.traffic["overloads"],
-        "retries": load.traffic["retries"],
-    }
+        "calls": len(load.results), "in_flight": load.in_flight, "p50_s": p50, "p95_s": p95,
+        "failed": len(load.errors), "http_429": load.traffic["overloads"], "retries": load.traffic["retries"],
+    }  # fmt: skip
     findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
     for text in trouble(name, load.traffic, config):
         findings.note(f"{name} {text}")

@@ -297,15 +297,11 @@ def report_text(summary: Summary, steps: int, least: float) -> str:
         for name, usage in summary["judges"].items()
     ]
     return filled(
-        Path(__file__).with_name("simulation.jinja"),
-        summary=summary,
-        steps=steps,
-        least=least,
+        Path(__file__).with_name("simulation.jinja"), summary=summary, steps=steps, least=least,
         variants=[["variant", "count", "mean reward", "outcomes"], *variants],
         services=[["service", *TRAFFIC, "slots"], *([name, *of.values()] for name, of in summary["services"].items())],
-        judges=[["judge", *USAGE], *judges],
-        counts=_counts,
-    )
+        judges=[["judge", *USAGE], *judges], counts=_counts,
+    )  # fmt: skip
 
 
 def _counts(counts: Mapping[str, int]) -> str:

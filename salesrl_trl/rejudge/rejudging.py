@@ -107,16 +107,11 @@ def _replace(
 ) -> None:
     again = {name: value for name, value in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)}
     values = {
-        "outcome": reward.outcome.value,
-        "reason": reward.reason,
-        "reward": reward.value,
-        "reference_reward": reward.reference_value,
-        "parts": as_json(dict(reward.components)),
-        "functions": as_json(dict(reward.by_function)),
-        "seconds": as_json({**old.seconds, **again}),
-        "advantage": advantage,
-        **judge_columns(notes, reward.seconds),
-    }
+        "outcome": reward.outcome.value, "reason": reward.reason, "reward": reward.value,
+        "reference_reward": reward.reference_value, "parts": as_json(dict(reward.components)),
+        "functions": as_json(dict(reward.by_function)), "seconds": as_json({**old.seconds, **again}),
+        "advantage": advantage, **judge_columns(notes, reward.seconds),
+    }  # fmt: skip
     columns = ", ".join(f"{name} = ?" for name in values)
     file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), old.id))
     file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))

@@ -349,12 +349,13 @@ def reward_of(function: object) -> Scorer:
     return RewardFunction(function)
 
 
+Decorator = Callable[[Function], RewardFunction]
+
+
 @overload
 def per_completion(function: Function, /) -> RewardFunction: ...
 @overload
-def per_completion(
-    *, deadline_s: float = ..., transport: Transport | None = ...
-) -> Callable[[Function], RewardFunction]: ...
+def per_completion(*, deadline_s: float = ..., transport: Transport | None = ...) -> Decorator: ...
 def per_completion(
     function: Function | None = None, /, **options: Any
 ) -> RewardFunction | Callable[[Function], RewardFunction]:
@@ -366,16 +367,14 @@ def per_completion(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.COMPLETION, **options)
+    made: Decorator = functools.partial(RewardFunction, per=Per.COMPLETION, **options)
     return made if function is None else made(function)
 
 
 @overload
 def per_group(function: Function, /) -> RewardFunction: ...
 @overload
-def per_group(
-    *, deadline_s: float = ..., transport: Transport | None = ...
-) -> Callable[[Function], RewardFunction]: ...
+def per_group(*, deadline_s: float = ..., transport: Transport | None = ...) -> Decorator: ...
 def per_group(
     function: Function | None = None, /, **options: Any
 ) -> RewardFunction | Callable[[Function], RewardFunction]:
@@ -388,16 +387,14 @@ def per_group(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.GROUP, **options)
+    made: Decorator = functools.partial(RewardFunction, per=Per.GROUP, **options)
     return made if function is None else made(function)
 
 
 @overload
 def per_batch(function: Function, /) -> RewardFunction: ...
 @overload
-def per_batch(
-    *, deadline_s: float = ..., transport: Transport | None = ...
-) -> Callable[[Function], RewardFunction]: ...
+def per_batch(*, deadline_s: float = ..., transport: Transport | None = ...) -> Decorator: ...
 def per_batch(
     function: Function | None = None, /, **options: Any
 ) -> RewardFunction | Callable[[Function], RewardFunction]:
@@ -409,5 +406,5 @@ def per_batch(
         deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
             As in `RewardFunction`.
     """
-    made: Callable[[Function], RewardFunction] = functools.partial(RewardFunction, per=Per.BATCH, **options)
+    made: Decorator = functools.partial(RewardFunction, per=Per.BATCH, **options)
     return made if function is None else made(function)

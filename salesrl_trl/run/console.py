@@ -74,13 +74,9 @@ def keep_console(path: Path) -> None:
         # A session of its own: a signal to this process's group would end `tee` before the last lines are written.
         # SIGPIPE stays ignored, as Python has it: `tee` goes on with the file when the console ends, as with `| head`.
         tee = subprocess.Popen(
-            ["tee", "-a", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=original,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            restore_signals=False,
-        )
+            ["tee", "-a", str(path)], stdin=subprocess.PIPE, stdout=original, stderr=subprocess.DEVNULL,
+            start_new_session=True, restore_signals=False,
+        )  # fmt: skip
         assert tee.stdin is not None
         os.dup2(tee.stdin.fileno(), descriptor)
         tee.stdin.close()

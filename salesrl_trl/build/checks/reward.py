@@ -137,18 +137,10 @@ def read_reward(
             "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
         )
     return RewardParts(
-        scoring=scoring,
-        rubrics=rubrics,
-        rag_key=rag_key,
-        judge_keys=keys,
-        rag=rag,
-        judge=judge,
-        stages=tuple(stages),
-        functions=functions,
-        tools=tools,
-        search=search,
+        scoring=scoring, rubrics=rubrics, rag_key=rag_key, judge_keys=keys, rag=rag, judge=judge, stages=tuple(stages),
+        functions=functions, tools=tools, search=search,
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
-    )
+    )  # fmt: skip
 
 
 def own_functions(config: RewardConfig) -> dict[str, Scorer]:
