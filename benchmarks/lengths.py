@@ -4,10 +4,11 @@ Random weights end no completion by themselves, and every arm of a bench has to 
 engine in this process and with TRL's client of a server.
 """
 
+import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,9 +22,8 @@ def completion_tokens(prompt: Sequence[int], sample: int, most: int) -> int:
 def fix_lengths(engine: Any, most: int, *, seeded: bool = False) -> None:
     """Let vLLM's `LLM` end completions at these lengths. `seeded`: their tokens depend on the weights, the prompt and
     the number of the sample alone."""
-    generate = engine.generate
 
-    def fixed(prompts: Sequence[dict[str, Any]], sampling_params: Any, **kwargs: Any) -> Any:
+    def fixed(ask: Callable[..., Any], prompts: Sequence[dict[str, Any]], sampling_params: Any, **kwargs: Any) -> Any:
         samples: Counter[tuple[int, ...]] = Counter()
         every = []
         for prompt in prompts:
@@ -33,9 +33,10 @@ def fix_lengths(engine: Any, most: int, *, seeded: bool = False) -> None:
                 own.seed = samples[ids]
             samples[ids] += 1
             every.append(own)
-        return generate(prompts, sampling_params=every, **kwargs)
+        return ask(prompts, sampling_params=every, **kwargs)
 
-    engine.generate = fixed
+    engine.generate = functools.partial(fixed, engine.generate)
+    engine.enqueue = functools.partial(fixed, engine.enqueue)  # where completions may be left unfinished
 
 
 def fix_server_lengths(client: Any, most: int) -> None:

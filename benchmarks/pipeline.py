@@ -10,6 +10,7 @@ The arms:
 - `stock` is TRL's own trainer, with one async reward function that gathers all calls of the batch;
 - `exact` is this package's trainer, which scores each completion when it ends;
 - `lookahead_N` is the same with `rollout_lookahead: N`;
+- `partial_N` is `lookahead_N` with `partial_rollouts: 0.5`;
 - `floor` is `exact` with a service that answers at once: the time that is left when nobody waits for a reward;
 - `stock_16`, `stock_32` and `stock_64` are stock with larger micro-batches, which take more memory;
 - an arm with `_off` behind its name has `shared_prompts: off`;
@@ -83,6 +84,7 @@ from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import passes_of
 from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.recording.schema import record_file
@@ -103,7 +105,9 @@ TEMPLATE = 64
 """More tokens than the chat template adds."""
 MEASURED = 3
 """Counted steps of a block."""
-LOOKAHEAD = {"exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_4": 4, "floor": 0}
+LOOKAHEAD = {
+    "exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_4": 4, "partial_1": 1, "partial_2": 2, "floor": 0,
+}  # fmt: skip
 STOCK = {"stock": None, "stock_16": 16, "stock_32": 32, "stock_64": 64}
 """Completions of a micro-batch, where it is another."""
 OFF = "_off"
@@ -239,14 +243,17 @@ class Bench:
         )  # fmt: skip
         config = SalesGRPOConfig(
             beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf,
-            shared_prompts=args.pass_tokens or "auto", vllm_engine_kwargs={"quantization": args.quantization},
-            **self._settings,
+            shared_prompts=args.pass_tokens or "auto", **self._settings,
+            vllm_engine_kwargs=None if args.server is not None else {
+                "quantization": args.quantization, "max_num_seqs": micro_batch * micro_batches * 3 // 2,
+            },
         )  # fmt: skip
         ours = self._built(SalesGRPOTrainer, self._rewards["ours"], config, instruments=self._instruments)
         if args.server is None:
             fix_lengths(ours.vllm_generation.llm, most)
         else:
             fix_server_lengths(ours.vllm_generation.vllm_client, most)
+        self._partial: PartialEngine | None = None
         self._meter = Meter()
         self._meter.watch_instruments(self._instruments)
         self._measured_s = self._inside_s = 0.0
@@ -306,6 +313,14 @@ class Bench:
             processing_class=packaged_tokenizer(), optimizers=(self._optimizer, None), **more,
         )  # fmt: skip
 
+    def _leave_unfinished(self, trainer: Any, is_partial: bool) -> None:
+        """As `partial_rollouts: 0.5` does, or not."""
+        if self._args.server is None:
+            if is_partial and self._partial is None:
+                self._partial = PartialEngine(trainer.vllm_generation.llm, 0.5)
+            trainer.vllm_generation.partial = self._partial if is_partial else None
+            trainer.components.sampler._ask = trainer._ask_vllm if is_partial else None
+
     def close(self) -> None:
         """Close connections and instruments."""
         self._instruments.close()
@@ -332,6 +347,7 @@ class Bench:
         self._batches.clear()
         if own in LOOKAHEAD:
             set_lookahead(trainer, ahead)
+            self._leave_unfinished(trainer, own.startswith("partial"))
             trainer.components.passes = self._passes[arm.endswith(OFF)]
             is_recorded = arm.endswith(RECORDED)
             trainer.components.reward_loop.reward = self._rewards["recorded" if is_recorded else "ours"]

@@ -1,4 +1,5 @@
-"""The arms on TRL's trainer: `stock`, and this package's `ours_N`, `ours_server_N` and `pair_N`, N steps ahead.
+"""The arms on TRL's trainer: `stock`, and this package's `ours_N`, `ours_partial_N` (`partial_rollouts: 0.5`),
+`ours_server_N` and `pair_N`, N steps ahead.
 
 python -m benchmarks.peers.trl_arm PLAN OUT
 """
@@ -65,7 +66,11 @@ def main(plan: Plan, out: Path) -> None:
         trainer = GRPOTrainer(model, batch_scored, args=GRPOConfig(**settings), **common)
     else:
         config = SalesGRPOConfig(
-            rollout_lookahead=plan.ahead, held_out_eval=False, max_sampling_logp_difference=math.inf, **settings
+            rollout_lookahead=plan.ahead,
+            partial_rollouts=0.5 if "partial" in plan.arm else 0.0,
+            held_out_eval=False,
+            max_sampling_logp_difference=math.inf,
+            **settings,
         )
         trainer = SalesGRPOTrainer(model, one_scored, args=config, **common)
     generation = trainer.vllm_generation

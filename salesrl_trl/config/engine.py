@@ -4,6 +4,7 @@ The banner asks too, so vLLM is imported only where options are made. `generatio
 `generation.compiled` owns the folder of compiled code.
 """
 
+import math
 from enum import Enum
 
 import torch
@@ -34,6 +35,12 @@ def engine_start(args: SalesGRPOConfig) -> Start:
     return Start.EAGER if eager else Start.COMPILED
 
 
+def _sequences(args: SalesGRPOConfig) -> int:
+    """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
+    of_trl = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
+    return math.ceil(of_trl * (1 + args.partial_rollouts))
+
+
 def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
     """The settings that vLLM compiles an engine for: with others it compiles again. `model`: folder or hub name."""
     parallel = args.vllm_tensor_parallel_size
@@ -41,7 +48,7 @@ def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
         "model": model,
         "number_format": [args.bf16, args.fp16],
         "max_model_length": args.vllm_max_model_length,
-        "sequences": args.per_device_train_batch_size * parallel * args.steps_per_generation,  # as TRL counts them
+        "sequences": _sequences(args),
         "tensor_parallel_size": parallel,
         "sleep_mode": args.vllm_enable_sleep_mode,
         "implementation": args.vllm_model_impl,
@@ -90,6 +97,8 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
         # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
         "seed": args.seed * 1000 + group,
     }
+    if args.partial_rollouts:
+        options["max_num_seqs"] = _sequences(args)
     if start is Start.GRAPHS:
         options["compilation_config"] = GRAPHS_ALONE
     return options | extra

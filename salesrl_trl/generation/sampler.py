@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
+from salesrl_trl.generation.partial import PartialRequests
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.patched import patched
@@ -57,7 +58,7 @@ TokenSource = Callable[[list[list[int]], int], Tokens]
 """From token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is repeated for
 each of its completions, so that each of the B has one."""
 
-Ask = Callable[[Sequence[object], Finished], Requests]
+Ask = Callable[[Sequence[object], Finished], Requests | PartialRequests]
 SAMPLING_FLAGS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
@@ -266,7 +267,7 @@ class WholeBatch:
 
 class Streamed(WholeBatch):
     """vLLM: each completion is reported when it is finished. `ask` is that of a server, which generates while the
-    trainer trains."""
+    trainer trains, or of an engine that leaves completions unfinished meanwhile."""
 
     _owner: SalesVLLMGeneration
 
@@ -281,9 +282,11 @@ class Streamed(WholeBatch):
         with self._owner.streamed(finished, len(prompts)):
             return Ready(self._generate(prompts))
 
-    def _collect(self, requests: Requests, prompts: Sequence[object]) -> Sampled:
+    def _collect(self, requests: Requests | PartialRequests, prompts: Sequence[object]) -> Sampled:
         with self._owner.answered(requests):
             sampled = self._generate(prompts)
+        if isinstance(requests, PartialRequests):
+            return sampled
         track = f"{SERVER_TRACK} {requests.lane + 1}"
         span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
         return replace(sampled, spans=[span])

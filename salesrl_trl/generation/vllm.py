@@ -24,6 +24,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.conversations import NO_TURN, AskedTurn, AskedTurns, Conversations, GivenUp, Turn
 from salesrl_trl.generation.merging import merged_beside, why_in_place
+from salesrl_trl.generation.partial import PartialEngine, PartialRequests
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import allow_files
@@ -42,6 +43,7 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     - Beside TRL's arguments the engine gets `engine_options` (from `config.engine`). Every process has a client of the
       server, with as many connections as it has requests in flight.
+    - With `partial`, the engine in this process has completions under way while training goes on.
     - While `streamed`, `begun` or `answered` is active, `generate` asks a server for completions one by one.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
       and for an engine that quantises, it reloads all weights through the worker: parameters are repacked after
@@ -51,6 +53,7 @@ class SalesVLLMGeneration(VLLMGeneration):
     vllm_client: Any
     enable_sleep_mode: bool
     processing_class: Any = None
+    partial: PartialEngine | None = None
     _merges_beside = False
 
     def __init__(self, *args: object, engine_options: Mapping[str, object], **kwargs: object) -> None:
@@ -98,7 +101,11 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Push the training weights into vLLM and drop its caches. The base of an adapter is not written."""
-        with merged_beside(self.model) if self._merges_beside else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._merges_beside:
+                stack.enter_context(merged_beside(self.model))
+            if self.partial is not None:
+                stack.enter_context(self.partial.pushing())
             self._push()
 
     def _push(self) -> None:
@@ -153,10 +160,19 @@ class SalesVLLMGeneration(VLLMGeneration):
             yield
 
     @contextlib.contextmanager
-    def begun(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[list[Requests]]:
-        """While active, `generate` asks the server for this process's completions and returns none of them. `finished`
-        is called as in `streamed`. Yields the requests, for `answered`."""
-        begun: list[Requests] = []
+    def begun(self, finished: Callable[[int, Sequence[int]], None]) -> Iterator[list[Requests | PartialRequests]]:
+        """While active, `generate` asks the server, or the `partial` engine, for this process's completions and
+        returns none of them. `finished` is called as in `streamed`. Yields the requests, for `answered`."""
+        begun: list[Requests | PartialRequests] = []
+        if (partial := self.partial) is not None:
+
+            def begin_here(prompts: Sequence[Any], sampling_params: Any, **_: object) -> list[Any]:
+                begun.append(partial.begin(prompts, sampling_params, finished))
+                return []
+
+            with patched(self.llm, "generate", begin_here):
+                yield begun
+            return
 
         def begin(single: _Single, count: int) -> Completions:
             begun.append(self._request(single, count, finished))
@@ -166,9 +182,11 @@ class SalesVLLMGeneration(VLLMGeneration):
             yield begun
 
     @contextlib.contextmanager
-    def answered(self, requests: Requests) -> Iterator[None]:
+    def answered(self, requests: Requests | PartialRequests) -> Iterator[None]:
         """While active, `generate` returns the completions of these requests."""
-        with patched(self, "_collect", lambda single, count: requests.result()):
+        is_here = isinstance(requests, PartialRequests)
+        owner, name = (self.llm, "generate") if is_here else (self, "_collect")
+        with patched(owner, name, lambda *_, **__: requests.result()):
             yield
 
     @contextlib.contextmanager
@@ -214,7 +232,7 @@ class SalesVLLMGeneration(VLLMGeneration):
     def go_on(self, batch: Conversations[Any] | None = None) -> None:
         """Generate the turns that conversations have asked for, those of all batches together. With a `batch`: until
         its conversations are over."""
-        if self.mode == "server":
+        if self.mode == "server" or self.partial is not None:
             if batch is not None:
                 batch.wait(lambda: batch.is_over)
             return

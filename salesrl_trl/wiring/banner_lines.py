@@ -107,6 +107,8 @@ def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int) -> str:
     if staleness > ahead > 0:
         lookahead += f", the first groups that are scored first, up to {staleness} steps old"
     lookahead += ", groups of equal rewards replaced by others" if refill else ""
+    if training.partial_rollouts and ahead and training.use_vllm and training.vllm_mode == "colocate":
+        lookahead += f", up to {training.partial_rollouts:.0%} of a batch unfinished"
     return (
         f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
         f"{lookahead}"

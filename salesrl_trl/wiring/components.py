@@ -34,6 +34,7 @@ from salesrl_trl.config.rollouts import (
     why_in_trls_order,
     why_in_turn,
     why_not_divisible,
+    why_not_partial,
 )
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
@@ -44,6 +45,7 @@ from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.evaluation.quick import QuickEvaluator, sample
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.evaluation.subject import Processes
+from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
     Ask,
     Converse,
@@ -388,18 +390,25 @@ class Components:
         )
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
-        args = self._args
+        args, talks = self._args, self.converses or self.episode is not None
+        whole = why_not_streamed(
+            use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
+        )
+        if args.partial_rollouts:
+            reason = why_not_partial(args, whole, talks, trl.reads_pictures)
+            if reason is None:
+                trl.engine.partial = PartialEngine(trl.engine.llm, args.partial_rollouts)
+            elif args.most_lookahead:  # else the settings have said so
+                logger.info(f"`partial_rollouts` has no effect here, because {reason}")
         if self.episode is not None:
             return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
         if self.converses:
             return WholeBatch(trl.generate, trl.engine, trl.converse)
         if build is None:
-            reason = why_not_streamed(
-                use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
-            )
-            if reason is None:
-                return Streamed(trl.generate, trl.engine, trl.ask if is_served else None)
-            logger.info(f"off: rewards start as soon as a completion is finished, because {reason}")
+            if whole is None:
+                is_under_way = is_served or trl.engine.partial is not None
+                return Streamed(trl.generate, trl.engine, trl.ask if is_under_way else None)
+            logger.info(f"off: rewards start as soon as a completion is finished, because {whole}")
             return WholeBatch(trl.generate, trl.engine)
         upstream = Upstream(
             generate=trl.generate,

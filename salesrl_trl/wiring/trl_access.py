@@ -22,6 +22,7 @@ from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.generation.conversations import Ask, AskedTurns, Conversations, GivenUp, Turn
+from salesrl_trl.generation.partial import PartialRequests
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.generation.sampler import Begun, Finished, Handle, Sampled, Tokens, TokenSource, logps_arguments
 from salesrl_trl.ground.patched import patched
@@ -103,7 +104,7 @@ class TRLAccess(GRPOTrainer):
             has_aux_loss=self.aux_loss_enabled,
             num_generations_eval=self.num_generations_eval,
             generate=self._sample,
-            ask=self._ask_server,
+            ask=self._ask_vllm,
             converse=self._converse,
             try_tools=lambda: run_coroutine_threadsafe(tried(self._standalone_tools), self._tools_loop).result(),
             play=self._play,
@@ -160,8 +161,8 @@ class TRLAccess(GRPOTrainer):
             vision = self._vision
         return Sampled(generated=generated, metrics=measured, tokens=tokens_seen, vision=vision)
 
-    def _ask_server(self, prompts: Sequence[object], finished: Finished) -> Requests:
-        """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting."""
+    def _ask_vllm(self, prompts: Sequence[object], finished: Finished) -> Requests | PartialRequests:
+        """Push changed weights, as TRL's `_generate` does, and ask for completions without waiting for all."""
         with self.vllm_generation.begun(finished) as begun:
             self._generate_single_turn(*self._tokenize_prompts(copy.deepcopy(list(prompts))), self.num_generations)
         [requests] = begun
