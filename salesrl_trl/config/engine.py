@@ -37,7 +37,7 @@ def engine_start(args: SalesGRPOConfig) -> Start:
 
 def _sequences(args: SalesGRPOConfig) -> int:
     """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
-    of_trl = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
+    of_trl: int = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
     return math.ceil(of_trl * (1 + args.partial_rollouts))
 
 
