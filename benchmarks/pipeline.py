@@ -315,9 +315,10 @@ class Bench:
 
     def _leave_unfinished(self, trainer: Any, is_partial: bool) -> None:
         """As `partial_rollouts: 0.5` does, or not."""
+        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         if self._args.server is None:
             if is_partial and self._partial is None:
-                self._partial = PartialEngine(trainer.vllm_generation.llm, 0.5)
+                self._partial = PartialEngine(trainer.vllm_generation.llm, size // 2)
             trainer.vllm_generation.partial = self._partial if is_partial else None
             trainer.components.sampler._ask = trainer._ask_vllm if is_partial else None
 

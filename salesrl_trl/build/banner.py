@@ -21,6 +21,7 @@ from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
 from salesrl_trl.config.engine import Start, compiled_engine, engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.reward import ReplaySettings
+from salesrl_trl.config.rollouts import why_not_partial
 from salesrl_trl.data.formats import ROWS
 from salesrl_trl.data.templates import PROMPT_STYLES
 from salesrl_trl.demo.packaged import CASSETTE
@@ -40,12 +41,14 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
     if reward.uses_rag:
         services.insert(0, ("RAG service", _rag(reward)))
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
+    is_partial = training.use_vllm and not why_not_partial(training, training.sampler, bool(reward.tools), False)
+    partial = training.partial_rollouts if is_partial else 0.0
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [
         *_policy(config),
         *(("rows", _rows(source, rows)) for source in data.sources),
         ("prompt", _prompt(data, reward)),
-        *training_lines(training, training.max_staleness, training.refill_groups),
+        *training_lines(training, training.max_staleness, training.refill_groups, partial),
         *(("reward", path) for path in reward.reward_funcs),
         *(("tool", path) for path in reward.tools),
         *([("replay", _replay(replay, reward, training))] if (replay := reward.parsed_replay()) else []),

@@ -4,7 +4,6 @@ The banner asks too, so vLLM is imported only where options are made. `generatio
 `generation.compiled` owns the folder of compiled code.
 """
 
-import math
 from enum import Enum
 
 import torch
@@ -38,7 +37,7 @@ def engine_start(args: SalesGRPOConfig) -> Start:
 def _sequences(args: SalesGRPOConfig) -> int:
     """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
     of_trl: int = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
-    return math.ceil(of_trl * (1 + args.partial_rollouts))
+    return of_trl + args.most_unfinished
 
 
 def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
@@ -97,7 +96,7 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
         # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
         "seed": args.seed * 1000 + group,
     }
-    if args.partial_rollouts:
+    if args.most_unfinished:
         options["max_num_seqs"] = _sequences(args)
     if start is Start.GRAPHS:
         options["compilation_config"] = GRAPHS_ALONE

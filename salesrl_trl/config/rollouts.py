@@ -136,10 +136,10 @@ def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool,
     """The first reason why an engine can't leave completions unfinished (`partial_rollouts`); `None` if there is none.
     `whole_batch`: why completions are not reported one by one. `talks`: as in `why_in_turn`."""
     reasons = {
-        "an engine of its own, or transformers, generates": not args.use_vllm,
         str(whole_batch): whole_batch is not None,
         "a vLLM server goes on while the run trains": args.vllm_mode == "server",
         "`rollout_lookahead` is 0": not args.most_lookahead,
+        "so small a share of a process's batch is less than a completion": not args.most_unfinished,
         "`vllm_enable_sleep_mode` frees the engine's memory between two generations": args.vllm_enable_sleep_mode,
         "tensor parallelism generates one batch in several processes": args.vllm_tensor_parallel_size > 1,
         "the turns of a conversation join the running batch as it is": talks,

@@ -264,6 +264,12 @@ class SalesGRPOConfig(GRPOConfig):
         return self.steps_per_generation * self.num_iterations  # type: ignore[no-any-return]
 
     @property
+    def most_unfinished(self) -> int:
+        """Completions of a process that a generation may leave unfinished (`partial_rollouts`)."""
+        size = self.per_device_train_batch_size * self.steps_per_generation if self.most_lookahead else 0
+        return int(self.partial_rollouts * size)
+
+    @property
     def arrangement(self) -> list[int]:
         """Figures that decide which completions of a generation batch belong to a micro-step."""
         return [self.world_size, self.per_device_train_batch_size, self.steps_per_generation, self.num_iterations]

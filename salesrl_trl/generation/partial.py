@@ -15,14 +15,14 @@ from salesrl_trl.ground.patched import patched
 class PartialEngine:
     """vLLM's `LLM`, which may have completions under way between two generations.
 
-    `share`: of a batch, the completions of which so many may be left, those of all batches together. A generation of
-    somebody else finishes them too, and does not see them. From a push on, a completion goes on with the new weights,
+    `most`: completions that a generation may leave, those of all batches together. A generation of somebody else
+    finishes them too, and does not see them. From a push on, a completion goes on with the new weights,
     behind the keys and values of the earlier ones. What begins after a push does not use those: prefixes are cached
     for the requests between two pushes alone.
     """
 
-    def __init__(self, llm: Any, share: float) -> None:
-        self._llm, self._share, self._pushes = llm, share, 0
+    def __init__(self, llm: Any, most: int) -> None:
+        self._llm, self._most, self._pushes = llm, most, 0
         self._under_way: dict[str, PartialRequests] = {}
         self._beginning: PartialRequests | None = None
         engine = llm.llm_engine
@@ -37,7 +37,7 @@ class PartialEngine:
         with requests.wanted():
             with patched(self, "_beginning", requests):
                 self._llm.enqueue(prompts, sampling_params=sampling_params, use_tqdm=False)
-            while len(self._under_way) > self._share * len(prompts):
+            while len(self._under_way) > self._most:
                 self.step()
         return requests
 

@@ -325,9 +325,9 @@ def why_not_conversing(*, pictures: bool, splits: int, has_own_engine: bool) -> 
 def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:
     """The reason why completions can't be reported one by one with the texts of TRL. `None` if they can."""
     if not use_vllm:
-        return "transformers generates, a whole batch at once: they start when it is done"
+        return "transformers generates a whole batch at once"
     if has_rollout_func:
-        return "`rollout_func` generates a whole batch: they start when it is done"
+        return "`rollout_func` generates a whole batch at once"
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
-        return "the tokenizer's response template parses completions: they start when all of a batch are generated"
+        return "the tokenizer's response template parses the completions of a whole batch at once"
     return None

@@ -29,9 +29,11 @@ def shown(lines: Sequence[Line]) -> list[str]:
     return [f"[Run] {name:<12} {text}" for name, text in lines]
 
 
-def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str], staleness: int, refill: int) -> None:
-    """Log the banner of a script, unless a recipe has logged its own. The main process does. `staleness`, `refill`:
-    `max_staleness` and `refill_groups`, 0 where they have no effect."""
+def log_banner(
+    args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str], staleness: int, refill: int, partial: float
+) -> None:
+    """Log the banner of a script, unless a recipe has logged its own. The main process does. `staleness`, `refill`,
+    `partial`: `max_staleness`, `refill_groups` and `partial_rollouts`, 0 where they have no effect."""
     if args.is_introduced or args.process_index:
         return
     args.is_introduced = True
@@ -43,7 +45,7 @@ def log_banner(args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str], stal
             *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
             *([("reward", TOGETHER)] if reward.names.judges_groups else []),
             *(("tool", name) for name in tools),
-            *training_lines(args, staleness, refill),
+            *training_lines(args, staleness, refill, partial),
             ("budget", budget_text(reward.budget)),
             record_line(args),
             ("report", report),
@@ -65,12 +67,12 @@ def budget_text(budget: Budget | None) -> str:
     return f"{limits}{so_far}"
 
 
-def training_lines(args: SalesGRPOConfig, staleness: int, refill: int) -> list[Line]:
-    """Its steps, rollouts and branches. `staleness`, `refill`: as in `log_banner`."""
+def training_lines(args: SalesGRPOConfig, staleness: int, refill: int, partial: float) -> list[Line]:
+    """Its steps, rollouts and branches. `staleness`, `refill`, `partial`: as in `log_banner`."""
     targets = args.kl_targets()
     return [
         ("step", _step(args)),
-        ("rollouts", _rollouts(args, staleness, refill)),
+        ("rollouts", _rollouts(args, staleness, refill, partial)),
         *(("branch", _branch(name, targets.get(name), args)) for name in args.branches),
     ]
 
@@ -96,7 +98,7 @@ def _step(training: SalesGRPOConfig) -> str:
     )
 
 
-def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int) -> str:
+def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int, partial: float) -> str:
     engine = "a vLLM server" if training.vllm_mode == "server" else "vLLM in the training process"
     if not training.use_vllm:
         engine = training.sampler or "transformers"
@@ -107,8 +109,7 @@ def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int) -> str:
     if staleness > ahead > 0:
         lookahead += f", the first groups that are scored first, up to {staleness} steps old"
     lookahead += ", groups of equal rewards replaced by others" if refill else ""
-    if training.partial_rollouts and ahead and training.use_vllm and training.vllm_mode == "colocate":
-        lookahead += f", up to {training.partial_rollouts:.0%} of a batch unfinished"
+    lookahead += f", up to {partial:.0%} of a batch unfinished" if partial else ""
     return (
         f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
         f"{lookahead}"

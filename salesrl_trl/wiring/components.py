@@ -391,13 +391,17 @@ class Components:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
         args, talks = self._args, self.converses or self.episode is not None
-        whole = why_not_streamed(
-            use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
-        )
+        whole = "`sampler` is an engine of its own"
+        if build is None:
+            whole = why_not_streamed(
+                use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
+            )
+        self._partial = 0.0  # `partial_rollouts`, where it has an effect
         if args.partial_rollouts:
             reason = why_not_partial(args, whole, talks, trl.reads_pictures)
             if reason is None:
-                trl.engine.partial = PartialEngine(trl.engine.llm, args.partial_rollouts)
+                self._partial = args.partial_rollouts
+                trl.engine.partial = PartialEngine(trl.engine.llm, args.most_unfinished)
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
         if self.episode is not None:
@@ -406,8 +410,7 @@ class Components:
             return WholeBatch(trl.generate, trl.engine, trl.converse)
         if build is None:
             if whole is None:
-                is_under_way = is_served or trl.engine.partial is not None
-                return Streamed(trl.generate, trl.engine, trl.ask if is_under_way else None)
+                return Streamed(trl.generate, trl.engine, trl.ask if is_served or self._partial else None)
             logger.info(f"off: rewards start as soon as a completion is finished, because {whole}")
             return WholeBatch(trl.generate, trl.engine)
         upstream = Upstream(
@@ -574,7 +577,7 @@ class Components:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
         # an account of the spending may be damaged
         staleness, refill = self.pipeline.max_staleness, self.pipeline.refill_groups
-        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, staleness, refill))
+        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, staleness, refill, self._partial))
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
         if self._args.record:

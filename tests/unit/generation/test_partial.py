@@ -59,7 +59,7 @@ def begin(partial, *steps):
 
 
 def test_a_batch_is_left_when_few_are_unfinished_and_finished_beside_the_next(llm):
-    partial = PartialEngine(llm, 0.5)
+    partial = PartialEngine(llm, 2)
     first, told = begin(partial, 9, 1, 2, 8)
     assert told == [1, 2] and llm.llm_engine.left == {"0": 7, "3": 6}
     second, told_second = begin(partial, 1, 3, 5, 7)  # two in all may be left
@@ -69,7 +69,7 @@ def test_a_batch_is_left_when_few_are_unfinished_and_finished_beside_the_next(ll
 
 
 def test_requests_of_others_are_answered_and_finish_these_too(llm):
-    partial, engine = PartialEngine(llm, 0.5), llm.llm_engine
+    partial, engine = PartialEngine(llm, 1), llm.llm_engine
     requests, told = begin(partial, 1, 3)
     engine.add_request("90", {"steps": 4}, "params")
     outputs = [output for _ in range(4) for output in engine.step()]
@@ -78,7 +78,7 @@ def test_requests_of_others_are_answered_and_finish_these_too(llm):
 
 
 def test_prefixes_are_cached_between_two_pushes_and_the_cache_is_emptied_where_nothing_is_under_way(llm):
-    partial = PartialEngine(llm, 0.5)
+    partial = PartialEngine(llm, 1)
     with partial.pushing():
         assert llm.reset_prefix_cache() == "reset"
     begin(partial, 1, 3)
@@ -89,8 +89,15 @@ def test_prefixes_are_cached_between_two_pushes_and_the_cache_is_emptied_where_n
     assert llm.llm_engine.salts == {"0": "1", "1": "1", "2": "2", "3": "2"}
 
 
+def test_a_small_batch_does_not_wait_for_what_a_large_one_has_left(llm):
+    partial = PartialEngine(llm, 2)
+    begin(partial, 1, 9, 1, 9)
+    small, _ = begin(partial, 2, 1)
+    assert small.result()[0].request_id == "4" and set(llm.llm_engine.left) == {"1", "3"}
+
+
 def test_a_batch_that_is_given_up_or_interrupted_leaves_the_engine_to_the_others(llm):
-    partial, engine = PartialEngine(llm, 0.5), llm.llm_engine
+    partial, engine = PartialEngine(llm, 2), llm.llm_engine
     kept, _ = begin(partial, 1, 6)
     dropped, told = begin(partial, 1, 1, 1, 9)
     dropped.give_up()
