@@ -109,8 +109,13 @@ def read(folder: Path) -> TracedRun:
             f"{path} can't be read ({type(error).__name__}). Expected a folder of a run with a trace (`trace_steps`)."
         ) from None
     settings = folder / SETTINGS_FILE
-    if settings.is_file() and re.search("^refill_groups: [1-9]", settings.read_text(encoding="utf-8"), re.MULTILINE):
+    text = settings.read_text(encoding="utf-8") if settings.is_file() else ""
+    if re.search("^refill_groups: [1-9]", text, re.MULTILINE):
         raise ConfigError(f"{path} lacks the groups that `refill_groups` replaced. Expected a run without it.")
+    if re.search("^partial_rollouts: .*[1-9]", text, re.MULTILINE):
+        raise ConfigError(
+            f"{path} has generations that `partial_rollouts` left unfinished. Expected a run without it."
+        )
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     if any(track.startswith(SERVER_TRACK) for track in tracks.values()):
         raise ConfigError(f"{path} is of a run with vLLM's server. Expected one whose trainer generates by itself.")

@@ -41,7 +41,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
     if reward.uses_rag:
         services.insert(0, ("RAG service", _rag(reward)))
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
-    is_partial = training.use_vllm and not why_not_partial(training, training.sampler, bool(reward.tools), False)
+    is_partial = training.use_vllm and not why_not_partial(training, None, bool(reward.tools), reads_pictures=False)
     partial = training.partial_rollouts if is_partial else 0.0
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [

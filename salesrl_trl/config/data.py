@@ -5,7 +5,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, cast
 
 from salesrl_trl.config.checks import build_object, check, check_path, structure
-from salesrl_trl.config.ranges import LESS_THAN_1, MORE_THAN_0, Count, Range, check_settings, entry_of
+from salesrl_trl.config.ranges import MORE_THAN_0, Count, LessThan1, Range, check_settings, entry_of
 from salesrl_trl.data.columns import Column, read_columns
 from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.data.form import Form
@@ -13,8 +13,6 @@ from salesrl_trl.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.data.lengths import LONG_PROMPT_RULES
 from salesrl_trl.data.sources import PACKAGED
 from salesrl_trl.errors import ConfigError, Refusals
-
-HeldOutShare = Annotated[float, Range(0, LESS_THAN_1)]
 
 
 def _check_source(setting: str, source: object) -> None:
@@ -65,7 +63,7 @@ class DatasetEntry:
     share: Annotated[float, Range(MORE_THAN_0, 1)] | None = None
     """Share of the run's training rows: in each entry, or in none. As many rows are drawn as the scarcest source
     allows, and none comes twice."""
-    held_out_share: HeldOutShare | None = None  # defaults to the setting of this name, without `eval`
+    held_out_share: LessThan1 | None = None  # defaults to the setting of this name, without `eval`
     eval: dict[str, object] | str | None = None  # as `eval_dataset`
 
 
@@ -85,7 +83,7 @@ class DataConfig:
     own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own."""
     columns: _Columns | None = None
     """For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields."""
-    held_out_share: HeldOutShare | None = None
+    held_out_share: LessThan1 | None = None
     """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
     `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
     max_train_rows: Count | None = None

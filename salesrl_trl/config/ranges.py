@@ -57,6 +57,7 @@ Limit = Annotated[float, Range(MORE_THAN_0, math.inf)]
 """Infinite for none."""
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
+LessThan1 = Annotated[float, Range(0, LESS_THAN_1)]
 
 
 def _range(why: str = "", **ends: float) -> Range:

@@ -11,7 +11,7 @@ from salesrl_trl.config import ranges, trl_settings
 from salesrl_trl.config.checks import check, check_path, check_url, load_object, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
-from salesrl_trl.config.ranges import LESS_THAN_1, Count, Limit, NumberOrNone, Range, Share, check_settings, entry_of
+from salesrl_trl.config.ranges import Count, LessThan1, Limit, NumberOrNone, Range, Share, check_settings, entry_of
 from salesrl_trl.config.telemetry import RecordSettings
 from salesrl_trl.config.trl_settings import RUN_MODES
 from salesrl_trl.errors import ConfigError, Refusals, hide
@@ -117,10 +117,10 @@ class SalesGRPOConfig(GRPOConfig):
     refill_groups: NumberOrNone = 0
     """Above 0: a group whose rewards are all equal, which teaches nothing, is replaced by a group of another row,
     drawn at random. In a step at most so many times as many groups are generated beside those that it trains on."""
-    partial_rollouts: Annotated[float, Range(0, LESS_THAN_1)] = 0.0
-    """Above 0, vLLM in the training process goes on to train while so large a share of a batch's completions is
-    unfinished, and finishes them beside the next batch: a step does not wait for the longest. It needs a
-    `rollout_lookahead`. Their later tokens, and log-probs of these, come from the later weights."""
+    partial_rollouts: LessThan1 = 0.0
+    """Above 0, training goes on while up to this share of a batch's completions is unfinished. vLLM in the training
+    process finishes them beside the next batch. Their later tokens, and the log-probs of these, come from later
+    weights. It needs a `rollout_lookahead`."""
     scored_groups_first: bool = True
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses

@@ -365,8 +365,11 @@ class Components:
             go_on=trl.go_on,
         )
         self._lookahead = None
-        if args.max_rollout_lookahead:  # on-policy a server and the trainer would wait for each other
-            self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead, int(is_served))
+        if (
+            args.max_rollout_lookahead
+        ):  # on-policy a server and the trainer would wait for each other, or all is finished
+            least = int(is_served or self._partial > 0)
+            self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead, least)
         meter, group = self.reward.names.meter, args.num_generations
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
@@ -391,7 +394,7 @@ class Components:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
         args, talks = self._args, self.converses or self.episode is not None
-        whole = "`sampler` is an engine of its own"
+        whole: str | None = "`sampler` is an engine of its own"
         if build is None:
             whole = why_not_streamed(
                 use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer

@@ -1,5 +1,7 @@
 """Another generation engine is one class outside of the package, handed in or named by its dotted path."""
 
+import logging
+
 import pytest
 from seams.own_engine import Writer
 from support.loopback import Services
@@ -39,8 +41,11 @@ def test_another_engine_generates_what_is_scored_and_trained_on(train, given):
     assert len(set(engine.weights)) == 3  # before each step; the quick evaluation has those of the step behind it
 
 
-def test_completions_of_another_engine_may_be_generated_ahead(train):
-    trainer, engine = train(sampler=Writer, max_steps=4, rollout_lookahead=2)
+def test_completions_of_another_engine_may_be_generated_ahead_and_are_whole_batches(train, caplog):
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        trainer, engine = train(sampler=Writer, max_steps=4, rollout_lookahead=2, partial_rollouts=0.5)
+    assert caplog.text.count("`partial_rollouts` has no effect here, because `sampler` is an engine of its own") == 1
+    assert "of a batch unfinished" not in caplog.text
     assert [logs["rollout/staleness"] for logs in steps_of(trainer)] == [0, 1, 2, 2]
     assert len(engine.written) == 4 * 4
 

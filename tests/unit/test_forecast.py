@@ -103,7 +103,11 @@ def test_the_command_says_what_it_found_and_what_is_missing(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "a run with vLLM's server" in capsys.readouterr().err
     trace(tmp_path)
-    for groups, code in ((0, 0), (2, 2)):
-        (tmp_path / SETTINGS_FILE).write_text(f"max_staleness: 4\nrefill_groups: {groups}\n")
-        assert main([str(tmp_path)]) == code
-    assert "the groups that `refill_groups` replaced" in capsys.readouterr().err
+    for groups, partial, message in (
+        (0, 0, ""),
+        (2, 0, "that `refill_groups` replaced"),
+        (0, 0.5, "`partial_rollouts`"),
+    ):
+        text = f"max_staleness: 4\nrefill_groups: {groups}\npartial_rollouts: {partial}\n"
+        (tmp_path / SETTINGS_FILE).write_text(text)
+        assert main([str(tmp_path)]) == (2 if message else 0) and message in capsys.readouterr().err

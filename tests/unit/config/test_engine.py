@@ -12,6 +12,7 @@ from warmup_model import settings_of
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.engine import GRAPHS_ALONE, Start, compiled_engine, engine_options, engine_start
+from salesrl_trl.config.rollouts import why_not_partial
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
 
@@ -129,3 +130,25 @@ def test_a_shape_to_warm_up_sets_the_sequences_and_the_length_that_vllm_compiles
     assert (engine["sequences"], engine["max_model_length"]) == (8, 512)
     with pytest.raises(ConfigError, match="8by512"):
         settings_of("8by512")
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "reason"),
+    [
+        ({}, 4, None),
+        ({"rollout_lookahead": 0}, 0, "`rollout_lookahead` is 0"),
+        ({"rollout_lookahead": 0, "max_rollout_lookahead": 2}, 4, None),
+        ({"partial_rollouts": 0.1}, 0, "so small a share"),
+        ({"vllm_mode": "server"}, 4, "a vLLM server"),
+        ({"vllm_enable_sleep_mode": True}, 4, "`vllm_enable_sleep_mode`"),
+    ],
+)
+def test_an_engine_has_slots_for_completions_that_are_left_and_what_keeps_it_from_leaving_any_is_said(
+    config, given, left, reason
+):
+    partial = {"rollout_lookahead": 1, "partial_rollouts": 0.5, "use_vllm": True, **given}
+    args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, **partial)
+    assert args.most_unfinished == left
+    assert compiled_engine(args, "m")["sequences"] == 8 + left
+    told = why_not_partial(args, None, talks=False, reads_pictures=False)
+    assert told is None if reason is None else told.startswith(reason)
