@@ -118,9 +118,9 @@ class SalesGRPOConfig(GRPOConfig):
     """Above 0: a group whose rewards are all equal, which teaches nothing, is replaced by a group of another row,
     drawn at random. In a step at most so many times as many groups are generated beside those that it trains on."""
     partial_rollouts: Annotated[float, Range(0, LESS_THAN_1)] = 0.0
-    """Above 0, vLLM in the training process goes on to train while so large a share of a batch's completions is
-    unfinished, and finishes them beside the next batch: a step does not wait for the longest. It needs a
-    `rollout_lookahead`. Their later tokens, and log-probs of these, come from the later weights."""
+    """Above 0: the largest share of a batch's completions that vLLM in the training process may leave unfinished when
+    training goes on. It finishes them beside the next batch, so that no step waits for the longest. It needs a
+    `rollout_lookahead`. Their later tokens come from later weights, and so do the log-probs of these tokens."""
     scored_groups_first: bool = True
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
