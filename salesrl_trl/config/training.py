@@ -118,9 +118,9 @@ class SalesGRPOConfig(GRPOConfig):
     """Above 0: a group whose rewards are all equal, which teaches nothing, is replaced by a group of another row,
     drawn at random. In a step at most so many times as many groups are generated beside those that it trains on."""
     partial_rollouts: LessThan1 = 0.0
-    """Above 0, training goes on while up to this share of a batch's completions is unfinished. vLLM in the training
-    process finishes them beside the next batch. Their later tokens, and the log-probs of these, come from later
-    weights. It needs a `rollout_lookahead`."""
+    """Above 0: the largest share of a batch's completions that vLLM in the training process may leave unfinished when
+    training goes on. It finishes them beside the next batch. It needs a `rollout_lookahead`. Their later tokens come
+    from later weights, and so do the log-probs of these tokens."""
     scored_groups_first: bool = True
     """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
     same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
