@@ -29,8 +29,8 @@ most an eighth faster on an H200 (`benchmarks.passes`), as much with two and fou
 def unasked_tokens(weights: int, padded: int, *, is_light: bool) -> int:
     """Tokens of a pass where the settings name none: as many as fill a GPU, and no more than TRL's own pass for one
     micro-batch, `padded`. `is_light`: a token takes little memory (16 bits on a GPU, with gradient checkpointing).
-    Then a pass may have four times as many as fill a GPU, where TRL's has. It may have `MOST_TOKENS` that fill one
-    where TRL's has fewer; with 0.5B that is about a GiB."""
+    Then a pass may have as many as TRL's, up to four times those that fill a GPU. Where TRL's has fewer, it may have
+    as many as fill one, up to `MOST_TOKENS`; with 0.5B that is about a GiB."""
     filling = FILLING // max(weights, 1)
     return max(min(filling, MOST_TOKENS), min(4 * filling, padded)) if is_light else min(filling, padded)
 
