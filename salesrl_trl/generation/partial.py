@@ -56,7 +56,8 @@ class PartialEngine:
     def drop(self, ids: Sequence[str]) -> None:
         """Nobody will ask for these completions."""
         left = [request_id for request_id in ids if self._under_way.pop(request_id, None)]
-        self._llm.llm_engine.abort_request(left)
+        with contextlib.suppress(Exception):  # the engine may be gone: the first error is the one to raise
+            self._llm.llm_engine.abort_request(left)
 
     @contextlib.contextmanager
     def pushing(self) -> Iterator[None]:
@@ -109,6 +110,5 @@ class PartialRequests:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(Exception):  # the engine may be gone: the first error is the one to raise
-                self.give_up()
+            self.give_up()
             raise

@@ -109,3 +109,11 @@ def test_a_batch_that_is_given_up_or_interrupted_leaves_the_engine_to_the_others
     engine.is_broken = False
     assert set(engine.left) == {"1"} and told == [0, 1, 2]
     assert [output.request_id for output in kept.result()] == ["0", "1"]
+
+
+def test_what_an_engine_that_is_gone_has_left_is_given_up_without_another_error(llm):
+    requests, _ = begin(PartialEngine(llm, 2), 1, 6)
+    llm.llm_engine.abort_request = lambda ids: ids[len(ids)]  # raises
+    requests.give_up()
+    with pytest.raises(CancelledError):
+        requests.result()
