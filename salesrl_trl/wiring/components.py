@@ -365,9 +365,8 @@ class Components:
             go_on=trl.go_on,
         )
         self._lookahead = None
-        if (
-            args.max_rollout_lookahead
-        ):  # on-policy a server and the trainer would wait for each other, or all is finished
+        if args.max_rollout_lookahead:
+            # at 0 a server and the trainer would wait for each other, and nothing would be left unfinished
             least = int(is_served or self._partial > 0)
             self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead, least)
         meter, group = self.reward.names.meter, args.num_generations
