@@ -2,6 +2,8 @@
 
 Random weights end no completion by themselves, and every arm of a bench has to generate as much. Works with vLLM's
 engine in this process and with TRL's client of a server.
+
+    python -m benchmarks.lengths    # decoding steps of a batch, by the share that is left unfinished, simulated
 """
 
 import functools
@@ -70,3 +72,23 @@ def fix_server_lengths(client: Any, most: int) -> None:
         return {**merged, "prompt_ids": list(prompts)}
 
     client.generate = fixed
+
+
+def decoding_steps(share: float, batches: int = 60, size: int = 64, most: int = 256) -> float:
+    """Mean decoding steps of a batch where so large a share of one may be left unfinished (`partial_rollouts`), and
+    the engine has slots for it. The first ten batches do not count."""
+    running: list[int] = []
+    steps, begins = 0, 0
+    for batch in range(batches):
+        if batch == 10:
+            begins = steps
+        running += [completion_tokens([batch, place // 8], place % 8, most) for place in range(size)]
+        while len(running) > share * size:
+            running = [left - 1 for left in running if left > 1]
+            steps += 1
+    return (steps - begins) / (batches - 10)
+
+
+if __name__ == "__main__":
+    for share in (0.0, 0.125, 0.25, 0.5, 0.75):
+        print(f"partial_rollouts {share:g}: {decoding_steps(share):.1f} decoding steps a batch")

@@ -4,8 +4,7 @@ Owns the threads of conversations, the turns that an engine is asked for, and wh
 while it is under way. The engines answer the turns (`generation.vllm`, `wiring.trl_access`). Standard library only.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,12 +154,3 @@ class Conversations(Generic[T]):
         self.is_given_up = True
         self.turns.drop(self)
         self._end_calls()
-
-    @contextlib.contextmanager
-    def wanted(self) -> Iterator[None]:
-        """Whatever interrupts the block gives the conversations up."""
-        try:
-            yield
-        except BaseException:
-            self.give_up()
-            raise

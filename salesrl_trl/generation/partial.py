@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
+from salesrl_trl.generation.requests import given_up_if_interrupted
 from salesrl_trl.ground.patched import patched
 
 
@@ -34,7 +35,7 @@ class PartialEngine:
     ) -> "PartialRequests":
         """Generate completions of these prompts until few are left. `finished` gets place and token ids of each."""
         requests = PartialRequests(self, finished)
-        with requests.wanted():
+        with given_up_if_interrupted(requests.give_up):
             with patched(self, "_beginning", requests):
                 self._llm.enqueue(prompts, sampling_params=sampling_params, use_tqdm=False)
             while len(self._under_way) > self._most:
@@ -92,7 +93,7 @@ class PartialRequests:
     def result(self) -> list[Any]:
         """Generate what is left, and return vLLM's outputs in the order of the prompts. Raises `CancelledError` after
         `give_up`."""
-        with self.wanted():
+        with given_up_if_interrupted(self.give_up):
             while None in self._outputs.values():
                 if self._is_given_up:
                     raise CancelledError
@@ -103,12 +104,3 @@ class PartialRequests:
         """Nobody will ask for the completions."""
         self._is_given_up = True
         self._engine.drop([*self._outputs])
-
-    @contextlib.contextmanager
-    def wanted(self) -> Iterator[None]:
-        """Whatever interrupts the block gives the completions up."""
-        try:
-            yield
-        except BaseException:
-            self.give_up()
-            raise

@@ -5,7 +5,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from threading import Semaphore, Thread
 from typing import Any
@@ -14,6 +14,16 @@ MOST_REQUESTS = 1024
 """Requests in flight to a server. By default a vLLM server generates at most as many sequences at once."""
 Completions = dict[str, Any]
 """Result of `VLLMClient.generate`: by name a list with an entry for each completion, or `None`."""
+
+
+@contextlib.contextmanager
+def given_up_if_interrupted(give_up: Callable[[], object]) -> Iterator[None]:
+    """Whatever interrupts the block gives up what is under way."""
+    try:
+        yield
+    except BaseException:
+        give_up()
+        raise
 
 
 class Requests:
@@ -48,11 +58,8 @@ class Requests:
     def result(self) -> Completions:
         """Wait for all completions, and return them as one request for all prompts would. Raises the error of the
         first request that failed; no other one is begun after it."""
-        try:
+        with given_up_if_interrupted(self.give_up):
             return self._result.result()
-        except BaseException:
-            self.give_up()
-            raise
 
     def give_up(self) -> None:
         """Begin no more requests, and report no more completions. Requests in flight are left to themselves."""

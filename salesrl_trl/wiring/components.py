@@ -378,18 +378,12 @@ class Components:
             instruments=self.instruments,
             run_control=self.run_control,
             settings=from_fields(
-                ScoringSettings,
-                args,
-                branches=self.branches,
-                weights=trl.reward_weights,
-                answered=trl.reward_answered,
-                figure_columns=(*bbq.COLUMNS, bbq.TARGET) if self._bbq else (),
+                ScoringSettings, args, branches=self.branches, weights=trl.reward_weights,
+                answered=trl.reward_answered, figure_columns=(*bbq.COLUMNS, bbq.TARGET) if self._bbq else (),
             ),
-            device=trl.accelerator.device,
-            score=trl.score,
-            advantages=trl.advantages,
+            device=trl.accelerator.device, score=trl.score, advantages=trl.advantages,
             meter=None if meter is None else JudgeMeter(meter, self.reward_loop, self.branches, group, trl.step),
-        )
+        )  # fmt: skip
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
         args, talks = self._args, self.converses or self.episode is not None
@@ -415,15 +409,13 @@ class Components:
                 return Streamed(trl.generate, trl.engine, trl.ask if is_served or self._partial else None)
             logger.info(f"off: rewards start as soon as a completion is finished, because {whole}")
             return WholeBatch(trl.generate, trl.engine)
-        upstream = Upstream(
-            generate=trl.generate,
-            model=lambda: trl.accelerator.unwrap_model(trl.model),
-            step=trl.step,
-            temperature=args.temperature,
-            max_completion_length=args.max_completion_length,
-            eos_token_ids=tuple(trl.eos_token_ids),
-        )
-        return build(upstream)
+        return build(
+            Upstream(
+                generate=trl.generate, model=lambda: trl.accelerator.unwrap_model(trl.model), step=trl.step,
+                temperature=args.temperature, max_completion_length=args.max_completion_length,
+                eos_token_ids=tuple(trl.eos_token_ids),
+            )
+        )  # fmt: skip
 
     def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
         args, names = self._args, self.reward.names
@@ -564,16 +556,10 @@ class Components:
             log=trl.log,
         )
         return QuickEvaluator(
-            subject,
-            sample(trl.eval_dataset, settings.rows, self.branches, ranks),
-            branches=args.branches,
-            settings=settings,
-            output_dir=Path(args.output_dir),
-            least_scored=args.min_valid_reward_fraction,
-            ranks=ranks,
-            timeline=self.timeline,
-            is_cut=lambda: self.run_control.is_spent,
-        )
+            subject, sample(trl.eval_dataset, settings.rows, self.branches, ranks), branches=args.branches,
+            settings=settings, output_dir=Path(args.output_dir), least_scored=args.min_valid_reward_fraction,
+            ranks=ranks, timeline=self.timeline, is_cut=lambda: self.run_control.is_spent,
+        )  # fmt: skip
 
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""

@@ -1,9 +1,7 @@
 """Conversations with tools on real vLLM: training goes on while tools are out, and what trains is what was sampled."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from itertools import chain
@@ -11,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.forked import python
+from support.forked import done_on_vllm
 from support.keyed import make_tiny_policy
 from support.scripted import settings
 
-ROOT = Path(__file__).parents[2]
 STEPS, TURNS = 4, 3
 
 
@@ -26,16 +23,7 @@ def test_a_run_trains_while_tools_are_out_on_exactly_what_vllm_sampled(tmp_path)
     policy = make_tiny_policy(tmp_path / "policy", hidden_size=64, max_position_embeddings=1024)
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     shutil.copy(template, policy / "chat_template.jinja")
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [python(), str(Path(__file__)), str(policy), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    done_on_vllm(__file__, policy, tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     # 1. a tool was called in one step and answered in a later one
     assert any(ended > began for began, ended in told["calls"]), told["calls"]

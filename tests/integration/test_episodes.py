@@ -1,20 +1,17 @@
 """Agents of a user's own that talk with the policy in training: one of the `openai` client alone, unchanged."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
-from support.forked import python
+from support.forked import done_on_vllm
 from support.keyed import make_tiny_policy
 from support.scripted import settings, steps_of
 
-ROOT = Path(__file__).parents[2]
 STEPS, MOST_CALLS = 6, 2
 TOOLS = [{"type": "function", "function": {
     "name": "add", "description": "Adds three.", "parameters": {
@@ -154,16 +151,7 @@ def whole_episodes(sampled, padding):
 @pytest.mark.slow
 def test_episodes_on_vllm_train_while_others_are_out(tmp_path):
     policy = policy_of(tmp_path / "policy")
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [python(), str(Path(__file__)), str(policy), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    done_on_vllm(__file__, policy, tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     # 1. an episode began in one step and ended in a later one
     assert any(ended > began for began, ended in told["episodes"]), told["episodes"]

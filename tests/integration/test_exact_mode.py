@@ -9,9 +9,7 @@ Run as a program it compares both trainers around one vLLM engine, which a test 
 import asyncio
 import gc
 import json
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from pytest_httpserver import HTTPServer
-from support.forked import python
+from support.forked import done_on_vllm
 from support.keyed import keyed_rows, make_tiny_policy
 from support.loopback import BAD, VERDICT, Services, action, build_reward
 from support.scripted import Scripted, settings
@@ -497,15 +495,7 @@ class Streams:
 @pytest.mark.slow
 def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_generated(tmp_path):
     policy_path = make_tiny_policy(tmp_path / "policy", hidden_size=64)
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [python(), str(Path(__file__)), str(policy_path), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    done_on_vllm(__file__, policy_path, tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     ours, stock, parts = told["ours"], told["stock"], told["parts"]
     assert ours["texts"] == stock["texts"]

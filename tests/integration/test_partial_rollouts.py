@@ -2,18 +2,15 @@
 sampled."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.forked import python
+from support.forked import done_on_vllm
 from support.keyed import make_tiny_policy
 from support.scripted import settings
 
-ROOT = Path(__file__).parents[2]
 STEPS, BATCH, LONGEST = 5, 8, 40
 
 
@@ -23,16 +20,7 @@ def test_long_completions_go_on_beside_the_next_batch_and_the_cache_is_of_their_
     tmp_path, rollout_lookahead
 ):
     policy = make_tiny_policy(tmp_path / "policy", hidden_size=64, max_position_embeddings=1024)
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [python(), str(Path(__file__)), str(policy), str(tmp_path), str(rollout_lookahead)],
-        env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    done = done_on_vllm(__file__, policy, tmp_path, rollout_lookahead)
     told = json.loads((tmp_path / "told.json").read_text())
     # 1. training goes on with as many unfinished completions as the share allows, and fewer at the end
     assert max(told["left"]) == BATCH // 2 and told["left"][-1] == 0

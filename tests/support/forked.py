@@ -91,6 +91,21 @@ def python():
     return sys.executable if HAS_GPU else str(Path(server_folder(), "python"))
 
 
+def done_on_vllm(program, *words):
+    """A program with vLLM in its process, once it has ended without an error."""
+    paths = os.pathsep.join((*_PATHS, os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [python(), program, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done
+
+
 def server_folder():
     """The folder of the session's server, which starts if need be. It ends when the process that started it ends."""
     if not _folder and _FOLDER in os.environ:
