@@ -6,6 +6,7 @@ Owns the keys of a recipe and the order of precedence. The classes of `config` c
 import copy
 import difflib
 import itertools
+import json
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from salesrl_trl.config.checks import check_path, check_text, find_modules_in
 from salesrl_trl.data.files import DEMO, DEMO_PICTURES, nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
 from salesrl_trl.errors import ConfigError, Refusals, SalesRLError, without
+from salesrl_trl.names import RUN_FILE
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 
 if TYPE_CHECKING:
@@ -177,7 +179,8 @@ class SettingsParser(TrlParser):
                 recipe = self._checked_recipe(file)
             if not recipe or not all(isinstance(name, str) for name in recipe):
                 self._refused.tell()  # checks of other values than the recipe's would mislead
-            find_modules_in(file.absolute().parent)  # beside a recipe may be its reward functions
+            for folder in _folders_of_code(file):
+                find_modules_in(folder)
         self._given = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:
@@ -348,6 +351,18 @@ def _own_errors() -> Iterator[None]:
         raise
     except (ValueError, TypeError, OSError) as error:  # the last one is of the environment
         raise ConfigError(f"the settings do not work: {error}") from error
+
+
+def _folders_of_code(recipe: Path) -> Iterator[Path]:
+    """Where a recipe's functions may be: beside it; if a run wrote it, beside the files of that run's command too."""
+    recipe = recipe.absolute()
+    yield recipe.parent
+    try:
+        command = json.loads(recipe.with_name(RUN_FILE).read_text(encoding="utf-8"))["command"]
+        files = [Path(str(word).rpartition("=")[2]) for word in command]
+    except (OSError, ValueError, KeyError, TypeError):  # no run's folder
+        return
+    yield from (file.absolute().parent for file in files if file.suffix in (".py", ".yaml", ".yml") and file.is_file())
 
 
 def _is_own_task(settings: Namespace) -> bool:

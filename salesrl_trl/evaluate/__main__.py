@@ -1,8 +1,8 @@
 """`python -m salesrl_trl.evaluate [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [--SETTING VALUE ...]`.
 
 Rewards of one policy, or of two on the same held-out rows, with intervals. Without `--config` the settings are those
-of recipes/full.yaml. Exit code: 0; 1 if too little could be scored; 2 for wrong input, before a model is loaded; 3 if
-a service did not work; 75 after SIGTERM, 130 after Ctrl-C.
+of the policy's run, or of recipes/full.yaml if a run made none of them. Exit code: 0; 1 if too little could be scored;
+2 for wrong input, before a model is loaded; 3 if a service did not work; 75 after SIGTERM, 130 after Ctrl-C.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
 from salesrl_trl.ground.command_line import parser_of
@@ -23,7 +22,7 @@ from salesrl_trl.ground.process import write_whole
 from salesrl_trl.run.launch import begin_run
 from salesrl_trl.run.tools import finite
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("salesrl_trl.evaluate")  # by `python -m` too
 
 TOO_FEW = 1
 
@@ -44,10 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check(options)
             from salesrl_trl.build.assembly import launched_services
             from salesrl_trl.evaluate.evaluation_text import text_of
-            from salesrl_trl.evaluate.policies import EvaluatedPolicy, plans_of, policy_of, settings_of
+            from salesrl_trl.evaluate.policies import EvaluatedPolicy, plans_of, policy_of, recipe_of, settings_of
 
             named = [policy_of(name) for name in options.policy]
-            config = settings_of(settings, named, FULL)
+            recipe = recipe_of(options.policy)
+            if not any(word.partition("=")[0] == "--config" for word in settings):
+                logger.info(f"the settings are those of {recipe} (--config RECIPE.yaml names others)")
+            config = settings_of(settings, named, recipe)
             set_log_level(config.training.log_level)
             policies = named or [
                 EvaluatedPolicy(name=config.model.model_name_or_path or "the packaged small policy", path=None)

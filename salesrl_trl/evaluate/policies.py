@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from salesrl_trl.build.plan import Plan, overlaid
+from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick import spread
+from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.preflight.runner import prepare
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -55,6 +57,13 @@ def policy_of(name: str) -> EvaluatedPolicy:
             f"another saved policy. {remedy}"
         )
     return EvaluatedPolicy(name=name, path=name)
+
+
+def recipe_of(policies: Sequence[str]) -> Path:
+    """The settings of the run that made a policy, the last one first; else those of the full recipe."""
+    folders = [Path(name).expanduser() for name in reversed(policies)]
+    places = [place for folder in folders for place in (folder, folder.parent)]
+    return next((p / SETTINGS_FILE for p in places if all((p / f).is_file() for f in (SETTINGS_FILE, RUN_FILE))), FULL)
 
 
 def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:

@@ -118,8 +118,8 @@ class Sampled:
 
     def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, Any]:
         """Prompts and completions as TRL pads them: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,
-        `completion_mask` and, if given, `sampling_per_token_logps` (B, C). With pictures, the fields that the model
-        takes beside them."""
+        `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). With pictures, the fields
+        that the model takes beside them."""
         tensors: dict[str, Any] = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
@@ -129,6 +129,9 @@ class Sampled:
             for kind, columns, value in (("ids", ids, pad_token_id), ("mask", [*map(torch.ones_like, ids)], 0)):
                 rows = pad(columns, padding_value=value, padding_side=side, pad_to_multiple_of=multiple)
                 tensors[f"{name}_{kind}"] = rows.to(device)
+        if (tool_mask := self.generated[2]) is not None:  # 0 where a tool or an environment wrote
+            masks = [torch.tensor(mask) for mask in tool_mask]
+            tensors["tool_mask"] = pad(masks, padding_value=1, pad_to_multiple_of=multiple).to(device)
         if self.logprobs is not None:
             logps = [torch.tensor(logprob) for logprob in self.logprobs]
             tensors["sampling_per_token_logps"] = pad(logps, 0.0, pad_to_multiple_of=multiple).to(device)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -15,7 +16,8 @@ from salesrl_trl.evaluate import __main__ as evaluate
 from salesrl_trl.evaluate import policies
 from salesrl_trl.evaluate.evaluation_text import text_of
 from salesrl_trl.evaluate.findings import Scored, findings_of, modes
-from salesrl_trl.evaluate.policies import common_rows, plans_of, policy_of, settings_of
+from salesrl_trl.evaluate.policies import common_rows, plans_of, policy_of, recipe_of, settings_of
+from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.types import Message, Outcome, Reward, SalesRow
 
 BRANCHES = ("fairness", "hallucination")
@@ -156,6 +158,23 @@ def test_a_folder_without_a_policy_names_those_inside(tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no base model"):
         policy_of(str(tmp_path / "adapter"))
+
+
+def test_a_policy_takes_the_settings_of_its_run_and_functions_lie_where_the_run_found_them(tmp_path, monkeypatch):
+    for folder in (tmp_path / "mine", tmp_path / "run" / "best", tmp_path / "other"):
+        folder.mkdir(parents=True)
+    (tmp_path / "mine" / "recipe_of_mine.py").write_text(
+        "def polite(completions):\n    return [1.0] * len(completions)\n"
+    )
+    settings = tmp_path / "run" / SETTINGS_FILE
+    settings.write_text("dataset: rows.jsonl\nreward_funcs: [recipe_of_mine.polite]\nuse_cpu: true\n")
+    (tmp_path / "run" / RUN_FILE).write_text(json.dumps({"command": ["mine/recipe_of_mine.py", "--config=x.yaml"]}))
+    for names in (["run"], ["run/best"], ["run/best", "other"], ["some/model", "run/best"]):
+        assert recipe_of([str(tmp_path / name) for name in names]) == settings
+    assert recipe_of([str(tmp_path / "other"), "some/model"]) == FULL
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert parse(["--config", str(settings)], None).reward.reward_funcs == ["recipe_of_mine.polite"]
 
 
 def test_a_policy_made_from_the_small_one_gets_the_small_ones_prompts_and_another_one_does_not(tmp_path):

@@ -9,9 +9,9 @@ from transformers import GenerationConfig
 from salesrl_trl.generation.sampler import Handle, Sampled, Sampler, WholeBatch, why_not_streamed
 
 
-def sampled(prompts, completions=((7, 8), (9,))):
+def sampled(prompts, completions=((7, 8), (9,)), tool_mask=None):
     ids = [list(each) for each in completions]
-    return Sampled(generated=([[1], [1, 2]], ids, None, list(prompts), None, {}, None, []))
+    return Sampled(generated=([[1], [1, 2]], ids, tool_mask, list(prompts), None, {}, None, []))
 
 
 def test_a_whole_batch_is_ready_when_it_was_started():
@@ -34,11 +34,13 @@ def test_greedy_sampling_ends_with_its_block_also_by_an_error():
 
 
 def test_completions_are_padded_as_trl_pads_them():
-    tensors = sampled(["a", "b"]).padded(pad_token_id=0, multiple=None, device=torch.device("cpu"))
+    with_tools = sampled(["a", "b"], tool_mask=[[1, 0], [1]])
+    tensors = with_tools.padded(pad_token_id=0, multiple=None, device=torch.device("cpu"))
     assert tensors["prompt_ids"].tolist() == [[0, 1], [1, 2]]
     assert tensors["prompt_mask"].tolist() == [[0, 1], [1, 1]]
     assert tensors["completion_ids"].tolist() == [[7, 8], [9, 0]]
     assert tensors["completion_mask"].tolist() == [[1, 1], [1, 0]]
+    assert tensors["tool_mask"].tolist() == [[1, 0], [1, 1]]
 
 
 @pytest.mark.parametrize(
