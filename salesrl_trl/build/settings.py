@@ -360,9 +360,10 @@ def _folders_of_code(recipe: Path) -> Iterator[Path]:
     try:
         command = json.loads(recipe.with_name(RUN_FILE).read_text(encoding="utf-8"))["command"]
         files = [Path(str(word).rpartition("=")[2]) for word in command]
-    except (OSError, ValueError, KeyError, TypeError):  # no run's folder
+        files = [file for file in files if file.suffix in (".py", ".yaml", ".yml") and file.is_file()]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no run's folder
         return
-    yield from (file.absolute().parent for file in files if file.suffix in (".py", ".yaml", ".yml") and file.is_file())
+    yield from (file.absolute().parent for file in files)
 
 
 def _is_own_task(settings: Namespace) -> bool:

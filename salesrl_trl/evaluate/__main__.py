@@ -43,12 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check(options)
             from salesrl_trl.build.assembly import launched_services
             from salesrl_trl.evaluate.evaluation_text import text_of
-            from salesrl_trl.evaluate.policies import EvaluatedPolicy, plans_of, policy_of, recipe_of, settings_of
+            from salesrl_trl.evaluate.policies import (
+                EvaluatedPolicy,
+                given,
+                plans_of,
+                policy_of,
+                recipe_of,
+                settings_of,
+            )
 
             named = [policy_of(name) for name in options.policy]
             recipe = recipe_of(options.policy)
-            if not any(word.partition("=")[0] == "--config" for word in settings):
+            if given(settings, "config") is None:
                 logger.info(f"the settings are those of {recipe} (--config RECIPE.yaml names others)")
+                if len(named) > 1 and recipe_of(options.policy[:1]) != recipe:
+                    logger.warning(f"{named[0].name} is of no run with these settings, and is measured with them too")
             config = settings_of(settings, named, recipe)
             set_log_level(config.training.log_level)
             policies = named or [

@@ -5,19 +5,25 @@ Loads no weights. Called by `evaluate.__main__`.
 
 import copy
 import json
+import logging
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from salesrl_trl.build.plan import Plan, overlaid
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
+from salesrl_trl.data.files import read_yaml
 from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick import spread
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.preflight.runner import prepare
+
+logger = logging.getLogger(__name__)
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 
@@ -61,19 +67,41 @@ def policy_of(name: str) -> EvaluatedPolicy:
 
 def recipe_of(policies: Sequence[str]) -> Path:
     """The settings of the run that made a policy, the last one first; else those of the full recipe."""
-    folders = [Path(name).expanduser() for name in reversed(policies)]
-    places = [place for folder in folders for place in (folder, folder.parent)]
+    folders = [Path(name).expanduser().absolute() for name in reversed(policies)]
+    places = [place for folder in folders if folder.is_dir() for place in (folder, folder.parent)]
     return next((p / SETTINGS_FILE for p in places if all((p / f).is_file() for f in (SETTINGS_FILE, RUN_FILE))), FULL)
 
 
 def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:
     """The settings of the run that the policies are of. A recipe that names no model trains the small policy, with
-    settings for it. Another model takes the settings for a named model."""
+    settings for it. Another model takes the settings for a named model. Of a run this one process has the batch of all
+    processes. Its replay counts where the command line names it."""
+    argv = [*_batch_of_all(Path(given(argv, "config") or recipe)), *argv]
     config = parse(argv, recipe)
+    if config.reward.replay is not None and given(argv, "replay") is None:
+        config.reward = replace(config.reward, replay=None)
+        logger.info("off: the run's `replay`, so services score each answer (`--replay RUN` takes recorded rewards)")
     others = [policy.path for policy in policies if policy.path is not None and not policy.is_small]
     if config.model.model_name_or_path is None and others:
         return parse([*argv, "--model_name_or_path", others[0]], recipe)
     return config
+
+
+def given(argv: Sequence[str], name: str) -> str | None:
+    """What a command line gives for a setting."""
+    words = ArgumentParser(add_help=False, allow_abbrev=False)
+    words.add_argument(f"--{name}", nargs="?")
+    return cast(str | None, getattr(words.parse_known_args(argv)[0], name))
+
+
+def _batch_of_all(recipe: Path) -> list[str]:
+    record = recipe.with_name(RUN_FILE)
+    processes = _read(record).get("processes") if recipe.name == SETTINGS_FILE and record.is_file() else 1
+    settings = read_yaml(recipe) if processes != 1 else None
+    size = settings.get("per_device_train_batch_size") if isinstance(settings, dict) else None
+    if not isinstance(size, int) or not isinstance(processes, int):
+        return []
+    return [f"--per_device_train_batch_size={size * processes}"]
 
 
 def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
@@ -134,7 +162,7 @@ def _shape(folder: Path) -> Mapping[str, object]:
 def _read(path: Path) -> Mapping[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as JSON ({type(error).__name__}). Expected a whole file.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}. Expected an object of settings.")

@@ -21,7 +21,7 @@ class Search:
     def __init__(self, *, top_k: int, score_threshold: float, deadline_s: float) -> None:
         self._score_threshold, self._top_k = score_threshold, top_k
         self._rag: RagBackend | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loops = set[asyncio.AbstractEventLoop]()  # each trainer has one
 
         @tool(deadline_s=deadline_s, example={"query": "price"})
         async def search(query: str) -> str:
@@ -43,16 +43,17 @@ class Search:
         ToolSettings.of(self.function).counted[:] = [rag.transports["rag_8b"]]
 
     def close(self) -> None:
-        """Close the connections, on the event loop that opened them."""
-        rag, loop, self._rag = self._rag, self._loop, None
-        if rag is not None and loop is not None and loop.is_running():
-            asyncio.run_coroutine_threadsafe(rag.aclose(), loop).result()
+        """Close the connections, on the event loops that opened them."""
+        rag, self._rag = self._rag, None
+        for loop in self._loops:
+            if rag is not None and loop.is_running():
+                asyncio.run_coroutine_threadsafe(rag.aclose(), loop).result()
 
     async def _passages(self, query: object) -> str:
         if not isinstance(query, str) or not query.strip():
             raise ValueError("`query` is empty or no text.")
         assert self._rag is not None, "`connect` comes first"
-        self._loop = asyncio.get_running_loop()
+        self._loops.add(asyncio.get_running_loop())
         action = Action(fields={**dict.fromkeys(DEFAULT_FORMAT.fields, ""), DEFAULT_FORMAT.query: query})
         answer = await self._rag.chat_8b(query, action, self._score_threshold, self._top_k, ids=RequestIds())
         return "\n\n".join(passage.text for passage in answer.passages) or answer.text

@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from salesrl_trl.demo.packaged import PACKAGED
+from salesrl_trl.build.recipes import RECIPES
+from salesrl_trl.demo.packaged import PACKAGED, SEARCH_POLICY
 from salesrl_trl.evaluate import __main__ as evaluate
 from salesrl_trl.evaluate import answering
 from salesrl_trl.ground.process import collect_as_usual
@@ -107,6 +108,15 @@ def test_equal_policies_give_equal_answers_also_where_one_is_an_adapter(run, ada
     assert figures["figures"][0]["branches"] == figures["figures"][2]["branches"]
     assert len(left) == 2 and max(left) <= before  # those of other tests
     assert "sampled: no difference is shown: all rows that were scored for both have equal rewards." in shown
+
+
+def test_a_tool_works_for_both_policies(run):
+    alike = (SEARCH_POLICY, SEARCH_POLICY)
+    code, figures, _ = run("--config", RECIPES["search"], "--policy", *alike, "--samples", "0", "--bf16", "false",
+                           "--max_completion_length", "200")  # fmt: skip
+    assert code == 0
+    assert all(row["rewards"]["A"] == row["rewards"]["B"] for row in figures["rows"])
+    assert max(row["rewards"]["A"]["greedy"] for row in figures["rows"]) > 0.5  # an answer from what was found
 
 
 def test_where_nothing_can_be_scored_there_is_no_number_and_the_exit_code_says_so(run):

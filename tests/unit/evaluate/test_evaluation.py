@@ -177,6 +177,19 @@ def test_a_policy_takes_the_settings_of_its_run_and_functions_lie_where_the_run_
     assert parse(["--config", str(settings)], None).reward.reward_funcs == ["recipe_of_mine.polite"]
 
 
+def test_one_process_evaluates_a_run_of_several_without_its_replay(tmp_path):
+    settings = tmp_path / SETTINGS_FILE
+    settings.write_text(
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 1\nnum_generations: 8\nuse_cpu: true\n"
+        "replay: demo\n"
+    )
+    (tmp_path / RUN_FILE).write_text(json.dumps({"command": ["full.py"], "processes": 4}))
+    for words, recipe in (([], settings), (["--config", str(settings)], FULL)):
+        config = settings_of(words, [], recipe)
+        assert (config.training.generation_batch_size, config.reward.replay) == (8, None)
+    assert settings_of(["--replay", "demo"], [], settings).reward.replay is not None
+
+
 def test_a_policy_made_from_the_small_one_gets_the_small_ones_prompts_and_another_one_does_not(tmp_path):
     other = saved(tmp_path / "other", model_type="qwen2", hidden_size=64)
     small = settings_of([], [policy_of(str(PACKAGED))], FULL)
