@@ -229,9 +229,12 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
     at_once = {"initial_concurrency": 16, "max_concurrency": 16}
     trainer = trainer_of(at_once, max_steps=steps, reward_process=True, max_skipped_generations=3)
 
+    def in_hand():
+        return sum(len(child.scored) for child in trainer.components.reward._children._made.values())
+
     def kill(before):
         until = time.monotonic() + HANGS_S / 2
-        while services.hung < before + 3 * size and time.monotonic() < until:
+        while min(services.hung - before, in_hand()) < 3 * size and time.monotonic() < until:  # references hang too
             time.sleep(0.02)
         process = process_of(trainer.components.reward)
         process.kill()
@@ -241,7 +244,7 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
 
     def begin_to_hang():  # two steps before the one that waits: all that is in flight then hangs
         reward = trainer.components.reward
-        while reward._again or any(child.scored for child in reward._children._made.values()):  # since the last kill
+        while reward._again or in_hand():  # since the last kill
             time.sleep(0.02)
         services.let_go.clear()
         killers.append(threading.Thread(target=kill, args=[services.hung]))
