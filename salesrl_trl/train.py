@@ -34,7 +34,7 @@ from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
-from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.ground.command_line import given, parser_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.preflight.runner import prepare
@@ -109,7 +109,7 @@ def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> i
     """Score made-up completions, as many as a step has, for 5 steps or `max_steps`. Returns the exit code."""
     training = config.training
     completions = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    recipe = [] if any(argument.startswith("--config") for argument in argv) else ["--config", str(default_recipe)]
+    recipe = ["--config", str(default_recipe)] if given(argv, "config") is None else []
     shape = ["--prompts_per_step", str(max(completions // training.num_generations, 1))]
     if training.max_steps > 0:
         shape += ["--steps", str(min(training.max_steps, parser_of("simulate").get_default("steps")))]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
-from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.ground.command_line import given, parser_of
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.run.launch import begin_run
 from salesrl_trl.run.tools import finite
@@ -43,14 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check(options)
             from salesrl_trl.build.assembly import launched_services
             from salesrl_trl.evaluate.evaluation_text import text_of
-            from salesrl_trl.evaluate.policies import (
-                EvaluatedPolicy,
-                given,
-                plans_of,
-                policy_of,
-                recipe_of,
-                settings_of,
-            )
+            from salesrl_trl.evaluate.policies import EvaluatedPolicy, plans_of, policy_of, recipe_of, settings_of
 
             named = [policy_of(name) for name in options.policy]
             recipe = recipe_of(options.policy)

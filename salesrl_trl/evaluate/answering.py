@@ -47,8 +47,6 @@ def findings_of_all(
         instruments.start(True)
         opened = open_reward(config.reward, training, plan.rows, plan.reward, services)
         reward_loop = stack.enter_context(contextlib.closing(RewardLoop(stack.enter_context(opened))))
-        for other in plans[1:]:
-            other.reward = plan.reward  # its tools are connected
         places = reward_loop.reward.names.places.items()
         logger.info("[Evaluate] " + "; ".join(f"{name}: {place}" for name, place in places))
         if config.reward.warm_up_services:

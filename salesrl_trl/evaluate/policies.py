@@ -6,11 +6,9 @@ Loads no weights. Called by `evaluate.__main__`.
 import copy
 import json
 import logging
-from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from salesrl_trl.build.plan import Plan, overlaid
 from salesrl_trl.build.recipes import FULL
@@ -20,6 +18,7 @@ from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick import spread
+from salesrl_trl.ground.command_line import given
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.preflight.runner import prepare
 
@@ -87,13 +86,6 @@ def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe
     return config
 
 
-def given(argv: Sequence[str], name: str) -> str | None:
-    """What a command line gives for a setting."""
-    words = ArgumentParser(add_help=False, allow_abbrev=False)
-    words.add_argument(f"--{name}", nargs="?")
-    return cast(str | None, getattr(words.parse_known_args(argv)[0], name))
-
-
 def _batch_of_all(recipe: Path) -> list[str]:
     record = recipe.with_name(RUN_FILE)
     processes = _read(record).get("processes") if recipe.name == SETTINGS_FILE and record.is_file() else 1
@@ -128,6 +120,7 @@ def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir:
     held_out = common_rows([plan.held_out for plan in plans], rows)
     for plan in plans:
         plan.train, plan.held_out = plans[0].train, held_out
+        plan.reward = plans[0].reward  # whose tools are connected
         del plan.datasets  # of the rows before
     return plans
 

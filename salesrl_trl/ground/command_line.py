@@ -39,6 +39,14 @@ def parser_of(command: str, **kinds: Callable[[str], object]) -> argparse.Argume
     return parser
 
 
+def given(argv: Sequence[str], name: str) -> str | None:
+    """What a command line gives for a setting: `""` for its name alone, `None` for nothing."""
+    words = ToolParser(add_help=False, allow_abbrev=False)
+    words.add_argument(f"--{name}", nargs="?", const="")
+    value: str | None = getattr(words.parse_known_args(argv)[0], name)
+    return value
+
+
 def exit_code(
     command: str,
     argv: Sequence[str] | None,

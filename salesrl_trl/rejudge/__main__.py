@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.ground.command_line import given, parser_of
 from salesrl_trl.ground.tables import filled
+from salesrl_trl.names import SETTINGS_FILE
 from salesrl_trl.recording.reader import record_files, recorded
 from salesrl_trl.run.launch import begin_run
 from salesrl_trl.run.tools import exit_code_of, strict_json
@@ -92,8 +93,8 @@ def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("no run is named. Expected its output folder first: RUN [--SETTING VALUE ...].")
     run = Path(arguments.pop(0)).expanduser()
-    recipe = run / "config.yaml"
-    own = ["--config", str(recipe)] if recipe.is_file() and "--config" not in arguments else []
+    recipe = run / SETTINGS_FILE
+    own = ["--config", str(recipe)] if recipe.is_file() and given(arguments, "config") is None else []
     return run, [*own, *arguments]
 
 

@@ -19,7 +19,7 @@ from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.sources import columns_of
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import make_private
-from salesrl_trl.names import Stage
+from salesrl_trl.names import RUN_FILE, SETTINGS_FILE, Stage
 from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.recording.reader import Recorded, as_json, open_record, record_files
 from salesrl_trl.recording.schema import rank_of, record_file
@@ -97,7 +97,7 @@ def write(
                 for old, (reward, notes), advantage in zip(completions, judged, advantages, strict=True):
                     if old.file == number:
                         _replace(file, old, reward, notes, advantage)
-    for name in ("config.yaml", "run.json"):
+    for name in (SETTINGS_FILE, RUN_FILE):
         if (run / name).is_file():
             shutil.copy(run / name, output / name)
 
