@@ -214,7 +214,7 @@ def test_by_a_further_rubric_the_answer_is_scored_as_a_whole(services, judged, t
 
 def test_parts_of_another_function_are_not_taken_for_the_judges_and_a_second_judge_is_refused():
     @per_completion
-    def other(completion):
+    async def other(completion):  # a thread takes real time
         return Reward.scored(0.5, judge=0.1)
 
     own = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
