@@ -20,6 +20,11 @@ MOST_METHODS = 15
 TRAINER_NAMES = {"trainer", "_trainer"}
 
 
+FOUR_FILES = ("rollout/pipeline.py", "wiring/components.py", "wiring/trl_access.py", "generation/vllm.py")
+"""Through these four each new capability went: the heart, which is to stay small."""
+CORE = "salesrl_trl.trainer"
+"""What a user of the library imports."""
+
 TRACES = {
     "a figure": "RIGHT_DOCUMENT",
     "an argument of a reward function": "trainer_state",
@@ -110,21 +115,54 @@ def private(members: set[str]) -> set[str]:
     return {member for member in members if member.startswith("_") and not member.startswith("__")}
 
 
-def imports(root: Path = ROOT) -> dict[str, set[str]]:
-    """Each module and the modules of the package that it imports: under `TYPE_CHECKING` and inside functions too.
+def imports(root: Path = ROOT, *, for_types: bool = True) -> dict[str, set[str]]:
+    """Each module and the modules of the package that it imports, inside functions too, and under `TYPE_CHECKING`
+    unless `for_types` is false.
 
     A name at the door is no module: `__init__.py` imports it when it is first asked for.
     """
     trees = {_dotted(path): tree for path, tree in modules(root).items()}
     edges = {}
     for module, tree in trees.items():
-        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        for node in ast.walk(tree):
+        nodes = [*_walked(tree, for_types)]
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:
                 members = {f"{node.module}.{alias.name}" for alias in node.names}
                 names |= (members & trees.keys()) or {node.module}
         edges[module] = (names & trees.keys()) - {module, PACKAGE}
     return edges
+
+
+def _walked(node: ast.AST, for_types: bool) -> Iterator[ast.AST]:
+    yield node
+    if isinstance(node, ast.If) and not for_types and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _walked(child, for_types)
+
+
+def closure(root: Path = ROOT, module: str = CORE) -> set[str]:
+    """The module and all that it reaches by imports, other than those for types alone. The package's own door counts:
+    Python runs it first."""
+    return {PACKAGE, module, *_reached(module, imports(root, for_types=False))}
+
+
+def calls(trees: dict[str, ast.Module], *names: str) -> list[ast.Call]:
+    """Calls of functions by these names."""
+    return [
+        node
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names
+    ]
+
+
+def indirections(trees: dict[str, ast.Module]) -> int:
+    """Lambdas, calls of `partial`, and uses of `Callable`."""
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    lambdas = sum(isinstance(node, ast.Lambda) for node in nodes)
+    return lambdas + len(calls(trees, "partial")) + sum(isinstance(n, ast.Name) and n.id == "Callable" for n in nodes)
 
 
 def _dotted(path: str) -> str:
@@ -233,13 +271,73 @@ def set_by_recipes(root: Path) -> set[str]:
     }
 
 
+def values_of_recipes(root: Path) -> dict[str, set[str]]:
+    """The settings of recipes and presets, each with its values as they are written there."""
+    files = [*(root / PACKAGE).rglob("recipes/*.yaml"), *(root / PACKAGE).rglob("presets/*.yaml")]
+    files += (root / "recipes").rglob("*.yaml")
+    values: dict[str, set[str]] = {}
+    for file in files:
+        for name, value in re.findall(r"^(?:  )?(\w+):(.*)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            values.setdefault(name, set()).add(value.partition(" #")[0].strip())
+    return values
+
+
+def defaults(trees: dict[str, ast.Module]) -> dict[str, str]:
+    """The package's own settings, each with its default as it is written in the code."""
+    found = {}
+    for path, tree in trees.items():
+        for node in tree.body if path.startswith("config/") else ():
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+                for field in node.body:
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value:
+                        found[field.target.id] = ast.unparse(field.value)
+    return found
+
+
+def turned(root: Path = ROOT) -> set[str]:
+    """Own settings to which a recipe or a preset gives another value than the default."""
+    trees = modules(root)
+    values, written = values_of_recipes(root), defaults(trees)
+    return {
+        name
+        for name in settings(trees) & values.keys()
+        if any(_plain(value) != _plain(written.get(name, "")) for value in values[name])
+    }
+
+
+def _plain(value: str) -> object:
+    """A value of YAML or of Python as one that can be compared: `1e3` and `1000.0` are one number."""
+    value = value.strip("\"'")
+    factory = re.search(r"default_factory=lambda: (.*?)(,|\)|$)", value) or re.search(r"default_factory=(\w+)", value)
+    value = factory[1] if factory else value
+    same = {"true": "True", "false": "False", "null": "None", "": "None", "list": "[]", "dict": "{}"}
+    value = same.get(value, value)
+    try:
+        return float(value)
+    except ValueError:
+        return value.replace('"', "").replace("'", "").replace(" ", "")
+
+
 def figures(root: Path) -> Iterator[tuple[str, str]]:
     """The figures, each with its name."""
     trees = modules(root)
     texts = {path: (root / PACKAGE / path).read_text(encoding="utf-8") for path in trees}
-    total = sum(len(text.splitlines()) for text in texts.values())
+    lines = {path: len(text.splitlines()) for path, text in texts.items()}
+    total = sum(lines.values())
     code = sum(code_lines(tree, texts[path]) for path, tree in trees.items())
+    reached = closure(root)
+    yield f"lines that `import {CORE}` reaches", f"{sum(n for p, n in lines.items() if _dotted(p) in reached):,}"
+    edges = imports(root)
+    widest = max(edges, key=lambda module: len(edges[module]))
+    yield "largest fan-out", f"{len(edges[widest])} ({widest})"
     yield "lines of the package; of code", f"{total:,}; {code:,}"
+    largest = max(lines, key=lambda path: lines[path])
+    yield "largest module", f"{lines[largest]} ({largest})"
+    yield "lines of the four files", f"{sum(lines.get(path, 0) for path in FOUR_FILES):,}"
+    yield "`patched` and `setattr`", f"{len(calls(trees, 'patched', 'setattr'))}"
+    computed = [c for c in calls(trees, "setattr") if len(c.args) > 1 and not isinstance(c.args[1], ast.Constant)]
+    yield "`setattr` by a computed name", f"{len(computed)}"
+    yield "lambda, partial and Callable in 1,000 lines", f"{1000 * indirections(trees) / total:.1f}"
     at_root = [path for path in trees if "/" not in path and not path.startswith("__")]
     yield "modules; at the root, beside __init__ and __main__", f"{len(trees)}; {len(at_root)}"
     yield "circles of imports", _listed(" ".join(circle) for circle in circles(imports(root)))
@@ -249,6 +347,7 @@ def figures(root: Path) -> Iterator[tuple[str, str]]:
     own = settings(trees)
     unset = sorted(own - set_by_recipes(root))
     yield "settings; set by no recipe and no preset", f"{len(own)}; {_listed(unset)}"
+    yield "settings with another value than their default in a recipe or preset", f"{len(turned(root))}"
     for change, name in TRACES.items():
         yield f"files of {change} ({name})", _listed(files_with(name, root))
     anys = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees.values() for node in ast.walk(tree))
@@ -257,7 +356,10 @@ def figures(root: Path) -> Iterator[tuple[str, str]]:
     by_module = {path: members_of_trainer(tree) for path, tree in trees.items() if path != "trainer.py"}
     used: set[str] = set().union(*by_module.values())
     yield "members of the trainer used outside of it; private", f"{len(used)}; {len(private(used))}"
-    yield "lines of tests", f"{sum(len(path.read_text().splitlines()) for path in (root / 'tests').rglob('*.py')):,}"
+    paths = (root / "tests").rglob("*.py")
+    tests = {str(path.relative_to(root)): len(path.read_text().splitlines()) for path in paths}
+    longest = max(tests, key=lambda name: tests[name])
+    yield "lines of tests; largest module", f"{sum(tests.values()):,}; {tests[longest]} ({longest})"
     yield "bytes of docs/EXPERIMENTS.md", f"{(root / 'docs' / 'EXPERIMENTS.md').stat().st_size:,}"
 
 
