@@ -52,7 +52,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,13 @@ from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
+from salesrl_trl.parts.recorder import RecorderPart
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.batch import BatchReport, BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -174,6 +176,15 @@ class Clock(TrainerCallback):
         self.ends.append(now())
 
 
+class RecorderAtTimes(RecorderPart):
+    """Records while it `is_on`."""
+
+    is_on = False
+
+    def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
+        return super().on_batch(batch) if self.is_on else {}
+
+
 class Bench:
     """Two trainers, TRL's and this package's, that share all large parts.
 
@@ -202,7 +213,7 @@ class Bench:
                 for name, reward in {"ours": SlowReward(url), "recorded": SlowReward(url, records=True)}.items()
             },
         }
-        self._recorder = Recorder(record_file(scratch / "out", 0))
+        self._recorder = RecorderAtTimes(Recorder(record_file(scratch / "out", 0)))
         self._clock = Clock()
         set_seed(0)
         folder = save_model(args.shape, scratch / "model", self._device)
@@ -248,7 +259,9 @@ class Bench:
                 "quantization": args.quantization, "max_num_seqs": micro_batch * micro_batches * 3 // 2,
             },
         )  # fmt: skip
-        ours = self._built(SalesGRPOTrainer, self._rewards["ours"], config, instruments=self._instruments)
+        ours = self._built(
+            SalesGRPOTrainer, self._rewards["ours"], config, instruments=self._instruments, parts=[self._recorder]
+        )
         if args.server is None:
             fix_lengths(ours.vllm_generation.llm, most)
         else:
@@ -352,7 +365,7 @@ class Bench:
             trainer.components.passes = self._passes[arm.endswith(OFF)]
             is_recorded = arm.endswith(RECORDED)
             trainer.components.reward_loop.reward = self._rewards["recorded" if is_recorded else "ours"]
-            self._instruments.recorder = self._recorder if is_recorded else None
+            self._recorder.is_on = is_recorded
         trainer.args.max_steps = before + steps + after
         trainer.train_dataset = self._rows[tokens]
         resident = allocated() / 2**30

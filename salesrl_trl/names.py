@@ -268,7 +268,7 @@ FINISHED_FILE = "finished.json"  # written when a run has done everything
 
 MANIFEST_FILE = "manifest.json"  # size and digest of each file. Written last: a folder without it is no checkpoint
 KL_STATE_FILE = "kl_control.json"  # KL coefficients, windows under way, and shares of steps in band
-METER_STATE_FILE = "judge_meter.json"  # the step of the alarm since which the second judge gives the rewards
+PARTS_STATE_FILE = "parts.json"  # the states of the trainer's parts by name, such as the monitor's of the judge
 IDENTITY_FILE = "made_of.json"  # rows, branches, weights and settings of the run
 UNDER_WAY_FILE = "generation_batch_{rank}.pt"  # of a checkpoint inside a generation batch: its tensors
 ROLLOUTS_FILE = "rollouts_{rank}.pt"  # with `save_rollouts`: completions in flight, and their log-probs

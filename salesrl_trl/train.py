@@ -34,6 +34,7 @@ from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
+from salesrl_trl.evaluation.held_out import HeldOut
 from salesrl_trl.ground.command_line import given, parser_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
@@ -178,7 +179,8 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
                 with stopping.held(), instruments.timeline.phase(Phase.CHECKPOINT):
                     trainer.save_model(config.training.output_dir)
             stopping.raise_if_asked()  # before the evaluation: without services it would score nothing
-            is_done = trainer.components.held_out.done_at == trainer.state.global_step  # by `eval_strategy`
+            held_out = next(part for part in trainer.components.parts if isinstance(part, HeldOut))
+            is_done = held_out.done_at == trainer.state.global_step  # by `eval_strategy`
             is_done = is_done and not config.training.load_best_model_at_end  # else of other weights
             if config.training.mode != "rollouts" and config.training.held_out_eval and not is_done:
                 trainer.evaluate()

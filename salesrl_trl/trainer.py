@@ -51,6 +51,7 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import tell
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.overrides import in_force_if
+from salesrl_trl.wiring.part import Part
 from salesrl_trl.wiring.trl_access import TRLAccess
 
 
@@ -78,6 +79,8 @@ class SalesGRPOTrainer(TRLAccess):
             Moves the KL coefficients in place of the law that `args` sets.
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
             Makes another generation engine than TRL's. A class, for example.
+        parts (`Sequence[Part]`, *optional*):
+            Parts of your own, behind those that the settings ask for.
         more, kwargs:
             Further arguments of `GRPOTrainer`. A `SalesReward` wants the dataset's column `row`.
     """
@@ -88,7 +91,7 @@ class SalesGRPOTrainer(TRLAccess):
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
-        sampler: Callable[[Upstream], Sampler] | None = None, **kwargs: object,
+        sampler: Callable[[Upstream], Sampler] | None = None, parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
         """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
@@ -103,7 +106,7 @@ class SalesGRPOTrainer(TRLAccess):
             reward_funcs, args.reward_weights, args.reward_process, has_more=has_more, records=bool(args.record)
         )
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
-        components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter)
+        components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter, parts)
         self.is_extended = True
         self._timeline = components.timeline
         self._epoch = 0
@@ -356,8 +359,7 @@ class SalesGRPOTrainer(TRLAccess):
                 with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
                 if has_table and self.accelerator.is_main_process:
-                    out, unique = Path(self.args.output_dir), self.log_unique_prompts
-                    self.components.trackers.log_table(out, mode, self.state.global_step, unique_prompts=unique)
+                    self.components.table_is_written(mode)
             except Exception as error:
                 if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
                     raise
@@ -387,7 +389,7 @@ class SalesGRPOTrainer(TRLAccess):
         """Adds a quick evaluation when one is due."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.components.run_control.error is None:
-            self.components.evaluate_quickly()
+            self.components.step_is_over()
         self.components.stopping.settle()
 
 

@@ -35,7 +35,7 @@ from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price, read_account
+from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price, read_account, reported
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import ALL, JUDGE, SALES, ActionFormat, SalesRow
 
@@ -305,7 +305,6 @@ def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Bud
 def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
     """Refuse a run whose requests, or those to every judge, would all be refused: where an earlier run in this folder
     ended at a limit that is not larger now."""
-    from salesrl_trl.update.spending import reported  # brings torch, which a preflight of the services does not need
 
     budget = budget_of(config, output_dir)
     if budget is None:

@@ -24,7 +24,7 @@ from salesrl_trl.build.settings import RunConfig
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
 from salesrl_trl.data.files import read_yaml
-from salesrl_trl.data.form import Part, Records, part_of
+from salesrl_trl.data.form import Portion, Records, part_of
 from salesrl_trl.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
 from salesrl_trl.data.processor import load_processor
@@ -71,7 +71,7 @@ class Plan(ServicesPlan):
         evaluated. Raises `DataError` if a dataset has none."""
         directly = not self.config.reward.has_chain
         return [
-            part_of(self.own_records[number], source.form(), Part.HELD_OUT)
+            part_of(self.own_records[number], source.form(), Portion.HELD_OUT)
             if source.held_out_share
             else replace(load_records(*source.eval_source, source.eval_form(directly)), row_name="held-out")
             for number, source in enumerate(self.config.data.sources if self.evaluates else ())

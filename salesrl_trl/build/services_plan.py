@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from salesrl_trl.build.assembly import addresses
 from salesrl_trl.build.checks.reward import RewardParts, read_reward
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.data.form import Part, part_of
+from salesrl_trl.data.form import Portion, part_of
 from salesrl_trl.types import ALL, SalesRow
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class ServicesPlan:
     def train_records(self) -> "list[Records]":
         """The records to train on, by dataset. Raises `DataError` if one has none."""
         return [
-            part_of(records, source.form(), Part.TRAINING if source.held_out_share else Part.ALL)
+            part_of(records, source.form(), Portion.TRAINING if source.held_out_share else Portion.ALL)
             for source, records in zip(self.config.data.sources, self.own_records, strict=True)
         ]
 

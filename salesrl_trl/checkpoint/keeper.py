@@ -9,10 +9,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -28,7 +28,7 @@ from salesrl_trl.generation.sampler import Sampled
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
-from salesrl_trl.names import CHECKPOINT_FOLDERS, METER_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
+from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
 from salesrl_trl.recording.reader import run_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.rollout.pipeline import KeptRollouts
@@ -39,18 +39,28 @@ logger = get_logger(__name__)
 Batches = list[dict[str, object]]  # the slices of a generation batch, as TRL keeps them
 
 
+class HasState(Protocol):
+    """A part of the trainer. `name`: under which its state is kept; that of its class if empty."""
+
+    name: str
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
 @dataclass(eq=False)
 class Keeper:
     """Saves the checkpoints of one run, with the state of `kl`. `identity_of` gives the run's identity from its
     training dataset. `is_skipping`: the generation batch under way is left out of the loss, and so of a checkpoint.
-    `in_flight`: `Pipeline.in_flight`. `second_since`: of `JudgeMeter`."""
+    `in_flight`: `Pipeline.in_flight`. `parts`: those of the trainer, whose states a checkpoint holds."""
 
     args: SalesGRPOConfig
     kl: BranchedKL | None
     identity_of: Callable[[object], Identity]
     is_skipping: Callable[[], bool]
     in_flight: Callable[[int, int], Mapping[int, KeptRollouts]]
-    second_since: Callable[[], int | None] = lambda: None
+    parts: Sequence["HasState"] = ()
 
     def __post_init__(self) -> None:
         self._kept: dict[int, KeptRollouts] = {}
@@ -58,7 +68,7 @@ class Keeper:
         self._is_main, self._leads_node = self.args.process_index == 0, self.args.local_process_index == 0
         self._last: Path | None = None
         self.run = ""  # its id, once it has begun
-        self.was_second_since: int | None = None  # as the run goes on from a checkpoint
+        self._states: Mapping[str, Mapping[str, Any]] = {}  # of parts, as the run goes on from a checkpoint
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
         """A run begins, or goes on from the checkpoint that is returned; a collective. `asked` is as in `whole.find`.
@@ -67,7 +77,7 @@ class Keeper:
         self._last = choose_on_all_ranks(asked, self.args, self._identity)
         self.run = agreed(lambda: _run_of(self._last, self._output_dir))
         self._clear()
-        self.was_second_since = None
+        self._states = {}
         return None if self._last is None else str(self._last)
 
     def report(self, state: TrainerState) -> None:
@@ -104,8 +114,8 @@ class Keeper:
             write_identity(folder, self._identity, is_inside or moved)
             if self.kl is not None:
                 self.kl.save(folder)
-            if (step := self.second_since()) is not None:
-                (folder / METER_STATE_FILE).write_text(json.dumps({"step": step}))
+            if states := {name: state for name, part in self._named() if (state := part.state_dict())}:
+                (folder / PARTS_STATE_FILE).write_text(json.dumps(states))
         if is_inside and not self.is_skipping():
             self._save_part(folder, UNDER_WAY_FILE, batches=slices)
         if not self.args.save_rollouts and not moved:
@@ -127,8 +137,8 @@ class Keeper:
         Without a batch TRL generates one, which is a collective: `None` on all ranks if any has none."""
         if self.kl is not None:
             self.kl.load(folder)
-        state = folder / METER_STATE_FILE
-        self.was_second_since = agreed(lambda: json.loads(state.read_text())["step"] if state.is_file() else None)
+        states = folder / PARTS_STATE_FILE
+        self._states = agreed(lambda: json.loads(states.read_text()) if states.is_file() else {})
         saved = self._load_part(folder, ROLLOUTS_FILE)
         self._kept = {}
         if saved is not None:
@@ -161,6 +171,14 @@ class Keeper:
             state = torch.load(path, map_location=self.args.device, weights_only=True)
         is_usable = state is not None and state["arrangement"] == self.args.arrangement
         return None if on_any_rank(not is_usable, self.args.device) else state
+
+    def restore_parts(self) -> None:
+        """Give each part the state that `load_parts` has read, or an empty one."""
+        for name, part in self._named():
+            part.load_state_dict(self._states.get(name, {}))
+
+    def _named(self) -> list[tuple[str, "HasState"]]:
+        return [(part.name or type(part).__name__, part) for part in self.parts]
 
     def drain_rollouts(self) -> Mapping[int, KeptRollouts]:
         """The rollouts in flight that `load_parts` has read, once."""

@@ -18,14 +18,14 @@ from pathlib import Path
 
 from salesrl_trl.errors import ConfigError, nearest
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE, METER_STATE_FILE
+from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE, PARTS_STATE_FILE
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"  # go on from the newest whole checkpoint, or from the start if there is none
 STATE_FILE = "trainer_state.json"  # transformers' file with the counts of steps
 READ_IF_THERE = (
-    "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE, METER_STATE_FILE,
+    "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE, PARTS_STATE_FILE,
 )  # fmt: skip
 """Files that a run which goes on would read: transformers loads a model's weights in place of the adapter that the
 checkpoint holds, for example. Other foreign files do no harm."""

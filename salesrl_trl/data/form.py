@@ -23,7 +23,7 @@ from salesrl_trl.errors import DataError
 T = TypeVar("T")
 
 
-class Part(StrEnum):
+class Portion(StrEnum):
     ALL = "all"
     TRAINING = "training"
     HELD_OUT = "held-out"
@@ -38,7 +38,7 @@ class Form:
     columns: Mapping[str, Column] = field(default_factory=dict)
     """Fields that are taken from other columns. They win over those of the format."""
     held_out_share: float = 0.0
-    """Share of the groups whose rows are held out, in [0, 1)."""
+    """Portion of the groups whose rows are held out, in [0, 1)."""
     name: str = ""
     """Of the source among several. It stands before the ids of its rows: `"bbq:bbq-Age-7"`."""
 
@@ -124,11 +124,11 @@ def mixed(parts: Sequence[Sequence[T]], shares: Sequence[float] = ()) -> list[T]
     return [parts[number][at] for _, number, at in sorted(places)]
 
 
-def part_of(records: Records, form: Form, part: Part) -> Records:
+def part_of(records: Records, form: Form, part: Portion) -> Records:
     """The records of one part. Those of a group are in the same part: of one value of `group`, or without it of one
     first turn, as the rows of a conversation have, or of one `prompt`. At least one group is held out. Raises
     `DataError` if no record is in the part."""
-    if part is Part.ALL:
+    if part is Portion.ALL:
         return records
     groups = [_group(record) for record in records.records]
     # A number in [0, 1) that depends on the group alone
@@ -136,7 +136,7 @@ def part_of(records: Records, form: Form, part: Part) -> Records:
     numbers = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]
     least = min(numbers, default=0.0)
     held_out = [number < form.held_out_share or number == least for number in numbers]
-    wanted = [at for at, is_held_out in enumerate(held_out) if is_held_out == (part is Part.HELD_OUT)]
+    wanted = [at for at, is_held_out in enumerate(held_out) if is_held_out == (part is Portion.HELD_OUT)]
     if groups and not wanted:
         raise DataError(
             f"`held_out_share` is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
@@ -147,7 +147,7 @@ def part_of(records: Records, form: Form, part: Part) -> Records:
         records,
         records=[records.records[at] for at in wanted],
         places=[records.places[at] for at in wanted],
-        left_out=records.left_out if part is Part.TRAINING else {},
+        left_out=records.left_out if part is Portion.TRAINING else {},
     )
 
 

@@ -14,7 +14,7 @@ from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data import files
 from salesrl_trl.data.files import ENDINGS, FILES, Placed, Record, demo_records, read_file
-from salesrl_trl.data.form import Form, Part, Records, converted, part_of
+from salesrl_trl.data.form import Form, Portion, Records, converted, part_of
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.errors import DataError, nearest
@@ -26,7 +26,7 @@ PLAIN = Form()  # rows in this package's columns, all of them
 
 def load_rows(
     source: str, split: str, branches: Sequence[str] = (), limit: int | None = None, form: Form = PLAIN,
-    part: Part = Part.ALL,
+    part: Portion = Portion.ALL,
 ) -> list[SalesRow]:  # fmt: skip
     """Load and check rows.
 
@@ -42,7 +42,7 @@ def load_rows(
             Number of rows to take, from the first one on. Defaults to all.
         form (`Form`, *optional*):
             Format and columns of the source. Defaults to this package's columns.
-        part (`Part`, *optional*, defaults to `Part.ALL`):
+        part (`Portion`, *optional*, defaults to `Portion.ALL`):
             The rows to train on or to hold out, by the form's share.
 
     Raises:

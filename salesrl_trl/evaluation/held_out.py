@@ -57,7 +57,7 @@ class HeldOut(TrainerCallback):
     num_generations: int
     examples: int = 0
     are_actions: bool = True
-    figures: Mapping[str, str] = field(default_factory=dict)  # further ones by name, and their tags in the log
+    further: Mapping[str, str] = field(default_factory=dict)  # further figures by name, and their tags in the log
     is_cut: Callable[[], bool] = bool
     done_at: int | None = field(default=None, init=False)  # step of the last one that was kept, on all ranks
     _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
@@ -80,7 +80,7 @@ class HeldOut(TrainerCallback):
         if self.are_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
-        figures |= {name: logged.get(tag) for name, tag in self.figures.items()}
+        figures |= {name: logged.get(tag) for name, tag in self.further.items()}
         figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
         name = f"{dataset}: " * bool(dataset)
         rewards, written = self.drain()

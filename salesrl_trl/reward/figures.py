@@ -126,13 +126,14 @@ class RewardFigures:
             *(saved_by(cache) for cache in CACHES),
             *(JUDGED_SINGLY,) * names.judges_groups,
         )
-        self.words = {
+        self.words: dict[str, Sequence[str]] = {
             "branch": branches,
             "stage": self._stages,
             "component": components,
             "provider": names.providers,
             "service": names.services,
             "count": (*TRAFFIC, "slots"),
+            "figure": (),  # of quick evaluations, where there are some
         }
         """What the words in braces of `names.FIGURES` stand for."""
         of_the_chain = (

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
@@ -31,14 +31,11 @@ from salesrl_trl.names import (
     TURNOVER,
     Phase,
 )
-from salesrl_trl.recording.writer import Batch, Entry
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text, conversation_of
+from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
-from salesrl_trl.reward.replay import recorded_name
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import ScoredGroups
-from salesrl_trl.rollout.judge_meter import JudgeMeter
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.telemetry.instruments import Instruments
@@ -59,6 +56,23 @@ PARTLY_SCORED = "partly_scored"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompletedBatch:
+    """A generation batch whose rewards are all in."""
+
+    rollout: Rollout  # with its `result`: this rank's rewards, by place
+    advantages: torch.Tensor | None
+    """Shape (B,), of a batch that is trained on. Reading it waits for the device."""
+    update: int  # optimizer steps done
+
+
+class LooksOn(Protocol):
+    """A part of the trainer that is shown each batch."""
+
+    def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
+        """May make a collective. Returns figures, the same on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
     """Settings for the scoring of a batch. `SalesGRPOConfig` describes those that it has under the same name."""
 
@@ -71,7 +85,6 @@ class ScoringSettings:
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
     held_out_examples: int
-    figure_columns: Sequence[str]  # of held-out rows; empty without figures that read them
     leaves_out_failed: bool
     sampler_correction: tuple[str, float | None, float | None]
 
@@ -89,11 +102,12 @@ class RolloutScoring:
     settings: ScoringSettings
     device: torch.device
     score: Callable[[Rollout], Output]
-    meter: JudgeMeter | None  # over the judge
     advantages: Callable[[], MutableSequence[float]]
     """This column of TRL's table of completions, whose last rows are those of the batch."""
     rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
     in_parts: bool = False  # whether the generation batch in training was begun before all its rewards were in
+    parts: "Sequence[LooksOn]" = ()
+    figure_columns: Sequence[str] = ()  # of held-out rows, which figures of evaluations read
     _waiting: Rollout | None = None
 
     @property
@@ -200,12 +214,16 @@ class RolloutScoring:
                 output[FAILED] = torch.ones_like(output["completion_mask"][:, 0], dtype=torch.bool)
                 output["num_items_in_batch"] = torch.zeros_like(output["num_items_in_batch"])
         self.instruments.timeline.end(Phase.ADVANTAGES)
-        # 7. the record of the run
-        if self.instruments.recorder is not None and is_complete:
+        # 7. what looks on: the record, the monitor of the judge
+        if is_complete:
             advantages = output["advantages"] if is_trained_on else None
-            batch = batch_of(rollout, advantages, update, settings.branches)
-            self.instruments.recorder.record(batch)
+            self._show(CompletedBatch(rollout=rollout, advantages=advantages, update=update))
         return output
+
+    def _show(self, batch: "CompletedBatch") -> None:
+        for part in self.parts:
+            for name, value in part.on_batch(batch).items():
+                self.ledger.add(batch.rollout.mode, name, value)
 
     def rewards(
         self, completions: Sequence[Completion], calculate: Callable[[], torch.Tensor]
@@ -279,7 +297,7 @@ class RolloutScoring:
     def _record(self, rollout: Rollout, result: BatchResult) -> None:
         """Record the figures of a batch over all ranks, and decide whether it counts; a collective."""
         mode, rank, ledger, control = rollout.mode, PartialState().process_index, self.ledger, self.run_control
-        names = self.settings.figure_columns
+        names = self.figure_columns
         if mode == "eval" and (self.settings.held_out_examples or names):
             prompts = [example.get("prompt") for example in rollout.inputs]
             read = [{name: example.get(name) for name in names} for example in rollout.inputs]
@@ -289,7 +307,7 @@ class RolloutScoring:
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])
         failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
-        reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
+        reports = rollout.reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
         control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as each rank's account had it
         ledger.record_rewards(mode, rollout.scored, reports, (reason for reason, *_ in failed))
         if rollout.is_trained_on:
@@ -307,11 +325,6 @@ class RolloutScoring:
             warning = control.record_batch(scored.float().mean().item(), missing, failing)
             if warning is not None:
                 logger.warning(warning)
-            if self.meter is not None:
-                for name, value in self.meter.look(rollout, result, self.figures.position_gap(reports)).items():
-                    ledger.add("train", name, value)
-                if self.meter.ends_run:
-                    control.error = control.error or self.meter.ends_run
         ledger.add(mode, SKIPPED_UPDATE, float(control.is_skipping and rollout.is_trained_on))
 
     def _leave_out_failed(self, rollout: Rollout, output: Output) -> None:
@@ -358,55 +371,3 @@ def copied(logs: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(table, dict):
             copies[name].update({column: copy.copy(values) for column, values in table.items()})
     return copies
-
-
-def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, branches: Branches) -> Batch:
-    """The values of this rank's completions, after `update` optimizer steps. `advantages`: shape (B,), of a batch that
-    is trained on; read later, on another thread."""
-    assert rollout.result is not None
-    first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
-    rewards, scores = rollout.result.rewards, rollout.rewards
-    sampled, records = rollout.sampled, [stages.own_record for stages in scores.stages]
-    ids = None if sampled is None else sampled.completion_ids
-    if sampled is not None and sampled.calls:  # before those of the reward
-        own = zip(records, sampled.calls, strict=True)
-        records = [replace(record, calls=[*calls, *record.calls]) for record, calls in own]
-
-    def numbers() -> list[float | None]:
-        if advantages is None:
-            return [None] * len(rewards)
-        known = zip(advantages.tolist(), rewards, strict=True)
-        return [None if reward.value is None else number for number, reward in known]
-
-    entries = [
-        Entry(
-            row=recorded_name(example),
-            branch=branches.of(example),
-            prompt=example.get("prompt"),
-            text=completion_text(completion),
-            turns=conversation_of(completion),
-            tokens=None if ids is None else len(ids[place]),
-            place=place,
-            prompt_group=(first + place) // rollout.group,
-            staleness=update - rollout.steps[place],
-            outcome=scored.outcome.value,
-            reason=scored.reason if scored.outcome is not Outcome.OK else "",  # else words, which verdicts have
-            reward=scored.value,
-            reference_reward=scored.reference_value,
-            parts=dict(scored.components),
-            functions=dict(scored.by_function),
-            seconds={**scored.seconds, **record.waits},
-            record=record,
-        )
-        for place, (example, completion, scored, record) in enumerate(
-            zip(rollout.inputs, rollout.completions, rewards, records, strict=True)
-        )
-    ]
-    return Batch(
-        step=update + rollout.is_trained_on,
-        mode=rollout.mode,
-        number=scores.number,
-        entries=entries,
-        advantages=numbers,
-        calls=rollout.result.report.calls,
-    )

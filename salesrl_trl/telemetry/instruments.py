@@ -14,18 +14,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
-from torch import nn
 from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.names import MEMORY, MFU_MODEL, START_UP_FILE, TRACE_FILE, Phase, StartUp, perf_of
-from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
-from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, model_flops
 from salesrl_trl.telemetry.heartbeat import Heartbeat
 from salesrl_trl.telemetry.perf import peak_bf16_flops
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
@@ -53,24 +51,31 @@ class InstrumentSettings:
     peak_flops: float | None = None  # peak of the device, in FLOP/s, in place of the figure in the table of peaks
 
 
+class FlopsOfModel(Protocol):
+    """FLOPs of the model in training, by sums over its batches. `telemetry.flops.ModelFlops` is one."""
+
+    def sums(
+        self, lengths: torch.Tensor, completion_lengths: torch.Tensor, has_prompt: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+    def total(self, sums: Sequence[float]) -> float: ...
+
+
 class Instruments:
     """A run's timeline and the figures from it.
 
     Built before the model, so that the start-up is measured too. Every rank has one, for its device; `figures` is a
-    collective. The trace lies in `output_dir`. `recorder` keeps what became of every completion.
+    collective. The trace lies in `output_dir`.
     """
 
-    def __init__(
-        self, settings: InstrumentSettings, device: torch.device, output_dir: Path, recorder: Recorder | None = None
-    ) -> None:
-        self.recorder = recorder
+    def __init__(self, settings: InstrumentSettings, device: torch.device, output_dir: Path) -> None:
         self.timeline = Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES)
         self.timeline.enabled = settings.enabled
         self.step = 0  # optimizer steps done, for the trace and the heartbeat
         self._settings = settings
         self._device = device
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
-        self._flops: ModelFlops | None = None
+        self.flops: FlopsOfModel | None = None  # where they are known
         self._lengths: list[tuple[torch.Tensor, ...]] = []  # tokens of prompts and completions, and `has_prompt`
         self._trained: torch.Tensor | None = None  # sums since the last figures, on the device
         # since the last figures: seconds from the first call to the last answer, and the trainer's waits in between
@@ -112,20 +117,10 @@ class Instruments:
         self._waits, self._lengths, self._trained, self._due = [], [], None, None
         self.timeline.starts()
 
-    def record_model(self, model: nn.Module) -> None:
-        """Count the FLOPs of a token. Where they or the peak are unknown, a warning says why, and there is no MFU."""
-        if self._peak is None:  # as on every CPU
-            if self._device.type != "cpu":
-                self._warn_once(
-                    f"no MFU: the bf16 peak of {device_name(self._device)!r} is not in the table. Set `peak_tflops`."
-                )
-            return
-        try:
-            self._flops = model_flops(model)
-        except UnknownFlops as error:
-            self._warn_once(f"no MFU: {error}")
-        except Exception as error:  # an unknown kind of model must not end the training
-            self._warn_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
+    @property
+    def has_peak(self) -> bool:
+        """Whether the device's peak is known, without which FLOPs are of no use."""
+        return self._peak is not None
 
     def record_batch(
         self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, has_prompt: Sequence[bool] | None = None
@@ -183,7 +178,7 @@ class Instruments:
         figures = perf.time_figures(ranks)
         if self.step % self._settings.perf_steps == 0:
             figures |= perf.perf_figures(self._due, self._peak) | self._machine.drain()
-            known = self._flops is not None and self._peak is not None
+            known = self.flops is not None and self._peak is not None
             if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
                 self._warn_once(
                     f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run "
@@ -201,8 +196,6 @@ class Instruments:
             self._heartbeat = None
         steps, cut_off = self.timeline.drain_steps(), self.timeline.close()
         self._trace.close(self.step, steps, cut_off, self.timeline.drain_spans())
-        if self.recorder is not None:
-            self.recorder.close()
 
     def _count_lengths(self) -> None:
         """Add the lengths to the sums. Called seldom, because it takes a dozen small kernels. Waits for no device."""
@@ -213,8 +206,8 @@ class Instruments:
         lengths = prompts + completions
         samples = torch.ones_like(lengths, dtype=torch.float64).sum()
         sums = torch.stack((lengths.sum().to(torch.float64), samples))
-        if self._flops is not None:
-            sums = torch.cat((sums, self._flops.sums(lengths, completions, own)))
+        if self.flops is not None:
+            sums = torch.cat((sums, self.flops.sums(lengths, completions, own)))
         self._trained = sums if self._trained is None else self._trained + sums
 
     def _where(self) -> str:
@@ -235,7 +228,7 @@ class Instruments:
         self._count_lengths()
         if self._trained is not None:
             tokens, samples, *sums = self._trained.tolist()
-            flops = self._flops.total(sums) if self._flops is not None else math.nan
+            flops = self.flops.total(sums) if self.flops is not None else math.nan
             self._trained = None
         return {
             **seconds,

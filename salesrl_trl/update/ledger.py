@@ -37,11 +37,13 @@ class _ModeFigures:
 
 class Ledger:
     """Records figures between two log lines, the same on all ranks. `with_kl`: the loss has a KL penalty.
-    `further`: other parts of its line."""
+    `further`: other parts of its line. `own`: names of a user's own parts."""
 
-    def __init__(self, rewards: RewardFigures, *, with_kl: bool = False, further: Sequence[str] = ()) -> None:
+    def __init__(
+        self, rewards: RewardFigures, *, with_kl: bool = False, further: Sequence[str] = (), own: Sequence[str] = ()
+    ) -> None:
         self._rewards = rewards
-        self.names = (*rewards.names(further), *(kl_names(rewards.branches) if with_kl else ()))
+        self.names = (*rewards.names(further), *(kl_names(rewards.branches) if with_kl else ()), *own)
         self._modes = {mode: _ModeFigures(self.names) for mode in MODES}
         self._reasons: set[str] = set()  # all reasons of training so far
 

@@ -6,10 +6,11 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Protocol
 
 from salesrl_trl.errors import BudgetSpent, DivergedError, RunStopped, SalesRLError, TooFewRewardsError
 from salesrl_trl.names import ALL_KL, CHECKPOINT_FOLDERS
@@ -29,11 +30,19 @@ ADVICE = {
 MAX_OUTAGE_S = 3600.0  # `max_outage_s` of a training
 
 
+class SpendingAccount(Protocol):
+    """What a run has spent, by its account."""
+
+    def reported(self) -> str: ...
+
+    def is_reached(self) -> bool:
+        """Whether a limit is."""
+
+
 @dataclass(eq=False, kw_only=True)
 class RunControl:
     """Decides for one run, and after `restart` for the next. `SalesGRPOConfig` describes the first fields. `places`
-    has the address of each service, by the name with which its reason codes begin. `spent` says what was spent,
-    `is_reached` whether a limit is, by the account."""
+    has the address of each service, by the name with which its reason codes begin."""
 
     min_valid_reward_fraction: float
     max_skipped_generations: int
@@ -41,10 +50,9 @@ class RunControl:
     max_outage_s: float = math.inf
     output_dir: str = ""
     places: Mapping[str, str] = field(default_factory=dict)
-    spent: Callable[[], str] = str
-    is_reached: Callable[[], bool] = bool
 
     def __post_init__(self) -> None:
+        self.spending: SpendingAccount | None = None  # of a run with a budget
         self.restart()
 
     def restart(self) -> None:
@@ -87,7 +95,7 @@ class RunControl:
     def is_refused_by_budget(self, reasons: Iterable[str]) -> bool:
         """Whether the budget left completions of this rank without a reward, by the account too: a function may return
         that reason code, and a replayed record may hold it."""
-        return BudgetSpent.default_code in reasons and self.is_reached()
+        return BudgetSpent.default_code in reasons and self.spending is not None and self.spending.is_reached()
 
     def urgency(self) -> int:
         """This rank's reason to end the run: 2 if it was asked to stop, 1 if batches are skipped for too long."""
@@ -172,7 +180,8 @@ class RunControl:
         self.error = self.budget_spent(f"{state} on with a larger limit and {again}")
 
     def budget_spent(self, what_next: str) -> RunStopped:
-        return RunStopped(f"the budget is spent: {self.spent()}. {what_next}.")
+        assert self.spending is not None
+        return RunStopped(f"the budget is spent: {self.spending.reported()}. {what_next}.")
 
     def stopped_by(self, reason: str | None, step: int, *, is_new: bool) -> str:
         if not is_new:

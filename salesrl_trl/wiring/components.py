@@ -8,18 +8,13 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_callback import CallbackHandler
+from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, agreed, why_not_kept
@@ -40,18 +35,9 @@ from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.evaluation import bbq
-from salesrl_trl.evaluation.held_out import HeldOut
-from salesrl_trl.evaluation.quick import QuickEvaluator, sample
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
-from salesrl_trl.evaluation.subject import Processes
 from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
-    Ask,
-    Converse,
-    Finished,
-    Generate,
-    Handle,
     Sampled,
     Sampler,
     Streamed,
@@ -60,91 +46,31 @@ from salesrl_trl.generation.sampler import (
     why_not_conversing,
     why_not_streamed,
 )
-from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.names import Phase, StartUp, mean_of
+from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.episodes import Episode, Playing
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
-from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
-from salesrl_trl.rollout.judge_meter import JudgeMeter
-from salesrl_trl.rollout.lookahead import LookaheadControl
-from salesrl_trl.rollout.pipeline import Pipeline, Rollout
+from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
-from salesrl_trl.rollout.rollout_scoring import Output, RolloutScoring, ScoringSettings
+from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
 from salesrl_trl.rollout.tools import ToolCalls
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
 from salesrl_trl.telemetry.timeline import phased
-from salesrl_trl.telemetry.trackers import ScalarLayout, Trackers
-from salesrl_trl.types import Example
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
-from salesrl_trl.update.spending import Spending
-from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import WeightChange, raise_adapters, spare_casts
+from salesrl_trl.update.weights import raise_adapters, spare_casts
 from salesrl_trl.wiring.banner_lines import log_banner
-from salesrl_trl.wiring.closing_report import ClosingReport
+from salesrl_trl.wiring.hooks import Hooks
+from salesrl_trl.wiring.part import Part, PartContext, built_in
 from salesrl_trl.wiring.policy import Policy, Reference
-from salesrl_trl.wiring.recorder import recorder_of
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hooks:
-    """Values and bound callables of TRL's trainer, which `trl_access` makes. No component gets the trainer itself."""
-
-    model: torch.nn.Module
-    ref_model: torch.nn.Module | None
-    step: Callable[[], int]
-    last_step: Callable[[], int]
-    accelerator: Accelerator
-    is_deepspeed: bool
-    engine: SalesVLLMGeneration | GenerationConfig
-    """The engine, or the settings with which the policy itself generates."""
-    has_rollout_func: bool
-    tools: str | None
-    """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
-    tool_names: Sequence[str]
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: Sequence[int]
-    reward_weights: Sequence[float]
-    reward_answered: Sequence[bool]
-    group: Callable[[], int]  # completions of a prompt at the moment: in training, or in an evaluation
-    reward_arguments: Callable[[], Mapping[str, object]]
-    """Returns what reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
-    has_entropy_bonus: bool
-    has_aux_loss: bool
-    num_generations_eval: int
-    generate: Generate
-    ask: Ask  # the same for a server, without waiting
-    converse: Converse  # the same for completions that may call tools
-    try_tools: Callable[[], Mapping[str, float | ServiceError]]
-    """Calls functions of `tools` once: by name the seconds, or the error. NaN for one without an example."""
-    play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row
-    go_on: Callable[[], None]  # generates the next turns of those that are out
-    reads_pictures: bool
-    logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-    """Log-probs of a batch's completions under the current policy, shape (B, T)."""
-    score: Callable[[Rollout], Output]
-    advantages: Callable[[], MutableSequence[float]]
-    set_aside: Callable[[], AbstractContextManager[None]]
-    """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
-    drop_gradients: Callable[[], None]
-    save: Callable[[Path], None]
-    log: Callable[[Mapping[str, float | None]], None]
-    """Adds an entry to the log, without the figures that TRL gathers for a step."""
-    callbacks: CallbackHandler
-    eval_dataset: object
-    position: Callable[[], tuple[int, bool]]
-    """Returns the micro-steps done, and whether a generation batch is there to go on with."""
-    capture: Callable[[], StepSnapshot]
-    restore: Callable[[StepSnapshot], None]
 
 
 class Components:
@@ -153,12 +79,14 @@ class Components:
 
     def __init__(
         self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: Instruments | None, kl_law: KLLaw | None,
-        train_dataset: object, gets_adapter: bool,
+        train_dataset: object, gets_adapter: bool, parts: Sequence[Part] = (),
     ) -> None:  # fmt: skip
         show_lines()
         hide_lines()
         self._args = args
         self._rewards = rewards
+        self._own_parts = parts
+        self.parts: list[Part] = []  # once TRL's trainer is built: the built-in ones, then those given
         self.reward_loop = rewards.reward_loop
         reward = self.reward = self.reward_loop.reward
         self._rows: Any = train_dataset
@@ -182,17 +110,15 @@ class Components:
         self.policy = Policy(args, self.kl is not None, gets_adapter)
         self._banded = [branch for branch, target in targets.items() if target.has_band]
         self.figures_of_rewards = RewardFigures(args.branches, reward.names)
-        parts = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}
-        further = [part for part, setting in parts.items() if setting]
-        self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further)
-        self.spending = Spending(reward.budget)
+        lines = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}
+        further = [line for line, setting in lines.items() if setting]
+        own = [name for part in parts for name in part.figure_names]
+        self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further, own=own)
         self.run_control = from_fields(
             RunControl,
             args,
             max_outage_s=MAX_OUTAGE_S,
             places=reward.names.places,
-            spent=self.spending.reported,
-            is_reached=self.spending.is_reached,
         )
         self.keeper = Keeper(
             args,
@@ -200,7 +126,7 @@ class Components:
             lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.in_flight(*counts),
-            second_since=lambda: None if (meter := self.scoring.meter) is None else meter.second_since,
+            parts=self.parts,
         )
 
     def connect(
@@ -235,9 +161,6 @@ class Components:
                 leave_out_no_pictures(model)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
-        self._bbq, self._bbq_by_category, note = bbq.figures_of(trl.eval_dataset)
-        if note:
-            logger.info(note)
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
@@ -267,10 +190,21 @@ class Components:
                 setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
-        # 5. what looks on
-        self.quick_eval = self._quick_evaluator(trl, quick_eval)
-        self.trackers = Trackers(args.report_to, trl.callbacks.callbacks)
-        return self._callbacks(trl)
+        # 5. the parts
+        self._connect_parts(trl, quick_eval)
+        return self._callbacks()
+
+    def _connect_parts(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> None:
+        run = PartContext(
+            args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
+            figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
+            scoring=self.scoring, instruments=self.instruments, run_control=self.run_control, kl=self.kl,
+            least_lookahead=int(self._is_served or self._partial > 0),
+            recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
+        )  # fmt: skip
+        self.parts += [*built_in(run), *self._own_parts]
+        for part in self.parts:
+            part.connect(run)
 
     def begin_calls(self, names: Iterable[str]) -> ToolCalls:
         """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
@@ -343,7 +277,7 @@ class Components:
         self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, inside_trl: str | None
     ) -> None:
         args = self._args
-        is_served = bool(args.use_vllm) and args.vllm_mode == "server"
+        is_served = self._is_served = bool(args.use_vllm) and args.vllm_mode == "server"
         self.sampler = self._sampler(trl, build, is_served)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
@@ -364,12 +298,6 @@ class Components:
             play=None if self.episode is None else trl.play,
             go_on=trl.go_on,
         )
-        self._lookahead = None
-        if args.max_rollout_lookahead:
-            # at 0 a server and the trainer would wait for each other, and nothing would be left unfinished
-            least = int(is_served or self._partial > 0)
-            self._lookahead = LookaheadControl(args.rollout_lookahead, args.most_lookahead, least)
-        meter, group = self.reward.names.meter, args.num_generations
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -379,10 +307,9 @@ class Components:
             run_control=self.run_control,
             settings=from_fields(
                 ScoringSettings, args, branches=self.branches, weights=trl.reward_weights,
-                answered=trl.reward_answered, figure_columns=(*bbq.COLUMNS, bbq.TARGET) if self._bbq else (),
+                answered=trl.reward_answered,
             ),
-            device=trl.accelerator.device, score=trl.score, advantages=trl.advantages,
-            meter=None if meter is None else JudgeMeter(meter, self.reward_loop, self.branches, group, trl.step),
+            device=trl.accelerator.device, score=trl.score, advantages=trl.advantages, parts=self.parts,
         )  # fmt: skip
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
@@ -417,25 +344,12 @@ class Components:
             )
         )  # fmt: skip
 
-    def _callbacks(self, trl: Hooks) -> list[TrainerCallback]:
+    def _callbacks(self) -> list[TrainerCallback]:
         args, names = self._args, self.reward.names
         failures = functools.partial(self.ledger.failures, "train")
-        quick = () if self.quick_eval is None else self.quick_eval.figure_names
-        several = names.functions if len(names.functions) > 1 else {}
-        functions = {name: mean_of(name) for name in several}
-        self.held_out = HeldOut(
-            args.branches,
-            Path(args.output_dir),
-            self.ledger.drain_evaluated,
-            num_generations=trl.num_generations_eval,
-            examples=args.held_out_examples,
-            are_actions=names.has_actions,
-            figures={figure.name: figure.name for figure in self._bbq} | functions,
-            is_cut=lambda: self.run_control.is_spent,
-        )
         return [
             self.stopping,
-            StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
+            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
             StepLine(
                 args.branches,
                 names.providers if names.components else None,
@@ -443,11 +357,8 @@ class Components:
                 batches=functools.partial(self.ledger.batches, "train"),
                 are_actions=names.has_actions,
             ),
-            EpochLine(args.branches, failures, trl.log),
-            self.held_out,
-            ScalarLayout({**self.figures_of_rewards.words, "figure": quick}, self._banded, trl.callbacks.callbacks),
-            WeightChange(trl.accelerator, trl.log),
-            *([ClosingReport()] if "tensorboard" in args.report_to else []),  # behind all that logs figures
+            EpochLine(args.branches, failures, self._trl.log),
+            *self.parts,
         ]
 
     def _begin(self) -> None:
@@ -455,12 +366,8 @@ class Components:
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
             engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
-        if self.quick_eval is not None:
-            self.quick_eval.run_begins(trl.step())
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
-        if self.scoring.meter is not None:
-            self.scoring.meter.restart(self.keeper.was_second_since)
-        self.instruments.record_model(trl.accelerator.unwrap_model(trl.model))
+        self.keeper.restore_parts()
 
     def _padded(self, sampled: Sampled) -> dict[str, Any]:
         trl = self._trl
@@ -483,21 +390,20 @@ class Components:
             kl.end_step(totals, trl.step() + 1, is_logged=trl.accelerator.is_main_process)
         self.ledger.record_kl(mode, totals, betas, shares, kl.control)
 
-    def evaluate_quickly(self) -> None:
-        if self.quick_eval is not None:
-            self.quick_eval.evaluate_if_due(self._trl.step())
+    def step_is_over(self) -> None:
+        for part in self.parts:
+            part.after_step(self._trl.step())
+
+    def table_is_written(self, mode: str) -> None:
+        for part in self.parts:
+            part.on_table(mode, self._trl.step())
 
     def figures(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
-        if mode == "eval" and self._bbq:
-            answers = Processes().gather([(each.text, each.columns) for each in self.ledger.written])
-            measured = {figure.name: figure.of(answers) for figure in (*self._bbq, *self._bbq_by_category)}
-            figures |= {name: math.nan if value is None else value for name, value in measured.items()}
+        for part in self.parts:
+            figures |= part.figures(mode)
         if mode == "train":
-            figures |= self.spending.figures(self._trl.step(), self._trl.last_step())
             figures |= self.instruments.figures(self._trl.accelerator)
-            if self._lookahead is not None:
-                self.pipeline.move_lookahead(self._lookahead.next(figures))
         return figures
 
     @contextlib.contextmanager
@@ -521,45 +427,9 @@ class Components:
             self.timeline.add(self.reward_loop.unreported_spans())
             self.pipeline.forget()
             self.instruments.close()
+            for part in self.parts:
+                part.fail()
             raise
-
-    def _quick_evaluator(self, trl: Hooks, settings: QuickEvalSettings | None) -> QuickEvaluator | None:
-        if settings is None or not settings.steps:
-            return None
-        args, kl, ranks = self._args, self.kl, Processes()
-        of_bbq = (figure for figure in self._bbq if figure not in settings.figures)
-        settings = replace(settings, figures=(*of_bbq, *settings.figures))
-
-        @contextlib.contextmanager
-        def set_aside() -> Iterator[None]:
-            with trl.set_aside(), self.sampler.greedily(), self.ledger.aside("eval"):
-                yield
-
-        def score(batches: Sequence[list[Example]]) -> Iterator[ScoredBatch]:
-            for rows in self.pipeline.evaluations(batches, trl.step()):
-                rollout, output = self.scoring.evaluate(rows, trl.step())
-                assert rollout.sampled is not None and rollout.result is not None
-                ids, rewards = rollout.sampled.completion_ids, rollout.result.rewards
-                yield ScoredBatch(output=output, completion_ids=ids, rewards=rewards)
-
-        subject = GreedySubject(
-            set_aside=set_aside,
-            score=score,
-            logps_of=trl.logps_of,
-            decode=lambda ids: trl.tokenizer.batch_decode(ids, skip_special_tokens=True),
-            branch_of=self.branches.of,
-            ends=frozenset({*trl.eos_token_ids, trl.tokenizer.pad_token_id}),
-            batch_size=args.per_device_eval_batch_size,
-            kl=args.kl_penalty(),
-            betas=lambda: {} if kl is None else dict(zip(args.branches, kl.control.betas, strict=True)),
-            save=trl.save,
-            log=trl.log,
-        )
-        return QuickEvaluator(
-            subject, sample(trl.eval_dataset, settings.rows, self.branches, ranks), branches=args.branches,
-            settings=settings, output_dir=Path(args.output_dir), least_scored=args.min_valid_reward_fraction,
-            ranks=ranks, timeline=self.timeline, is_cut=lambda: self.run_control.is_spent,
-        )  # fmt: skip
 
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
@@ -568,11 +438,8 @@ class Components:
         agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, staleness, refill, self._partial))
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
-        if self._args.record:
-            if self.instruments.recorder is not None:
-                self.instruments.recorder.close()
-            weights = self._rewards.recorded_weights
-            self.instruments.recorder = recorder_of(self._args, weights, resumed, self.keeper.run)
+        for part in self.parts:
+            part.begin(resumed, self.keeper.run)
 
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""
@@ -593,4 +460,5 @@ class Components:
         if self.endpoint is not None:
             self.endpoint.close()
         self.instruments.close()
-        self.trackers.close()
+        for part in self.parts:
+            part.close()

@@ -39,7 +39,8 @@ from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, drain_traffi
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
-from salesrl_trl.wiring.components import Components, Hooks
+from salesrl_trl.wiring.components import Components
+from salesrl_trl.wiring.hooks import Hooks
 
 T = TypeVar("T")
 

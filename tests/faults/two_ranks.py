@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REFILLED, Phase, time_of
+from salesrl_trl.parts.quick_eval import QuickEvalPart
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.scoring import missing
@@ -75,8 +76,9 @@ class OfARank(ScriptedTrainer):
 
         self.components.reward_loop.wait = noted
         self.quick = []  # reasons in quick evaluations, on the main process
-        if self.components.quick_eval is not None:
-            self.components.quick_eval._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
+        for part in self.components.parts:
+            if isinstance(part, QuickEvalPart):
+                part.evaluator._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
 
     @property
     def trained(self):

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from support.scripted import build_trainer, default_rows
 
+from salesrl_trl.parts.recorder import RecorderPart
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.replay import ReplayReward
-from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 
 
 def main(policy, out):
-    rank, cpu = int(os.environ["RANK"]), torch.device("cpu")
+    rank = int(os.environ["RANK"])
     numbers = random.Random(rank)
 
     @per_completion
@@ -30,10 +30,9 @@ def main(policy, out):
 
     def train(name, reward):
         recorder = Recorder(record_file(Path(out, name), rank), meta={"run": name})
-        instruments = Instruments(InstrumentSettings(), cpu, Path(out, name), recorder)
         trainer = build_trainer(
             policy, reward, ("one", "two", "one"), default_rows(), Path(out, name), max_steps=4, ddp_backend="gloo",
-            instruments=instruments, kl_law="fixed",
+            parts=[RecorderPart(recorder)], kl_law="fixed",
         )  # fmt: skip
         trainer.train()
         trainer.finish()

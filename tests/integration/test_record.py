@@ -20,11 +20,11 @@ from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset, load_rows
 from salesrl_trl.demo.packaged import FILE, PROMPT_STYLE
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.parts.recorder import RecorderPart
 from salesrl_trl.recording.reader import digest_of, open_record, recorded
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Recorder
 from salesrl_trl.reward.replay import ReplayReward
-from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from scripts import make_demo_cassette
 
@@ -34,9 +34,8 @@ TEXTS = (ACTION, BAD, action("refund"), action("Python"), action("price"))
 STEPS = 4
 
 
-def instruments(folder, **given):
-    recorder = Recorder(record_file(folder, 0), **given)
-    return Instruments(InstrumentSettings(), torch.device("cpu"), folder, recorder)
+def recorded_by(folder):
+    return [RecorderPart(Recorder(record_file(folder, 0)))]
 
 
 def train(policy, folder, reward, **given):
@@ -62,7 +61,7 @@ def recorded_run(run_of, services, tmp_path):
     services.functions["8b"] = answer
     trainer = run_of(
         tmp_path / "first", loopback_reward(services, default_rows(), records=True),
-        instruments=instruments(tmp_path / "first"),
+        parts=recorded_by(tmp_path / "first"),
     )  # fmt: skip
     return trainer, tmp_path / "first"
 
@@ -160,7 +159,7 @@ def test_the_packaged_record_trains_the_packaged_policy_without_network(policy_p
     )  # fmt: skip
     with open_reward(RewardConfig(replay="demo"), config, rows) as reward:
         trainer = SalesGRPOTrainer(
-            str(policy_path), reward, config, build_dataset(rows, PROMPT_STYLE), instruments=instruments(tmp_path)
+            str(policy_path), reward, config, build_dataset(rows, PROMPT_STYLE), parts=recorded_by(tmp_path)
         )
         trainer.train()
         trainer.finish()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import urllib.error
+from types import SimpleNamespace
 
 import aiohttp
 import httpx
@@ -16,6 +17,7 @@ from support.virtual_time import play, run
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.parts.spending import Spending
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
@@ -24,7 +26,6 @@ from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
-from salesrl_trl.update.spending import Spending
 
 FAULTS = {
     "raises": "shortness_raised_ValueError",
@@ -446,6 +447,8 @@ def test_of_several_functions_the_limit_of_each_is_seen(tmp_path):
     reward = MixedReward([limited("first", 100), limited("second", 2)], [1.0, 1.0])
     result = asyncio.run(reward.score_all(rows(4), ["a"] * 4))
     assert [each.reason for each in result.rewards] == ["", "", "budget_spent", "budget_spent"]
-    spending = Spending(reward.budget)
+    spending = Spending()
+    loop = SimpleNamespace(reward=reward)
+    spending.connect(SimpleNamespace(reward_loop=loop, trl=None, run_control=SimpleNamespace()))
     assert spending.is_reached()
     assert "of_second" in spending.reported()

@@ -69,6 +69,7 @@ OF_THE_TRAINER = (
     "kl_law",
     "sampler",
     "tools",
+    "parts",
 )
 """Names of arguments of the trainer itself. All others that a test gives are settings, as are names of these."""
 

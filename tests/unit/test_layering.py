@@ -13,7 +13,7 @@ from support.forked import COLD_PYTHON
 ORDER = (
     *("errors", "timing", "types", "ground", "names"),
     *("data", "recording", "generation", "shared_prompts", "demo", "telemetry", "evaluation", "kl", "reward"),
-    *("view", "update", "rollout", "config", "checkpoint", "wiring", "trainer"),
+    *("view", "update", "rollout", "config", "checkpoint", "wiring", "parts", "trainer"),
     *(
         "build",
         "run",

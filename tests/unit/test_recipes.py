@@ -23,13 +23,13 @@ from salesrl_trl.data.sources import PACKAGED
 from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
+from salesrl_trl.parts.recorder import recorder_of
 from salesrl_trl.preflight.runner import prepare
 from salesrl_trl.recording.reader import recorded, run_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 from salesrl_trl.train import main
-from salesrl_trl.wiring.recorder import recorder_of
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

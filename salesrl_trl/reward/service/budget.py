@@ -387,3 +387,12 @@ class Bill:
             return
         is_free = isinstance(error, ServiceUnavailable) or (isinstance(error, ServiceError) and bool(error.status))
         self.quota.charge(self.tokens or ((0, 0) if is_free else None), is_stated=self.tokens is not None)
+
+
+def reported(account: Account, reached: Sequence[Limit]) -> str:
+    """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
+    from salesrl_trl.telemetry.step_lines import calls_and_usd  # brings torch, which a preflight does not need
+
+    total = account.total()
+    names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
+    return f"{calls_and_usd(total.calls, total.usd)} were spent; reached: {names}"

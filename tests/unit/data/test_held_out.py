@@ -9,7 +9,7 @@ from support.published import bbq, qrecc, write
 
 from salesrl_trl.build.checks.dataset import rows_of
 from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.data.form import Form, Part
+from salesrl_trl.data.form import Form, Portion
 from salesrl_trl.data.formats import BBQ, QReCC
 from salesrl_trl.data.sources import load_rows, with_ids
 from salesrl_trl.errors import ConfigError, DataError
@@ -18,7 +18,7 @@ BRANCHES = ("fairness", "hallucination")
 
 
 def parts(file, form):
-    return [load_rows(file, "", BRANCHES, form=form, part=part) for part in (Part.TRAINING, Part.HELD_OUT)]
+    return [load_rows(file, "", BRANCHES, form=form, part=part) for part in (Portion.TRAINING, Portion.HELD_OUT)]
 
 
 def conversations(rows):

@@ -76,7 +76,7 @@ def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch)
     training.load_best_model_at_end = False
     stopping = SimpleNamespace(ending=nullcontext, held=nullcontext, raise_if_asked=lambda: None)
     trainer = SimpleNamespace(
-        components=SimpleNamespace(stopping=stopping, held_out=evaluate.callback),
+        components=SimpleNamespace(stopping=stopping, parts=[evaluate.callback]),
         state=SimpleNamespace(global_step=20),
         request_stop=None,
         train=lambda **_: None,

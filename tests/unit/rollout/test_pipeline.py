@@ -10,9 +10,10 @@ from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
+from salesrl_trl.parts.recorder import batch_of
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
-from salesrl_trl.rollout.rollout_scoring import batch_of
+from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Reward
 
@@ -213,7 +214,7 @@ def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
         inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,
         group=GROUP, is_trained_on=True, mode="train", steps=[4, 3] * 3,
     )  # fmt: skip
-    found = batch_of(rollout, None, 5, Branches(("only",), "branch"))
+    found = batch_of(CompletedBatch(rollout=rollout, advantages=None, update=5), Branches(("only",), "branch"))
     assert [entry.prompt_group for entry in found.entries] == groups
     assert (found.step, found.number) == (6, 3)
     assert [entry.staleness for entry in found.entries] == [1, 2] * 3

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,15 @@ from support.forked import COLD_PYTHON
 from torch import nn
 
 from salesrl_trl.names import START_UP_FILE, STEP_SECONDS, Phase, StartUp
-from salesrl_trl.telemetry import instruments as module
-from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings, imports_so_far, write_start
+from salesrl_trl.parts import flops
+from salesrl_trl.parts.flops import FlopsCount
+from salesrl_trl.telemetry.instruments import (
+    BATCHES_KEPT,
+    Instruments,
+    InstrumentSettings,
+    imports_so_far,
+    write_start,
+)
 from salesrl_trl.telemetry.timeline import StepTimes
 from salesrl_trl.telemetry.trace import TraceWriter
 from salesrl_trl.timing import Span
@@ -49,11 +57,14 @@ def test_a_model_that_cannot_be_counted_is_told_of_once_and_ends_nothing(build, 
         raise error
 
     if error is not None:
-        monkeypatch.setattr(module, "model_flops", broken)
+        monkeypatch.setattr(flops, "model_flops", broken)
     instruments = build(peak_flops=1e12)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
+        accelerator = Accelerator(cpu=True)
+        part, trl = FlopsCount(), SimpleNamespace(accelerator=accelerator, model=nn.Linear(2, 2))
+        part.connect(SimpleNamespace(trl=trl, instruments=instruments))
         for _ in range(2):
-            instruments.record_model(nn.Linear(2, 2))
+            part.load_state_dict({})
     [told] = caplog.messages
     assert told.startswith("no MFU: ")
     assert error is None or "AttributeError: layers" in told
@@ -90,7 +101,7 @@ def test_a_batch_is_counted_on_its_device_without_waiting(build):
     """On the meta device nothing can be read."""
     instruments = build()
     mask = torch.ones(4, 8, dtype=torch.long, device="meta")
-    for _ in range(module.BATCHES_KEPT):
+    for _ in range(BATCHES_KEPT):
         instruments.record_batch(mask, mask)
     assert instruments._trained.device.type == "meta"
     assert instruments._lengths == []

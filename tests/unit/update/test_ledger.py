@@ -2,20 +2,21 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from salesrl_trl.kl.controller import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import SINGLE_SCORED, SKIPPED_UPDATE
+from salesrl_trl.parts.spending import Spending
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.judge.judge_client import JudgeRecord
-from salesrl_trl.reward.service.budget import CALLS, USD, Account, Budget, Limit, Spent, open_account
+from salesrl_trl.reward.service.budget import CALLS, USD, Account, Budget, Limit, Spent, open_account, reported
 from salesrl_trl.telemetry.step_lines import spent
 from salesrl_trl.types import Outcome, Reward
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.spending import Spending, reported
 
 GOOD = Reward(outcome=Outcome.OK, value=0.75, components={"judge": 0.75, "reference": 0.5})
 BAD = Reward(outcome=Outcome.INFRA, value=None, reason="rag_8b_timeout")
@@ -137,19 +138,31 @@ LIMITS = (
 
 
 def test_the_forecast_is_of_the_nearest_limit_and_leaves_the_start_out(tmp_path):
-    spending = Spending(Budget(tmp_path / "b.json", LIMITS))
+    at = [0]
+    trl = SimpleNamespace(step=lambda: at[0], last_step=lambda: 60)
+
+    def spending_of(*limits):
+        reward = SimpleNamespace(budget=Budget(tmp_path / "b.json", *limits))
+        spending = Spending()
+        spending.connect(
+            SimpleNamespace(reward_loop=SimpleNamespace(reward=reward), trl=trl, run_control=SimpleNamespace())
+        )
+        return spending
+
+    spending = spending_of(LIMITS)
 
     def line(step, calls, usd):
+        at[0] = step
         with open_account(tmp_path / "b.json") as account:
             account.services = {"judge_a": Spent(calls=calls, usd=usd)}
-        return spending.figures(step, 60)
+        return spending.figures("train")
 
     assert line(1, 100, 1.0) == {"budget/calls": 100, "budget/usd": 1.0, "budget/forecast": pytest.approx(0.1)}
     # 20 calls and 1 USD a step, 56 steps to come: 1,280 calls of 1,000, and 60 USD of 100
     assert line(4, 160, 4.0)["budget/forecast"] == pytest.approx(1.28)
     assert line(60, 400, 90.0)["budget/forecast"] == pytest.approx(0.9)
-    assert Spending(None).figures(4, 60) == {}
-    assert [*Spending(Budget(tmp_path / "b.json")).figures(4, 60)] == ["budget/calls", "budget/usd"]
+    assert spending.figures("eval") == {}
+    assert [*spending_of().figures("train")] == ["budget/calls", "budget/usd"]
 
 
 def test_what_was_spent_is_said_where_there_is_a_budget():

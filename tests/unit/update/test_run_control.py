@@ -2,6 +2,7 @@
 
 from collections import Counter
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,9 +12,11 @@ from salesrl_trl.update.run_control import RunControl
 NONE_MISSING: Counter[str] = Counter()
 
 
-def control_of(most=3, places=(), is_reached=bool, **settings):
+def control_of(most=3, places=(), is_reached=False, **settings):
     kept = {"min_valid_reward_fraction": 0.5, "max_skipped_generations": most, "output_dir": "runs/a"}
-    return RunControl(**kept, **settings, places=dict(places), is_reached=is_reached)
+    control = RunControl(**kept, **settings, places=dict(places))
+    control.spending = SimpleNamespace(is_reached=lambda: is_reached)
+    return control
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
     [(["budget_spent"], True, True), (["budget_spent"], False, False), (["deadline"], True, False)],
 )
 def test_only_the_account_says_that_a_budget_is_spent(reasons, is_reached, is_refused):
-    control = control_of(is_reached=lambda: is_reached)
+    control = control_of(is_reached=is_reached)
     assert control.is_refused_by_budget(reasons) is is_refused
     assert not control_of().is_refused_by_budget(reasons)  # without a budget
 

@@ -8,8 +8,8 @@ from accelerate import PartialState
 from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.parts.judge_meter import JudgeMeter
 from salesrl_trl.reward.judge.meter import MeterSettings
-from salesrl_trl.rollout.judge_meter import JudgeMeter
 
 JUDGES = [{"name": name, "base_url": "http://j/v1", "model": "m"} for name in ("first", "other")]
 METER = {"second": "other", "on_alarm": "second_judge"}
@@ -27,11 +27,14 @@ METER = {"second": "other", "on_alarm": "second_judge"}
 )
 def test_batches_that_begin_are_of_the_second_judge(on_alarm, since, modes):
     PartialState(cpu=True)  # for its logger
-    loop = SimpleNamespace(give_up=lambda batches: None)
-    meter = JudgeMeter(MeterSettings(on_alarm=on_alarm), loop, Branches(("all",), "branch"), 2, lambda: 6)
-    meter.restart(since)
+    reward = SimpleNamespace(names=SimpleNamespace(meter=MeterSettings(on_alarm=on_alarm)))
+    loop = SimpleNamespace(give_up=lambda batches: None, reward=reward)
+    branches, args = Branches(("all",), "branch"), SimpleNamespace(num_generations=2)
+    meter = JudgeMeter()
+    meter.connect(SimpleNamespace(reward_loop=loop, branches=branches, args=args))
+    meter.load_state_dict({} if since is None else {"second_since": since})
     assert loop.by_second == modes
-    meter.restart(None)  # another run, from its beginning
+    meter.load_state_dict({})  # another run, from its beginning
     assert loop.by_second == modes - {"train"}
 
 

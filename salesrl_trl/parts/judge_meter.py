@@ -1,27 +1,27 @@
 """The meter over the judge in a run: what it reads of each batch of training, and the calls that it asks for.
 
 Owns the open batches of those calls, and the lines about alarms. `reward.judge.meter` owns the statistics, which the
-first process computes. `rollout_scoring` calls it.
+first process computes.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
-from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import JudgeAlarm
 from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, agreement_of
-from salesrl_trl.reward.batch import BatchResult, RewardBatch, completion_text
-from salesrl_trl.reward.judge.meter import METER, SECOND, SECOND_JUDGE, STOP, Alarm, Meter, MeterSettings
+from salesrl_trl.reward.batch import RewardBatch, completion_text
+from salesrl_trl.reward.figures import RewardFigures
+from salesrl_trl.reward.judge.meter import METER, SECOND, SECOND_JUDGE, STOP, Alarm, Meter
 from salesrl_trl.reward.judge.rising import Written
-from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.types import JUDGE
+from salesrl_trl.wiring.part import Part, PartContext
 
 logger = get_logger(__name__)
 
@@ -41,24 +41,30 @@ class _Plan:
     alarms: Sequence[Alarm]
 
 
-class JudgeMeter:
-    """Feeds the meter and makes its calls. No step waits for them: their answers count later. `step`: those done."""
+class JudgeMeter(Part):
+    """Feeds the meter and makes its calls. No step waits for them: their answers count later."""
 
-    def __init__(
-        self, settings: MeterSettings, reward_loop: RewardLoop, branches: Branches, group: int, step: Callable[[], int]
-    ) -> None:
-        self.ends_run: JudgeAlarm | None = None  # that the last batch ends the run, on every rank
+    def connect(self, run: PartContext) -> None:
+        settings = run.reward_loop.reward.names.meter
+        assert settings is not None
         self._settings = settings
-        self._reward_loop = reward_loop
-        self._branches = branches
-        self._group = group
-        self._step = step
+        self._run = run
+        self._reward_loop = run.reward_loop
+        self._branches = run.branches
+        self._group = run.args.num_generations
         self._meter = Meter(settings)
         self._open: list[tuple[RewardBatch, Sequence[int]]] = []  # with its numbers
         self._alarms = 0
-        self.restart(None)
+        self.second_since: int | None = None  # the step of the alarm since which the second judge gives the rewards
+        self._take_judge(None)
 
-    def restart(self, second_since: int | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._take_judge(state.get("second_since"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.second_since is None else {"second_since": self.second_since}
+
+    def _take_judge(self, second_since: int | None) -> None:
         """A run begins or goes on, or the second judge takes the place of the first. `second_since`: the step of the
         alarm that had it do so. Evaluations have one judge in all of a run, so that they can be compared."""
         is_asked = self._settings.on_alarm == SECOND_JUDGE
@@ -75,8 +81,11 @@ class JudgeMeter:
         elif second_since is not None:
             logger.warning("[Judge] the first judge gives the rewards again: `on_alarm` is not `second_judge` now")
 
-    def look(self, rollout: Rollout, result: BatchResult, order_gap: float) -> Mapping[str, float]:
-        """A batch of training. Returns the figures of all ranks; a collective. `order_gap`: over all ranks."""
+    def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
+        rollout, result = batch.rollout, batch.rollout.result
+        if not rollout.is_trained_on or result is None:
+            return {}
+        order_gap = RewardFigures.position_gap(rollout.reports)
         if self.second_since is not None:
             return {JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: 1.0}
         # 1. What this rank's completions are, and what was answered since the last batch.
@@ -102,11 +111,10 @@ class JudgeMeter:
             if first <= place < first + size or (place < 0 and state.is_main_process)
         }
         if asked:
-            batch = self._reward_loop.begin([{**row, METER: what} for row, what, _ in asked.values()])
-            self._reward_loop.start_all(batch, [completion for *_, completion in asked.values()])
-            self._open.append((batch, [*asked]))
+            calls = self._reward_loop.begin([{**row, METER: what} for row, what, _ in asked.values()])
+            self._reward_loop.start_all(calls, [completion for *_, completion in asked.values()])
+            self._open.append((calls, [*asked]))
         # 4. Alarms.
-        self.ends_run = None
         self._report(plan)
         by_second = float(self.second_since is not None)
         return {**plan.figures, JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: by_second}
@@ -146,11 +154,11 @@ class JudgeMeter:
             both = f" Agreement of both judges by branch: {', '.join(f'{one:.2f}' for one in agreements)}."
             what = alarm.described(with_text=self._settings.shows_text)
             logger.warning(f"[Judge] its score may not mean any more what it meant.{both * bool(agreements)} {what}")
-            if self._settings.on_alarm == STOP and self.ends_run is None:
-                self.ends_run = JudgeAlarm(
+            if self._settings.on_alarm == STOP and self._run.run_control.error is None:  # on every rank
+                self._run.run_control.error = JudgeAlarm(
                     f"the judge's meter found: {alarm.described(with_text=False)}. Expected a reward that the second "
                     "judge confirms. The state was saved. Look at the completions of the last steps; then mend the "
                     "rubric, or go on from an earlier checkpoint with another judge."
                 )
         if plan.alarms and self._settings.on_alarm == SECOND_JUDGE:
-            self.restart(self._step() + 1)
+            self._take_judge(self._run.trl.step() + 1)
