@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from salesrl_trl.types import Reward as Reward
     from salesrl_trl.types import SalesRow as SalesRow
     from salesrl_trl.types import Verdict as Verdict
+    from salesrl_trl.wiring.part import Part as Part
 
 _MODULES = {
     # the trainer and its settings
@@ -91,6 +92,7 @@ _MODULES = {
     "Figure": "evaluation.quick_figures",
     "Judge": "reward.judge.judge_interface",
     "KLLaw": "kl.law",
+    "Part": "wiring.part",
     "RagBackend": "reward.rag_client",
     "RewardStage": "reward.stage",
     "Sampler": "generation.sampler",

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, agreed, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.checks import check
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
     check_episodes,
@@ -203,6 +204,12 @@ class Components:
             recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
         )  # fmt: skip
         self.parts += [*built_in(run), *self._own_parts]
+        names = [part.name or type(part).__name__ for part in self.parts]
+        for name in names:
+            check(
+                names.count(name) == 1,
+                f"two parts are named {name!r}. Expected a `name` for each: checkpoints keep their states by it.",
+            )
         for part in self.parts:
             part.connect(run)
 
