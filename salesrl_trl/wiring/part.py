@@ -87,7 +87,8 @@ class Part(TrainerCallback):
         return {}
 
     def after_step(self, step: int) -> None:
-        """An optimizer step is logged, saved and evaluated. Called before the first step of a run too."""
+        """An optimizer step is logged, saved and evaluated. Called before the first step of a run too, and maybe twice
+        for the last one."""
 
     def figures(self, mode: str) -> Mapping[str, float]:
         """Figures of a log line of `"train"` or `"eval"`: the same names each time, the same values on all ranks."""
