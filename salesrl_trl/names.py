@@ -260,6 +260,10 @@ CHECKPOINT_FOLDERS = "checkpoint-"  # transformers' prefix; the optimizer steps 
 BEST_FOLDER = "best"  # the best policy so far
 BEST_NOTE_FILE = "quick_eval.json"  # in `BEST_FOLDER`: the evaluation that selected this policy
 
+MODEL_CARD_FILE = "README.md"
+EARLIER_RUNS = "run-"  # before a number: the folder of an earlier run's files, in the folder of the run after it
+
+PUSHING_FOLDER = ".pushing-"  # before a random name, in the output folder: what is being uploaded to the hub
 SAVING_FOLDER = ".saving"  # in the output folder: a checkpoint that is being written, and one that is being deleted
 LOCK_FILE = ".lock"  # in the output folder: locked by the run that writes there, whose name it holds
 FINISHED_FILE = "finished.json"  # written when a run has done everything

@@ -14,6 +14,7 @@ Owns the overrides, each of which says what it changes. `wiring.trl_access` has 
     log                                       the figures of a step
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -21,15 +22,20 @@ import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers.trainer as transformers_trainer
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import HubStrategy, TrainOutput
+from transformers.utils import PushInProgress
 from trl import GRPOConfig, GRPOTrainer
 
+from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
@@ -40,7 +46,7 @@ from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.names import Phase
+from salesrl_trl.names import SAVING_FOLDER, Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
@@ -50,6 +56,7 @@ from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import tell
 from salesrl_trl.wiring.components import Components
+from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.trl_access import TRLAccess
 
@@ -136,7 +143,7 @@ class SalesGRPOTrainer(TRLAccess):
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
-            resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset)
+            resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset, self.model.name_or_path)
             self.components.introduce(resumed)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
@@ -328,9 +335,64 @@ class SalesGRPOTrainer(TRLAccess):
         return output
 
     def _save_checkpoint(self, model, trial):
-        """Saves beside the other checkpoints. A checkpoint takes its place when it is whole."""
+        """Saves beside the other checkpoints. A checkpoint takes its place when it is whole, and then is pushed."""
         with self.components.stopping.held():
-            self.components.keeper.save(self.state, functools.partial(super()._save_checkpoint, model, trial))
+            write = functools.partial(super()._save_checkpoint, model, trial)
+            folder = self.components.keeper.save(self.state, write)
+            if folder is not None and self.args.push_to_hub:
+                self._push_from_checkpoint(str(folder))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Uploads what may leave the machine of a checkpoint that has its name, in one commit, behind the training."""
+        args, folder = self.args, Path(checkpoint_folder)
+        under_way = [job for job in self.push_in_progress.jobs if not job.done()] if self.push_in_progress else []
+        is_due = self.is_world_process_zero() and args.hub_strategy != HubStrategy.END
+        if folder.parent.name == SAVING_FOLDER or not is_due or (under_way and not args.hub_always_push):
+            return
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
+        place = staged(folder, folder.parent, names.get(args.hub_strategy))
+        upload = transformers_trainer.hf_api().upload_folder(
+            repo_id=self.hub_model_id, folder_path=str(place), token=args.hub_token, revision=args.hub_revision,
+            commit_message=f"Training in progress, step {self.state.global_step}", run_as_future=True,
+        )  # fmt: skip
+        upload.add_done_callback(functools.partial(unstaged, place))
+        self.push_in_progress = PushInProgress([*under_way, upload])
+
+    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
+        """Uploads the policy and its card, of all that is in the run's folder."""
+        self.save_model(_internal_call=True)
+        folder = Path(self.args.output_dir)
+        place = staged(folder, folder, copies=not blocking) if self.is_world_process_zero() else folder
+        with (
+            contextlib.ExitStack() as end,
+            patched(self.args, "output_dir", str(place)),
+            patched(self, "save_model", lambda **_: None),
+        ):
+            if blocking and place != folder:
+                end.callback(unstaged, place)
+            pushed = super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
+        if isinstance(pushed, Future):
+            pushed.add_done_callback(functools.partial(unstaged, place))
+        return pushed
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """Writes our card where TRL writes its own, and not beside a checkpoint that is being written."""
+        folder = Path(self.args.output_dir)
+        folder = folder.parent if folder.name == SAVING_FOLDER else folder
+        if self.is_world_process_zero() and may_write_card(folder):
+            write_card(
+                folder, self._trained, model_name, dataset_name, [tags] if isinstance(tags, str) else tags or ()
+            )
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Leaves one policy in the folder, with its card."""
+        folder = Path(output_dir or self.args.output_dir)
+        has_room = may_write_card(folder)  # peft writes another one
+        with one_policy(folder):
+            super()._save(output_dir, state_dict)
+        if has_room:
+            write_card(folder, self._trained)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Adds the package's own files."""

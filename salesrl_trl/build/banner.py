@@ -29,7 +29,7 @@ from salesrl_trl.generation import compiled
 from salesrl_trl.ground.process import installed
 from salesrl_trl.names import LOG_FILE
 from salesrl_trl.types import SALES, SEARCH, SalesRow
-from salesrl_trl.wiring.banner_lines import TOGETHER, budget_text, record_line, shown, training_lines
+from salesrl_trl.wiring.banner_lines import TOGETHER, budget_text, hub_lines, record_line, shown, training_lines
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -59,6 +59,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *([("compiled", _compiled(training, config.policy_path))] if training.compiled else []),
         ("versions", ", ".join((f"salesrl_trl {__version__}", *versions, f"Python {platform.python_version()}"))),
         record_line(training),
+        *hub_lines(training),
         ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
         *(("note", note) for note in notes),
     ]

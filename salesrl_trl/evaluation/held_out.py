@@ -115,6 +115,13 @@ class HeldOut(TrainerCallback):
         if len(own) > 1 and state.global_step >= state.max_steps:
             _compare(own[0], own[-1], f"held-out {dataset}".rstrip())
 
+    def ends(self) -> "list[tuple[_Evaluation, _Evaluation]]":
+        """The first and the last evaluation of each dataset."""
+        by_dataset = dict[str, list[_Evaluation]]()
+        for each in self._evaluations:
+            by_dataset.setdefault(each.named.get(DATASET, ""), []).append(each)
+        return [(own[0], own[-1]) for own in by_dataset.values()]
+
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
@@ -134,22 +141,26 @@ def _compare(first: _Evaluation, last: _Evaluation, held_out: str) -> None:
             logger.info(f"held-out example {place}: {_plain(earlier.prompt)}")
             for when, written in zip(words, (earlier, later), strict=True):
                 logger.info(f"    {when} reward={number(written.reward, '.2f')} {_whole(written.completion)}")
+    if (text := change_in_words(first, last)) is not None:
+        logger.info(f"{held_out}{text}")
+
+
+def change_in_words(first: "_Evaluation", last: "_Evaluation") -> str | None:
+    """The change of the mean reward in words, with its standard error where the rows are known."""
     before, after = first.figures[REWARD], last.figures[REWARD]
     if before is None or after is None:
-        return
+        return None
     if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is not known
-        logger.info(f"{held_out} mean reward changed by {after - before:+.3f}")
-        return
+        return f" mean reward changed by {after - before:+.3f}"
     # Each row is compared with itself: it does not matter how much easier one is than another
     both = zip(first.rows, last.rows, strict=True)
     changes = [later - earlier for earlier, later in both if not math.isnan(later - earlier)]
     total = len(first.rows)
     if not changes:
-        logger.warning(f"{held_out}: none of {total} rows was scored both times, so that no change is known")
-        return
+        return f": none of {total} rows was scored both times, so that no change is known"
     error = "" if len(changes) < 2 else f" ± {standard_error(changes):.3f} (standard error, row by row)"
     some = "" if len(changes) == total else f", over the {len(changes)} of {total} rows that were scored both times"
-    logger.info(f"{held_out} mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}")
+    return f" mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}"
 
 
 def _read(path: Path) -> list[_Evaluation]:

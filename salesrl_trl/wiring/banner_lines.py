@@ -8,6 +8,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers.trainer_utils import HubStrategy
+
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
 from salesrl_trl.kl.law import KLTarget
@@ -48,6 +50,7 @@ def log_banner(
             *training_lines(args, staleness, refill, partial),
             ("budget", budget_text(reward.budget)),
             record_line(args),
+            *hub_lines(args),
             ("report", report),
             ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
             ("output", args.output_dir),
@@ -84,6 +87,16 @@ def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
     filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
     folder = record_file(Path(args.output_dir), 0).parent
     return "record", f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"
+
+
+def hub_lines(args: SalesGRPOConfig) -> list[Line]:
+    """What goes to the hub, and to which repository."""
+    kind = f"({'private' if args.hub_private_repo else 'public'}, if it is new)"
+    when = "at the end" if args.hub_strategy == HubStrategy.END else "at each save and at the end"
+    what = "weights, tokenizer, configuration and model card" + ", optimizer" * ("checkpoint" in args.hub_strategy)
+    pushed = f"{args.hub_model_id or Path(args.output_dir).resolve().name} {kind} gets {what}, {when}"
+    tables = f"{args.log_completions_hub_repo} {kind} gets prompts and completions (log_completions_hub_repo)"
+    return [("hub", pushed)] * args.push_to_hub + [("hub", tables)] * bool(args.log_completions_hub_repo)
 
 
 def _step(training: SalesGRPOConfig) -> str:

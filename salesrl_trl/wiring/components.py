@@ -569,8 +569,6 @@ class Components:
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
         if self._args.record:
-            if self.instruments.recorder is not None:
-                self.instruments.recorder.close()
             weights = self._rewards.recorded_weights
             self.instruments.recorder = recorder_of(self._args, weights, resumed, self.keeper.run)
 
@@ -585,6 +583,9 @@ class Components:
         self.ledger.clear()
         self.run_control.restart()
         self.stopping.forget()
+        self.trackers.close_files()
+        if self.instruments.recorder is not None:
+            self.instruments.recorder.close()
         self.reward_loop.stopped = None
 
     def close(self) -> None:
