@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -84,7 +85,8 @@ def one_policy(folder: Path) -> Iterator[None]:
     if not (before := found(folder, FILES["weights"])):
         yield
         return
-    with tempfile.TemporaryFile(dir=folder) as now:  # by the disk's clock
+    time.sleep(0.01)  # the clock of a disk ticks every 4 ms
+    with tempfile.TemporaryFile(dir=folder) as now:
         began_ns = os.fstat(now.fileno()).st_mtime_ns
     yield
     stale = {path for path in before if path.exists() and path.stat().st_mtime_ns < began_ns}

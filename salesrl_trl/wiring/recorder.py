@@ -3,28 +3,22 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from accelerate.logging import get_logger
 from transformers import TrainerState
 
 from salesrl_trl import __version__
 from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.recording.reader import as_json, record_files, run_of
+from salesrl_trl.recording.reader import as_json, record_files
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import Recorder
-
-logger = get_logger(__name__)
 
 
 def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None, run: str) -> Recorder:
     """The recorder of this rank. Its file holds the weight of each of several functions. The record goes on where the
-    checkpoint `resumed` lies in its folder and is of the same `run`; another run's is kept beside."""
+    checkpoint `resumed` lies in its folder; that of another `run` is kept beside."""
     folder, after = Path(args.output_dir), None
     if resumed is not None and Path(resumed).resolve().parent == folder.resolve():
-        if run_of(record_file(folder, 0)) in (None, run):
-            after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
-        else:
-            logger.warning(f"{resumed} is of another run than the record in {folder}, which is kept beside a new one")
+        after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
     gib, clean = args.parsed_record()
     gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= args.world_size]
     return Recorder(

@@ -87,8 +87,8 @@ def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
         )
     if not resumes and holds_run(folder, None):
         is_open = bool(folders(folder)) and not (folder / FINISHED_FILE).exists()
-        other = "; `--resume_from_checkpoint auto` goes on with it instead" if is_open else ""
+        other = "; `--resume_from_checkpoint auto` resumes it instead" * is_open
         notes.append(
-            f"files of an earlier run in {folder} move to {folder / EARLIER_RUNS}N when this one begins{other}"
+            f"files of an earlier run in {folder} move to {folder}/{EARLIER_RUNS}N when this one begins{other}"
         )
     return notes

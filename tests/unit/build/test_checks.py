@@ -98,16 +98,17 @@ def test_scaled_positions_are_left_to_vllm(scaling, positions):
 def test_what_an_earlier_start_left_is_told_unless_it_is_gone_on_with(tmp_path):
     assert earlier_start(tmp_path, resumes=False) == []
     (tmp_path / "answers.rank0.sqlite").touch()
-    (tmp_path / "model.safetensors").touch()
-    answers, policy = earlier_start(tmp_path, resumes=False)
+    (answers,) = earlier_start(tmp_path, resumes=False)
     assert answers.startswith("8B answers and verdicts of an earlier start")
-    assert policy.endswith("which this one will overwrite")
     (tmp_path / "checkpoint-2").mkdir()
-    (note,) = earlier_start(tmp_path, resumes=False)[2:]
-    assert note.startswith("checkpoint-2 of an unfinished run")
+    (note,) = earlier_start(tmp_path, resumes=False)[1:]
+    assert note == (
+        f"files of an earlier run in {tmp_path} move to {tmp_path}/run-N when this one begins; "
+        "`--resume_from_checkpoint auto` resumes it instead"
+    )
     assert earlier_start(tmp_path, resumes=True) == []
     (tmp_path / "finished.json").touch()
-    assert len(earlier_start(tmp_path, resumes=False)) == 2
+    assert earlier_start(tmp_path, resumes=False)[1].endswith("when this one begins")
 
 
 def _lengths(max_prompt_tokens=None, **given):
