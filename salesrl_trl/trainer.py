@@ -14,7 +14,6 @@ Owns the overrides, each of which says what it changes. `wiring.trl_access` has 
     log                                       the figures of a step
 """
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -339,60 +338,63 @@ class SalesGRPOTrainer(TRLAccess):
         with self.components.stopping.held():
             write = functools.partial(super()._save_checkpoint, model, trial)
             folder = self.components.keeper.save(self.state, write)
-            if folder is not None and self.args.push_to_hub:
+            if folder is not None and self.args.push_to_hub and self.is_world_process_zero():
                 self._push_from_checkpoint(str(folder))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads what may leave the machine of a checkpoint that has its name, in one commit, behind the training."""
+        """Pushes a checkpoint when it has its name, behind the training."""
         args, folder = self.args, Path(checkpoint_folder)
-        under_way = [job for job in self.push_in_progress.jobs if not job.done()] if self.push_in_progress else []
-        is_due = self.is_world_process_zero() and args.hub_strategy != HubStrategy.END
-        if folder.parent.name == SAVING_FOLDER or not is_due or (under_way and not args.hub_always_push):
-            return
-        self.callback_handler.on_push_begin(args, self.state, self.control)
-        names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
-        place = staged(folder, folder.parent, names.get(args.hub_strategy))
-        upload = transformers_trainer.hf_api().upload_folder(
-            repo_id=self.hub_model_id, folder_path=str(place), token=args.hub_token, revision=args.hub_revision,
-            commit_message=f"Training in progress, step {self.state.global_step}", run_as_future=True,
-        )  # fmt: skip
-        upload.add_done_callback(functools.partial(unstaged, place))
-        self.push_in_progress = PushInProgress([*under_way, upload])
+        is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        is_due = args.hub_strategy != HubStrategy.END and (args.hub_always_push or not is_busy)
+        if is_due and folder.parent.name != SAVING_FOLDER:
+            names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
+            message = f"Training in progress, step {self.state.global_step}"
+            upload = self._upload(folder, message, names.get(args.hub_strategy))
+            self.push_in_progress = PushInProgress([*(self.push_in_progress.jobs if is_busy else []), upload])
 
     def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
-        """Uploads the policy and its card, of all that is in the run's folder."""
+        """Pushes the policy and its card, of all that is in the run's folder."""
         self.save_model(_internal_call=True)
-        folder = Path(self.args.output_dir)
-        place = staged(folder, folder, copies=not blocking) if self.is_world_process_zero() else folder
-        with (
-            contextlib.ExitStack() as end,
-            patched(self.args, "output_dir", str(place)),
-            patched(self, "save_model", lambda **_: None),
-        ):
-            if blocking and place != folder:
-                end.callback(unstaged, place)
-            pushed = super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
-        if isinstance(pushed, Future):
-            pushed.add_done_callback(functools.partial(unstaged, place))
-        return pushed
+        if self.is_world_process_zero():
+            if self.hub_model_id is None:
+                self.init_hf_repo(token)
+            self.create_model_card(**kwargs)
+            self._finish_current_push()
+            upload = self._upload(Path(self.args.output_dir), commit_message, None, token, revision)
+            return upload.result() if blocking else upload
+
+    def _upload(self, policy: Path, message: str, inside: str | None, token=None, revision=None) -> Future[Any]:
+        """Uploads what may leave the machine, in one commit."""
+        args = self.args
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        place = staged(policy, Path(args.output_dir), inside)
+        upload = transformers_trainer.hf_api().upload_folder(
+            repo_id=self.hub_model_id, folder_path=str(place), commit_message=message, run_as_future=True,
+            token=token or args.hub_token, revision=revision or args.hub_revision,
+        )  # fmt: skip
+        upload.add_done_callback(functools.partial(unstaged, place))
+        return upload
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Writes our card where TRL writes its own, and not beside a checkpoint that is being written."""
         folder = Path(self.args.output_dir)
         folder = folder.parent if folder.name == SAVING_FOLDER else folder
         if self.is_world_process_zero() and may_write_card(folder):
-            write_card(
-                folder, self._trained, model_name, dataset_name, [tags] if isinstance(tags, str) else tags or ()
-            )
+            self._write_card(folder, model_name, dataset_name, [tags] if isinstance(tags, str) else tags or ())
+
+    def _write_card(self, folder: Path, *named: Any) -> None:
+        rewards = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
+        write_card(folder, self.components, self.args, self.state, rewards, *named)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leaves one policy in the folder, with its card."""
         folder = Path(output_dir or self.args.output_dir)
         has_room = may_write_card(folder)  # peft writes another one
-        with one_policy(folder):
+        is_adapter = self.components.reference.has_adapter
+        with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
             super()._save(output_dir, state_dict)
         if has_room:
-            write_card(folder, self._trained)
+            self._write_card(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Adds the package's own files."""

@@ -29,14 +29,7 @@ from salesrl_trl.generation.sampler import Sampled
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
-from salesrl_trl.names import (
-    CHECKPOINT_FOLDERS,
-    METER_STATE_FILE,
-    PUSHING_FOLDER,
-    ROLLOUTS_FILE,
-    SAVING_FOLDER,
-    UNDER_WAY_FILE,
-)
+from salesrl_trl.names import CHECKPOINT_FOLDERS, METER_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
 from salesrl_trl.recording.reader import run_of
 from salesrl_trl.recording.schema import record_file
 from salesrl_trl.rollout.pipeline import KeptRollouts
@@ -77,8 +70,6 @@ class Keeper:
         agreed(lambda: put_run_aside(self._output_dir, self._last, [model]) if self._is_main else None)
         if self._leads_node:
             put_run_aside(self._output_dir, self._last)  # what is left there, without a shared disk
-            for path in self._output_dir.glob(f"{PUSHING_FOLDER}*"):  # of a run that was killed
-                shutil.rmtree(path, ignore_errors=True)
         self.run = agreed(lambda: _run_of(self._last, self._output_dir))
         self._clear()
         self.was_second_since = None

@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -24,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 FILES: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 CARD = names.MODEL_CARD_FILE
-PUBLIC = (*FILES["weights"], *FILES["tokenizer"], CARD, ".gitattributes")
+SAVED = (*FILES["whole"], *FILES["adapter"], *FILES["tokenizer"])
+PUBLIC = (*SAVED, CARD, ".gitattributes")
 _Path = str | os.PathLike[str]
 
 
@@ -41,13 +41,14 @@ def holds_run(folder: Path, resumed: _Path | None) -> bool:
 def put_run_aside(folder: Path, resumed: _Path | None, used: Iterable[_Path | None] = ()) -> None:
     """Move the files of another run into `run-N` below the folder, where a run begins. Answers that are used again
     stay, as do files of others. Raises `ConfigError` if the run needs one that moves: `used`, such as its model."""
+    for unfinished in folder.glob(f"{names.PUSHING_FOLDER}*"):  # of a run that was killed
+        shutil.rmtree(unfinished, ignore_errors=True)
     if not holds_run(folder, resumed):
         return
-    whole = (names.BEST_NOTE_FILE, "events.out.tfevents")  # they lie in folders of a run's own
-    results = {path.parent if path.name.startswith(whole) else path for path in found(folder, FILES["results"])}
-    is_saved = (folder / "training_args.bin").exists()  # by a trainer: else these files may be anyone's
-    saved = (*FILES["weights"], *FILES["tokenizer"], *([CARD] if may_write_card(folder) else [])) if is_saved else ()
-    moved = (results - {folder}) | found(folder, (*FILES["settings"], *saved, names.QUICK_EVAL_FILE))
+    is_saved = (folder / "training_args.bin").exists()  # by a trainer: else such files may be anyone's
+    saved = (*SAVED, *[CARD] * may_write_card(folder)) if is_saved else ()
+    moved = found(folder, (*FILES["results"], *FILES["settings"], *saved))
+    moved = {path.parent if path.name.startswith("events.out") else path for path in moved}
     going = [folder.resolve() / path.relative_to(folder) for path in moved]
     for path in (Path(path).expanduser().resolve() for path in used if path is not None):
         if path == folder.resolve() or any(map(path.is_relative_to, going)):
@@ -79,33 +80,28 @@ def may_write_card(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def one_policy(folder: Path) -> Iterator[None]:
-    """Inside the block a policy is saved into the folder. Weights and configurations of another one, which the block
-    has not written anew, are moved to a folder of their own: an adapter must not come upon another run's weights."""
-    if not (before := found(folder, FILES["weights"])):
-        yield
-        return
-    time.sleep(0.01)  # the clock of a disk ticks every 4 ms
-    with tempfile.TemporaryFile(dir=folder) as now:
-        began_ns = os.fstat(now.fileno()).st_mtime_ns
-    yield
-    stale = {path for path in before if path.exists() and path.stat().st_mtime_ns < began_ns}
-    if (adapter := folder / "adapter_config.json").exists() and adapter not in stale:
-        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        stale = set() if base and Path(base).resolve() == folder.resolve() else stale
-    if stale:
+def one_policy(folder: Path, base: str, *, is_adapter: bool) -> Iterator[None]:
+    """Inside the block a policy is saved into the folder. Another one's weights are moved to a folder of their own: an
+    adapter would be put on them. `base`: the folder or name of the model that it belongs to."""
+    stale = found(folder, FILES["whole" if is_adapter else "adapter"])
+    if stale and not (is_adapter and Path(base).resolve() == folder.resolve()):
         _move(stale, folder, "weights of another policy")
+    index = folder / "model.safetensors.index.json"
+    if not is_adapter:
+        index.unlink(missing_ok=True)  # of shards, which go with the save; it writes another one for its own
+    yield
+    if not is_adapter and index.exists():
+        (folder / "model.safetensors").unlink(missing_ok=True)  # it would be read in place of the shards
 
 
-def staged(policy: Path, output_dir: Path, inside: str | None = None, *, copies: bool = False) -> Path:
+def staged(policy: Path, output_dir: Path, inside: str | None) -> Path:
     """A folder with what may be uploaded of a saved policy: hard links, which outlive a checkpoint's rotation. With
-    `inside` it has a folder of this name with the checkpoint, to resume from. `copies`: of files that may be written
-    over. `unstaged` deletes it."""
+    `inside` it has a folder of this name with the checkpoint, to resume from. `unstaged` deletes it."""
     place = Path(tempfile.mkdtemp(prefix=names.PUSHING_FOLDER, dir=output_dir)) / output_dir.resolve().name
-    _link(found(policy, PUBLIC), policy, place, copies=copies)
+    _link(found(policy, PUBLIC), policy, place)
     if inside is not None:
         files = found(policy, (*PUBLIC, *FILES["state"]))
-        _link(files, policy, place / inside, copies=copies)
+        _link(files, policy, place / inside)
         manifest = json.loads((policy / names.MANIFEST_FILE).read_text(encoding="utf-8"))
         kept = {path.relative_to(policy).as_posix() for path in files}
         manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name in kept}
@@ -113,19 +109,18 @@ def staged(policy: Path, output_dir: Path, inside: str | None = None, *, copies:
     return place
 
 
-def _link(files: Iterable[Path], folder: Path, place: Path, *, copies: bool) -> None:
-    place.mkdir()
+def _link(files: Iterable[Path], folder: Path, place: Path) -> None:
     for path in filter(Path.is_file, files):
         copy = place / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         try:
-            (shutil.copyfile if copies else os.link)(path, copy)
+            os.link(path, copy)
         except OSError:  # a disk without hard links
             shutil.copyfile(path, copy)
 
 
-def unstaged(place: Path, upload: "Future[object] | None" = None) -> None:
-    """Delete the folder of an upload that has ended. One that failed behind the training is logged."""
+def unstaged(place: Path, upload: Future[object]) -> None:
+    """Delete the folder of an upload that has ended. One that failed is logged: behind the training nobody asks."""
     shutil.rmtree(place.parent, ignore_errors=True)
-    if upload is not None and (error := upload.exception()) is not None:
+    if (error := upload.exception()) is not None:
         logger.warning(f"[Run] a push to the hub failed ({type(error).__name__}); the next one uploads every file")

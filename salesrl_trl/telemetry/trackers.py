@@ -75,15 +75,12 @@ def _tabled(tracker: str, rows: Sequence[Mapping[str, object]], mode: str, step:
         swanlab.log({f"{mode}/completions": swanlab.echarts.Table().add(columns, texts)}, step=step)
 
 
-UPLOADS = ("WANDB_LOG_MODEL", "COMET_LOG_ASSETS", "HF_MLFLOW_LOG_ARTIFACTS", "HF_DAGSHUB_LOG_ARTIFACTS",
-           "CLEARML_LOG_MODEL", "HF_DVCLIVE_LOG_MODEL")  # fmt: skip
-"""Environment variables by which trackers upload the run's folder, or whole checkpoints."""
-
-
 def keep_folders(trackers: Iterable[str]) -> list[str]:
-    """Switch these uploads off, before a tracker begins. Returns a line for each that was on."""
-    usual = {"CLEARML_LOG_MODEL": "true"} if {"clearml", "all"}.intersection(trackers) else {}
-    on = [name for name in UPLOADS if (usual | os.environ).get(name, "false").lower() not in ("false", "0", "")]
+    """Switch off the uploads of whole folders by trackers that are to begin. Returns a line for each that was on."""
+    names = ("WANDB_LOG_MODEL", "COMET_LOG_ASSETS", "HF_MLFLOW_LOG_ARTIFACTS", "HF_DAGSHUB_LOG_ARTIFACTS",
+             "CLEARML_LOG_MODEL", "HF_DVCLIVE_LOG_MODEL")  # fmt: skip
+    asked = {"CLEARML_LOG_MODEL": "true"} if "clearml" in trackers else {}  # its default
+    on = [name for name in names if (asked | os.environ).get(name, "false").lower() not in ("false", "0", "")]
     os.environ |= dict.fromkeys(on, "false")
     return [f"off: {name}: it uploads prompts and completions under way too; `push_to_hub` does not" for name in on]
 

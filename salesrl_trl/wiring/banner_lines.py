@@ -8,8 +8,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers.trainer_utils import HubStrategy
-
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
 from salesrl_trl.kl.law import KLTarget
@@ -92,9 +90,8 @@ def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
 def hub_lines(args: SalesGRPOConfig) -> list[Line]:
     """What goes to the hub, and to which repository."""
     kind = f"({'private' if args.hub_private_repo else 'public'}, if it is new)"
-    when = "at the end" if args.hub_strategy == HubStrategy.END else "at each save and at the end"
     what = "weights, tokenizer, configuration and model card" + ", optimizer" * ("checkpoint" in args.hub_strategy)
-    pushed = f"{args.hub_model_id or Path(args.output_dir).resolve().name} {kind} gets {what}, {when}"
+    pushed = f"{args.hub_model_id or Path(args.output_dir).resolve().name} {kind} gets {what} ({args.hub_strategy.value})"
     tables = f"{args.log_completions_hub_repo} {kind} gets prompts and completions (log_completions_hub_repo)"
     return [("hub", pushed)] * args.push_to_hub + [("hub", tables)] * bool(args.log_completions_hub_repo)
 

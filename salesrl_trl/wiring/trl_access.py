@@ -40,7 +40,6 @@ from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.wiring.components import Components, Hooks
-from salesrl_trl.wiring.model_card import Trained
 
 T = TypeVar("T")
 
@@ -138,16 +137,6 @@ class TRLAccess(GRPOTrainer):
             with contextlib.suppress(RuntimeError):  # clipping has done it
                 self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
         self.optimizer.zero_grad(set_to_none=True)
-
-    @property
-    def _trained(self) -> Trained:
-        """What a model card is made of."""
-        return Trained(
-            args=self.args, state=self.state,
-            rewards=dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)),
-            names=self.components.reward.names, held_out=self.components.held_out, spending=self.components.spending,
-            base=self.model.name_or_path, is_adapter=hasattr(self.model, "peft_config"), reads_pictures=self._is_vlm,
-        )  # fmt: skip
 
     @property
     def _mode(self) -> str:

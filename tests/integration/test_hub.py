@@ -52,7 +52,7 @@ def test_a_push_uploads_whole_policies_and_nothing_else_of_the_folder(
         report_to="tensorboard", num_iterations=2, rollout_lookahead=1, save_rollouts=True, eval_on_start=True,
     )  # fmt: skip
     trainer.train()
-    (rollouts,) = folder.glob("checkpoint-2/rollouts_*.pt")  # tokens of prompts
+    (_rollouts,) = folder.glob("checkpoint-2/rollouts_*.pt")  # tokens of prompts
     trainer.evaluate()
     trainer.save_model()
     trainer.finish()

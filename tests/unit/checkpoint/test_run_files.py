@@ -1,6 +1,5 @@
 """Whose files a folder has: an earlier run's move together, and others stay."""
 
-import json
 import logging
 
 import pytest
@@ -10,7 +9,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import write_whole
 
 OF_THE_RUN = (
-    "best/model.safetensors", "best/quick_eval.json", "best.earlier/quick_eval.json", "checkpoint-2/optimizer.pt",
+    "best/model.safetensors", "best/quick_eval.json", "best.earlier/config.json", "checkpoint-2/optimizer.pt",
     "completions/completions_00001.parquet", "config-1.yaml", "config.yaml", "finished.json", "held_out-1.json",
     "held_out.json", "model.safetensors", "quick_eval.jsonl", "record/rank-0-1.sqlite", "record/rank-0.sqlite",
     "record/rank-0.sqlite-wal", "report.html", "report.txt", "run-1.json", "run.json", "runs/Nov28_vm/all/x",
@@ -67,29 +66,31 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(FULL, ADAPTER), (SHARDED, ADAPTER), (ADAPTER, FULL), (SHARDED, FULL), (FULL, FULL), (ADAPTER, ADAPTER)],
-    ids=["full-adapter", "sharded-adapter", "adapter-full", "sharded-full", "full-full", "adapter-adapter"],
+    ("before", "after", "moved"),
+    [
+        (FULL, ADAPTER, FULL),
+        (SHARDED, ADAPTER, SHARDED),
+        (ADAPTER, FULL, ADAPTER),
+        (SHARDED, FULL, ()),
+        (FULL, SHARDED, ()),
+        (FULL, FULL, ()),
+        (ADAPTER, ADAPTER, ()),
+    ],
 )
-def test_a_folder_holds_one_policy_after_each_save(tmp_path, before, after):
+def test_a_folder_holds_one_policy_after_each_save(tmp_path, before, after, moved):
     own = {"tokenizer.json", "notes.txt", "mine.safetensors"}
-
-    def save(*files):
-        with one_policy(tmp_path):
-            fill(tmp_path, *files)
-            if "adapter_config.json" in files:
-                (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base"}')
-
     fill(tmp_path, *own)
-    save(*before)
-    save(*after)
+    for files in (before, after):
+        with one_policy(tmp_path, "me/base", is_adapter=files is ADAPTER):
+            for shard in tmp_path.glob("model-*-of-*") if files is not ADAPTER else ():
+                shard.unlink()  # as transformers does
+            fill(tmp_path, *files)
     assert {name for name in names(tmp_path) if not name.startswith("run-1/")} == {*after, *own}
-    stale = {*before} - {*after}
-    assert (names(tmp_path / "run-1") if stale else set()) == stale
+    assert (names(tmp_path / "run-1") if moved else set()) == {*moved}
 
 
 def test_an_adapter_beside_its_own_base_leaves_the_base(tmp_path):
     fill(tmp_path, *FULL)
-    with one_policy(tmp_path):
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
-    assert names(tmp_path) == {*FULL, "adapter_config.json"}
+    with one_policy(tmp_path, str(tmp_path), is_adapter=True):
+        fill(tmp_path, *ADAPTER)
+    assert names(tmp_path) == {*FULL, *ADAPTER}

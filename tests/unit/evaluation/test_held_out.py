@@ -73,14 +73,15 @@ def test_datasets_by_name_are_each_compared_with_themselves(evaluate, caplog, tm
 def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch):
     """The one at the end of a run would ask the services for the same figures."""
     made, training = [], SimpleNamespace(mode="full", held_out_eval=True, output_dir="", resume_from_checkpoint=None)
-    training.load_best_model_at_end = False
+    training.load_best_model_at_end = training.push_to_hub = False
     stopping = SimpleNamespace(ending=nullcontext, held=nullcontext, raise_if_asked=lambda: None)
     trainer = SimpleNamespace(
         components=SimpleNamespace(stopping=stopping, held_out=evaluate.callback),
         state=SimpleNamespace(global_step=20),
         request_stop=None,
         train=lambda **_: None,
-        save_model=lambda _: None,
+        save_model=lambda _, _internal_call: None,
+        create_model_card=lambda: None,
         evaluate=lambda: made.append(20),
     )
     monkeypatch.setattr(train, "collect_seldom", lambda: None)
