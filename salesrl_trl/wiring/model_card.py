@@ -24,8 +24,8 @@ from salesrl_trl.wiring.banner_lines import training_lines
 from salesrl_trl.wiring.components import Components
 
 PACKAGES = ("trl", "transformers", "torch", "peft", "vllm")
-_PLAIN = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?|[A-Za-z_]\w*")
-_PLACE = re.compile("url|host|address|server|path|dir|file|folder|id|name|dataset|text|prompt", re.IGNORECASE)
+_PLAIN = re.compile(r"[+-]?\d*\.?\d+(e[+-]?\d+)?|[A-Za-z_]\w*")
+_PLACE = re.compile("url|host|address|server|path|dir|file|folder|id|name|dataset|text|prompt|env", re.IGNORECASE)
 
 
 def write_card(

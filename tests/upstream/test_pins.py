@@ -65,6 +65,13 @@ PINS = {
     # SalesGRPOTrainer._save_checkpoint: they write to `args.output_dir` alone, by `_get_output_dir`, and rotate there
     (Trainer, "_save_checkpoint"): "3f08503719cd",
     (Trainer, "_get_output_dir"): "e1ca23af5cd3",
+    # SalesGRPOTrainer's own pushes take their place: what they save, upload and wait for. `save_model` writes by
+    # `_save`, then pushes by `push_to_hub`
+    (Trainer, "push_to_hub"): "85413c220100",
+    (Trainer, "_push_from_checkpoint"): "ed6d3c77b55d",
+    (Trainer, "save_model"): "c1cd4cf91d54",
+    (Trainer, "_save"): "1b29ac105f01",
+    (GRPOTrainer, "create_model_card"): "2845ed823c4d",
     # SalesGRPOTrainer's KL state lies beside what these two write and read
     (Trainer, "_save_optimizer_and_scheduler"): "99a0de2f2453",
     (GRPOTrainer, "_load_optimizer_and_scheduler"): "f0236c69fcf3",
