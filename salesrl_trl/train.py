@@ -91,7 +91,8 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                 check_budget_left(config.reward, Path(config.training.output_dir))
                 if config.training.process_index == 0:
                     replay = config.reward.parsed_replay()
-                    put_run_aside(Path(training.output_dir), resumed, [config.policy_path, replay and replay.record])
+                    used = [config.policy_path, None if replay is None else replay.record]
+                    put_run_aside(Path(training.output_dir), resumed, used)
                     command, processes = [sys.argv[0], *argv], config.training.world_size
                     write_record(Path(config.training.output_dir), config.recipe, command, processes)
         except (Exception, KeyboardInterrupt) as error:

@@ -53,7 +53,7 @@ from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.timeline import phased
-from salesrl_trl.telemetry.trackers import tell
+from salesrl_trl.telemetry.trackers import spared, tell
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
@@ -89,6 +89,7 @@ class SalesGRPOTrainer(TRLAccess):
     """
 
     is_extended = False
+    push_in_progress: PushInProgress | None = None
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
@@ -339,20 +340,25 @@ class SalesGRPOTrainer(TRLAccess):
             write = functools.partial(super()._save_checkpoint, model, trial)
             folder = self.components.keeper.save(self.state, write)
             if folder is not None and self.args.push_to_hub and self.is_world_process_zero():
-                self._push_from_checkpoint(str(folder))
+                with spared("the hub"):
+                    self._push_from_checkpoint(str(folder))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a checkpoint when it has its name, behind the training."""
         args, folder = self.args, Path(checkpoint_folder)
-        is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
-        is_due = args.hub_strategy != HubStrategy.END and (args.hub_always_push or not is_busy)
+        jobs = [] if self.push_in_progress is None else self.push_in_progress.jobs
+        under_way = [job for job in jobs if not job.done()]
+        is_due = args.hub_strategy != HubStrategy.END and (args.hub_always_push or not under_way)
         if is_due and folder.parent.name != SAVING_FOLDER:
             names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
             message = f"Training in progress, step {self.state.global_step}"
             upload = self._upload(folder, message, names.get(args.hub_strategy))
-            self.push_in_progress = PushInProgress([*(self.push_in_progress.jobs if is_busy else []), upload])
+            self.push_in_progress = PushInProgress([*under_way, upload])
 
-    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
+    def push_to_hub(
+        self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
+        revision: str | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Pushes the policy and its card, of all that is in the run's folder."""
         self.save_model(_internal_call=True)
         if self.is_world_process_zero():
@@ -375,7 +381,9 @@ class SalesGRPOTrainer(TRLAccess):
         upload.add_done_callback(functools.partial(unstaged, place))
         return upload
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
         """Writes our card where TRL writes its own, and not beside a checkpoint that is being written."""
         folder = Path(self.args.output_dir)
         folder = folder.parent if folder.name == SAVING_FOLDER else folder
@@ -384,7 +392,8 @@ class SalesGRPOTrainer(TRLAccess):
 
     def _write_card(self, folder: Path, *named: Any) -> None:
         rewards = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
-        write_card(folder, self.components, self.args, self.state, rewards, *named)
+        with spared("the model card"):
+            write_card(folder, self.components, self.args, self.state, rewards, *named)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leaves one policy in the folder, with its card."""

@@ -91,9 +91,8 @@ def hub_lines(args: SalesGRPOConfig) -> list[Line]:
     """What goes to the hub, and to which repository."""
     kind = f"({'private' if args.hub_private_repo else 'public'}, if it is new)"
     what = "weights, tokenizer, configuration and model card" + ", optimizer" * ("checkpoint" in args.hub_strategy)
-    pushed = (
-        f"{args.hub_model_id or Path(args.output_dir).resolve().name} {kind} gets {what} ({args.hub_strategy.value})"
-    )
+    place = args.hub_model_id or Path(args.output_dir).resolve().name
+    pushed = f"{place} {kind} gets {what} ({args.hub_strategy.value})"
     tables = f"{args.log_completions_hub_repo} {kind} gets prompts and completions (log_completions_hub_repo)"
     return [("hub", pushed)] * args.push_to_hub + [("hub", tables)] * bool(args.log_completions_hub_repo)
 
