@@ -84,7 +84,8 @@ def one_policy(folder: Path, base: str, *, is_adapter: bool) -> Iterator[None]:
     """Inside the block a policy is saved into the folder. Another one's weights are moved to a folder of their own: an
     adapter would be put on them. `base`: the folder or name of the model that it belongs to."""
     stale = found(folder, FILES["whole" if is_adapter else "adapter"])
-    if stale and not (is_adapter and Path(base).resolve() == folder.resolve()):
+    is_its_base = is_adapter and Path(base).resolve() == folder.resolve()
+    if not is_its_base and {path.suffix for path in stale} & {".safetensors", ".bin"}:  # a config.json may be anyone's
         _move(stale, folder, "weights of another policy")
     index = folder / "model.safetensors.index.json"
     if not is_adapter:

@@ -95,3 +95,7 @@ def test_an_adapter_beside_its_own_base_leaves_the_base(tmp_path):
     with one_policy(tmp_path, str(tmp_path), is_adapter=True):
         fill(tmp_path, *ADAPTER)
     assert names(tmp_path) == {*FULL, *ADAPTER}
+    fill(tmp_path / "project", "config.json")  # a user's
+    with one_policy(tmp_path / "project", "me/base", is_adapter=True):
+        fill(tmp_path / "project", *ADAPTER)
+    assert names(tmp_path / "project") == {"config.json", *ADAPTER}
