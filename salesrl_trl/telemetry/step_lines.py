@@ -168,9 +168,9 @@ RATIOS = (names.DATA_LOADING_RATIO, names.COMPUTE_RATIO, names.MFU_STEP)  # shar
 @dataclass(eq=False)
 class EpochLine(TrainerCallback):
     """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
-    shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in the next one.
-    Every rank logs the same names at each epoch; failures by reason have an entry of their own, because new reasons
-    may come. `failures` returns those since the last line; `log` gives figures to the trackers."""
+    shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in the
+    next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because new
+    reasons may come. `failures` returns those since the last line; `log` gives figures to the trackers."""
 
     branches: Sequence[str]
     failures: Callable[[], Mapping[str, int]]
