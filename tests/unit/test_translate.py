@@ -201,7 +201,12 @@ OVERLONG = "salesrl_trl.soft_overlong_punishment(max_completion_len=16, soft_pun
 
 
 def test_every_name_of_the_input_is_in_the_recipe_or_is_named_in_its_comments(tmp_path):
-    for text in (VERL, DAPO, DAPO.replace("enable: true", "enable: false"), DAPO.replace("path: dapo_rewards.py", "path: null")):
+    for text in (
+        VERL,
+        DAPO,
+        DAPO.replace("enable: true", "enable: false"),
+        DAPO.replace("path: dapo_rewards.py", "path: null"),
+    ):
         _, recipe = translated(tmp_path, text)
         told = recipe.read_text()
         named = {name.removeprefix("actor_rollout_ref.") for name in flat(yaml.safe_load(text))}
