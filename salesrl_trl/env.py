@@ -64,11 +64,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 def page(facts: Facts) -> str:
     """The facts as text."""
     code = facts.code
-    commit = f"{code.commit}, {code.changed_files or 'no'} changed files" if code.commit else "none"
-    lines = [
-        ("package", f"salesrl_trl {code.version} in {facts.folder}"),
-        ("code", f"{code.digest} (hash of all files); commit: {commit}"),
-    ]
+    lines = [("package", f"salesrl_trl {code} in {facts.folder}"), ("code", f"{code.digest} (hash of all files)")]
     if facts.recipes_import != facts.folder:
         remedy = "Install this one (pip install --no-deps -e .), or put its checkout on PYTHONPATH."
         lines.append(("NOT THIS ONE", f"a recipe would import {facts.recipes_import or 'none at all'}. {remedy}"))

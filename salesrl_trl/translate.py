@@ -15,20 +15,8 @@ from typing import Any
 
 import yaml
 
-from salesrl_trl.build.coming_from import (
-    Name,
-    beside,
-    converted,
-    flat,
-    flow,
-    known_as,
-    line_of,
-    names,
-    plain,
-    processes,
-    updates,
-    value_of,
-)
+from salesrl_trl.build import coming_from as table
+from salesrl_trl.build.coming_from import known_as, line_of
 from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code
@@ -50,7 +38,7 @@ def read(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path} can't be read ({unreadable(error)}).{nearest_file(path)} Correct it.") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is no YAML ({type(error).__name__}). Expected that of verl, or a script.") from None
-    values = flat(content) if isinstance(content, Mapping) else {}
+    values = table.flat(content) if isinstance(content, Mapping) else {}
     is_script = path.suffix not in (".yaml", ".yml")  # whose other words are the shell's
     found = {
         name: _resolved(value, values)
@@ -69,7 +57,7 @@ def _words(text: str) -> dict[str, object]:
     for name, is_set, value in (word.partition("=") for word in shlex.split(text, comments=True)):
         if is_set:
             value = _KEY.sub(r"\1: ", value) if value.startswith("{") else value  # Hydra wants no blank, and YAML does
-            values |= flat({name.lstrip("+"): _resolved(value_of(value), values)})
+            values |= table.flat({name.lstrip("+"): _resolved(table.value_of(value), values)})
     return values
 
 
@@ -81,7 +69,7 @@ def _resolved(value: object, values: Mapping[str, object], depth: int = 8) -> ob
         return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
     known = {name: str(here) for name, here in values.items() if here is not None}
     text = _REFERENCE.sub(lambda found: known.get(found[1] or found[2], found[0 if found[3] is None else 3]), value)
-    return _resolved(value_of(text), values, depth - 1)
+    return _resolved(table.value_of(text), values, depth - 1)
 
 
 def recipe(named: Mapping[str, object], source: str) -> str:
@@ -92,51 +80,53 @@ def recipe(named: Mapping[str, object], source: str) -> str:
         if key is None:
             unknown.append(name)
             continue
-        key = plain(name) if "*" in key else key
+        key = table.plain(name) if "*" in key else key
         written.setdefault(key, []).append(name.removeprefix("actor_rollout_ref."))
         given[key] = value if value not in _OFF else given.get(key, value)
     is_verl = any(line_of(key).system == "verl" for key in given)
-    usual = {name: _resolved(line.default, given) for name, line in names().items() if line.default is not None}
+    usual = {name: _resolved(line.default, given) for name, line in table.names().items() if line.default is not None}
     every: dict[str, Any] = {key: value for key, value in usual.items() if is_verl and not _is_unknown(key, value)}
     known = {key: value for key, value in given.items() if not _is_unknown(key, value)}
     every |= known
-    order, look = list(names()), [f"{key}: {given[key]} is not known" for key in given if key not in known]
+    order, look = list(table.names()), [f"{key}: {given[key]} is not known" for key in given if key not in known]
     if is_verl and every[_GROUP] < 2:
         every[_GROUP] = 8
         look.append("num_generations: 8 is a guess. GRPO compares the completions of a prompt")
     settings, origins, left = dict[str, object](), dict[str, dict[str, str]](), dict[str, list[str]]()
     for key in sorted(every, key=lambda key: order.index(known_as(key) or "")):
         value, line, as_written = every[key], line_of(key), ", ".join(written.get(key, [key]))
-        made = {} if value is None else converted(key, value, every)
+        made = {} if value is None else table.converted(key, value, every)
         reason = ", ".join(filter(None, (line.here, line.note)))
         for setting, here in (made or {}).items():
             if settings.get(setting, ...) != here:
                 settings[setting], origins[setting] = here, {}
             if key in known or not origins[setting]:
                 default = "" if key in known else ", the default"
-                origins[setting][key] = f"{as_written}: {flow({'v': value})[3:]}{default}"
+                origins[setting][key] = f"{as_written}: {table.flow({'v': value})[3:]}{default}"
         if (made is None and (line.here or line.values)) or (made and value in line.look):
             look.append(f"{as_written}: {value}. {reason}")
         elif made is None and (key in known or value not in _OFF):
             left.setdefault(": ".join(filter(None, (line.see, line.note))), []).append(as_written)
         elif not made and key in known:
             left.setdefault(_why_nothing(line, value, every), []).append(as_written)
-    for key in known.keys() - {key for texts in origins.values() for key in texts}:
-        if converted(key, every[key], every):  # another name has the last word
+    told = {key for texts in origins.values() for key in texts}
+    for key in (key for key in known if key not in told):
+        if table.converted(key, every[key], every):  # another name has the last word
             left.setdefault(line_of(key).note, []).extend(written[key])
     if is_verl and "reward_funcs" not in settings:
         look.append("reward_funcs: verl scores by a row's data_source. Name a function: [my_rewards.my_function]")
-    body, more = list[str](), beside() if is_verl else {}
+    body, more, steps = list[str](), table.beside() if is_verl else {}, table.updates(every)
     for first in dict.fromkeys(setting.split(".")[0] for setting in settings):
         entry = {setting: here for setting, here in settings.items() if setting.split(".")[0] == first}
-        body.append(f"{flow(entry)} # {'; '.join(dict.fromkeys(t for name in entry for t in origins[name].values()))}")
+        comments = dict.fromkeys(text for setting in entry for text in origins[setting].values())
+        body.append(f"{table.flow(entry)} # {'; '.join(comments)}")
     return "\n".join(
         [
-            f"# Made of {source} by `salesrl translate`. A step of verl is here {updates(every)} optimizer steps.",
+            f"# Made of {source} by `salesrl translate`. A step of verl is here {steps} optimizer steps.",
             *(f"#   {command}" for command in _commands(every)),
             "",
             *body,
-            *_part("verl has no word for these", [], [flow({name: here}) for name, here in more.items()]),
+            *_part("verl has no word for these", [], [table.flow({name: here}) for name, here in more.items()]),
             *_part("Look at these", look),
             *_part("Left out", [f"{', '.join(those)}: {reason}" for reason, those in left.items()]),
             *_part("Left out, for these names are not known", [", ".join(sorted(unknown))] * bool(unknown)),
@@ -145,7 +135,7 @@ def recipe(named: Mapping[str, object], source: str) -> str:
     )
 
 
-def _why_nothing(line: Name, value: object, every: Mapping[str, object]) -> str:
+def _why_nothing(line: table.Name, value: object, every: Mapping[str, object]) -> str:
     """Why a value makes no setting."""
     if not every.get(line.when, True) and value not in _OFF:
         return f"without effect, for {line.when} is off"
@@ -154,7 +144,7 @@ def _why_nothing(line: Name, value: object, every: Mapping[str, object]) -> str:
 
 def _commands(every: Mapping[str, Any]) -> list[str]:
     """The launch, one for each machine."""
-    start, end = f"accelerate launch --num_processes {processes(every)}", "-m salesrl_trl.train RECIPE.yaml"
+    start, end = f"accelerate launch --num_processes {table.processes(every)}", "-m salesrl_trl.train RECIPE.yaml"
     machines = every.get("trainer.nnodes") or 1
     if machines == 1:
         return [f"{start} {end}"]

@@ -44,30 +44,24 @@ def code() -> Code:
     for path in sorted(PACKAGE.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
-    commit, changed = _commit(), 0
-    if _is_checkout():
-        changed = len((_git("status", "--porcelain") or "").splitlines())
-    return Code(__version__, digest.hexdigest()[:12], commit and commit[:12], changed)
+    commit, changed = _commit(), _git("status", "--porcelain") if _is_checkout() else None
+    return Code(__version__, digest.hexdigest()[:12], commit and commit[:12], len((changed or "").splitlines()))
 
 
 def holds(commit: str) -> bool:
     """Whether the code is of this commit, or of one after it. Raises `ConfigError` where that can't be known."""
-    known = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
-    if _is_checkout():
-        if known and _git("merge-base", known, "HEAD") == known:
+    if not _is_checkout():
+        if len(commit) >= _SHORTEST and (_commit() or "").startswith(commit):
             return True
-        if _git("rev-parse", "--is-shallow-repository") != "true":
-            return False
-        raise ConfigError(
-            f"{PACKAGE.parent} is a shallow clone, which lacks older commits. Run `git fetch --unshallow`."
-        )
-    installed = _commit()
-    if installed and len(commit) >= _SHORTEST and installed.startswith(commit):
+    elif (known := _git("rev-parse", "-q", "--verify", "--end-of-options", f"{commit}^{{commit}}")) and (
+        _git("merge-base", known, "HEAD") == known
+    ):
         return True
-    origin = f"was installed from commit {installed}, without its history" if installed else "is not in a git checkout"
+    elif _git("rev-parse", "--is-shallow-repository") == "false":
+        return False
     raise ConfigError(
-        f"whether {PACKAGE} holds {commit} can't be known: it {origin}. Compare its hash, {code().digest}, with the "
-        "one that this command prints in a checkout of that commit."
+        f"whether {PACKAGE} holds {commit} can't be known: it is {code()}, without its history (no checkout, or "
+        f"a shallow clone). Compare its hash, {code().digest}, with a checkout's, or run `git fetch --unshallow`."
     )
 
 
@@ -100,14 +94,11 @@ def _commit() -> str | None:
     """The checkout's commit, or the one that pip has noted."""
     if _is_checkout():
         return _git("rev-parse", "HEAD")
-    try:
-        installed = importlib.metadata.distribution(PACKAGE.name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if Path(str(installed.locate_file(PACKAGE.name))).resolve() != PACKAGE.resolve():
-        return None
-    noted = json.loads(installed.read_text("direct_url.json") or "{}")
-    return noted.get("vcs_info", {}).get("commit_id")  # type: ignore[no-any-return]
+    for installed in importlib.metadata.distributions(name=PACKAGE.name):
+        if Path(str(installed.locate_file(PACKAGE.name))).resolve() == PACKAGE.resolve():
+            noted = json.loads(installed.read_text("direct_url.json") or "{}")
+            return noted.get("vcs_info", {}).get("commit_id")  # type: ignore[no-any-return]
+    return None
 
 
 def _git(*arguments: str) -> str | None:

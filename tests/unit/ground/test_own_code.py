@@ -69,12 +69,12 @@ def test_an_installed_package_knows_the_commit_that_pip_noted_or_says_that_it_ca
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: salesrl_trl\nVersion: 0.1.0\n")
     monkeypatch.syspath_prepend(str(package.parent))
-    assert (has(noted), "is not in a git checkout" in capsys.readouterr().err) == (env.BAD_INPUT, True)
+    assert (has(noted), "is 0.1.0 (hash " in capsys.readouterr().err) == (env.BAD_INPUT, True)
     (info / "direct_url.json").write_text(json.dumps({"url": "https://x", "vcs_info": {"commit_id": noted}}))
     assert has(noted) == has(noted[:7]) == 0
     assert (own_code.code().commit, own_code.code().changed_files) == (noted[:12], 0)
     assert has("fedcba9876") == has(noted[:3]) == env.BAD_INPUT  # before it, after it, or another's
-    assert f"installed from commit {noted}" in capsys.readouterr().err
+    assert f"is 0.1.0 (commit {noted[:12]})" in capsys.readouterr().err
 
 
 def test_a_file_newer_than_what_was_imported_is_told_once_and_not_after_a_reload(tmp_path, monkeypatch, caplog):
