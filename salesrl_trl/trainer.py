@@ -42,6 +42,7 @@ from salesrl_trl.data.sources import with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
+from salesrl_trl.ground.own_code import warn_of_changes
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
@@ -58,6 +59,8 @@ from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.trl_access import TRLAccess
+
+warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
 
 
 @in_force_if("is_extended")  # with a plain `GRPOConfig` each method is TRL's own
@@ -137,6 +140,8 @@ class SalesGRPOTrainer(TRLAccess):
             `RunStopped`: after `request_stop`. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
+        if self.args.process_index == 0:
+            warn_of_changes()
         self.components.forget_run()  # first: a stop that is asked for from here on is this run's
         for table in (*self._metrics.values(), *self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()

@@ -15,9 +15,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, overload
-
-import openai
+from typing import TYPE_CHECKING, Any, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.generation.conversations import GivenUp
@@ -27,6 +25,9 @@ from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
+
+if TYPE_CHECKING:
+    import openai
 
 PLAYED = "episode_reward"  # column of a row: the reward of the episode that was played with it, as `kept` has it
 
@@ -47,6 +48,8 @@ class Episode(RewardFunction):
 
     async def play(self, address: str, key: str, row: Mapping[str, object]) -> Reward:
         """Play one episode, over the endpoint at an address. What the function raises leaves it without a number."""
+        import openai  # takes half a second, which no run without episodes needs
+
         if self._client is None:  # by no proxy, and without an end: a turn may wait for a step of training
             http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
             options: Any = {"http_client": http, "timeout": None, "max_retries": 0}

@@ -162,14 +162,15 @@ def figure(value: object) -> str:
 
 
 TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
+RATIOS = (names.DATA_LOADING_RATIO, names.COMPUTE_RATIO, names.MFU_STEP)  # shares of a step's wall time
 
 
 @dataclass(eq=False)
 class EpochLine(TrainerCallback):
     """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
-    failures by reason. Steps after an epoch's last log line count in the next epoch. Every rank logs the same names at
-    each epoch; failures by reason have an entry of their own, because new reasons may come. `failures` returns those
-    since the last line; `log` gives figures to the trackers."""
+    shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in the
+    next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because new
+    reasons may come. `failures` returns those since the last line; `log` gives figures to the trackers."""
 
     branches: Sequence[str]
     failures: Callable[[], Mapping[str, int]]
@@ -182,10 +183,11 @@ class EpochLine(TrainerCallback):
     def _start_over(self) -> None:
         self._first_step, self._first_tokens = self._last_step, self._tokens
         self._seconds = dict.fromkeys((*map(names.time_of, Phase), names.STEP_SECONDS), 0.0)
-        self._sums: dict[str, tuple[float, int]] = {}  # sum over steps, and steps
+        self._most = dict[str, float | None].fromkeys(names.MEMORY)
+        self._sums = dict.fromkeys(RATIOS, (0.0, 0.0))  # sum over steps, and steps; of a ratio over their seconds
         for tag in (listed.tag for listed in names.FIGURES if listed.console):
             tags = names.of_branches(tag, self.branches).values() if names.BRANCH in tag else [tag]
-            self._sums |= dict.fromkeys(tags, (0.0, 0))
+            self._sums |= dict.fromkeys(tags, (0.0, 0.0))
         self._counts = Counter[str]()
 
     def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
@@ -195,9 +197,11 @@ class EpochLine(TrainerCallback):
         for name in self._seconds:
             self._seconds[name] += (logs.get(name) or 0.0) * steps
         for name, (total, count) in self._sums.items():
-            value = logs.get(name)
+            value, weight = logs.get(name), steps * ((logs.get(names.STEP_SECONDS) or 0.0) if name in RATIOS else 1.0)
             if value is not None:
-                self._sums[name] = (total + value * steps, count + steps)
+                self._sums[name] = (total + value * weight, count + weight)
+        for name, most in self._most.items():
+            self._most[name] = max((each for each in (most, logs.get(name)) if each is not None), default=None)
         self._counts.update(self.failures())
         self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
 
@@ -211,6 +215,7 @@ class EpochLine(TrainerCallback):
                 "failures": float(self._counts.total()),
                 **self._means(),
                 **self._seconds,
+                **self._most,
             }
             self.log({f"{names.EPOCH_TOTALS}{name}": value for name, value in totals.items()})
             if self._counts:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
+from salesrl_trl.ground.own_code import code
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import REPORT_PAGE_FILE
 from salesrl_trl.recording.schema import record_file
@@ -47,6 +48,7 @@ def log_banner(
             *(("tool", name) for name in tools),
             *training_lines(args, staleness, refill, partial),
             ("budget", budget_text(reward.budget)),
+            ("version", f"salesrl_trl {code()}"),
             record_line(args),
             *hub_lines(args),
             ("report", report),

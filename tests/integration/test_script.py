@@ -1,6 +1,7 @@
 """A script of a user's own, with the two names of TRL changed, has what a recipe has."""
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from salesrl_trl import Budget, Limit, Price, Transport, per_completion
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import RunStopped
+from salesrl_trl.ground import own_code
 from salesrl_trl.recording.reader import recorded
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.view.run_folder import read_run
@@ -34,11 +36,17 @@ def train(policy, folder, resume=None, reward=length, **given):
     return trainer
 
 
-def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoints_hold(tiny, tmp_path, caplog):
+def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoints_hold(
+    tiny, tmp_path, caplog, monkeypatch
+):
+    imported = sys.modules["salesrl_trl.trainer"].__spec__, b"the hash of an older file"
+    monkeypatch.setitem(own_code._imported, "salesrl_trl.trainer", imported)  # as in a kernel that was not restarted
+    monkeypatch.setattr(own_code, "_told", set())
     train(tiny, tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         later = train(tiny, tmp_path, resume=True, max_steps=8, logging_steps=2, save_steps=3)
     assert "going on from checkpoint-2, step 2 of 8" in caplog.text
+    assert caplog.text.count("salesrl_trl.trainer: the file has changed since this process imported it") == 1
     assert [line["step"] for line in steps_of(later)] == [1, 2, 4, 6, 8]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]
 
@@ -53,7 +61,18 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
     assert "Steps done             3\n" in (tmp_path / "report.txt").read_text()
     assert not (tmp_path / "other/report.html").exists() and "report       off: it is made of" in caplog.text
     names = [line.split()[1] for line in banner]
-    assert names == ["reward", "step", "rollouts", "branch", "budget", "record", "report", "quiet", "output"]
+    assert names == [
+        "reward",
+        "step",
+        "rollouts",
+        "branch",
+        "budget",
+        "version",
+        "record",
+        "report",
+        "quiet",
+        "output",
+    ]
     assert f"length: at {__file__}" in banner[0]
     # two prompts of two completions a step; step 3 of the first run is gone, and was done again
     assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]

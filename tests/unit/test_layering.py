@@ -95,6 +95,9 @@ LIGHT = {
         ),
         "torch",
     ),
+    # scripts/test_components.py needs neither, and is to answer within seconds
+    "salesrl_trl.reward.episodes": "openai",
+    "salesrl_trl.preflight.runner": "vllm",
 }
 
 

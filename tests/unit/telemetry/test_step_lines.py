@@ -9,6 +9,7 @@ import pytest
 from support.forked import COLD_PYTHON
 from transformers import TrainerControl, TrainerState
 
+from salesrl_trl import names
 from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine, clock, figure, judge_line, shares, step_line
 
@@ -146,17 +147,18 @@ def test_an_epochs_totals_are_those_of_its_log_lines_and_start_over(caplog, is_m
     callback = EpochLine(("fairness", "tone"), lambda: failed, entries.append)
     state = TrainerState(global_step=4, num_input_tokens_seen=1_000_000, is_world_process_zero=is_main)
     callback.on_train_begin(None, state, control)
-    lines = [  # step, epoch, fairness, tokens so far, timeouts
-        (5, 0.2, 0.5, 2e6, 1),
-        (8, 1.0, 0.1, 3e6, 2),
-        (9, 1.5, None, 3.5e6, 0),
+    lines = [  # step, epoch, fairness, tokens so far, timeouts, share, GiB
+        (5, 0.2, 0.5, 2e6, 1, 0.1, 70.0),
+        (8, 1.0, 0.1, 3e6, 2, 0.5, 60.0),
+        (9, 1.5, None, 3.5e6, 0, 0.5, None),
     ]
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        for state.global_step, state.epoch, reward, tokens, timeouts in lines:
+        for state.global_step, state.epoch, reward, tokens, timeouts, ratio, gib in lines:
             failed.clear()
             failed.update({"judge_timeout": timeouts} if timeouts else {})
             logs = {"reward": 0.5, "reward/fairness": reward, "reward/tone": None, "num_tokens": tokens,
-                    "time/step_s": 20.0, "time/generation_s": 15.0, "time/reward_wait_s": 5.0}  # fmt: skip
+                    "time/step_s": 20.0, "time/generation_s": 15.0, "time/reward_wait_s": 5.0,
+                    "perf/compute_ratio": ratio, "memory/gpu_peak_gib": gib}  # fmt: skip
             callback.on_log(None, state, control, logs=logs)
             callback.on_log(None, state, control, logs={"failures/reason/judge_timeout": 1})  # an entry of its own
             if state.epoch >= 1:
@@ -164,13 +166,16 @@ def test_an_epochs_totals_are_those_of_its_log_lines_and_start_over(caplog, is_m
     # every rank logs the same: 4 steps, then 1; 2 M tokens, then 0.5; 0.5 in one step and 0.1 in three are 0.2
     totals = [entry for entry in entries if "epoch_totals/steps" in entry]
     seconds = {f"epoch_totals/time/{phase}_s": 0.0 for phase in Phase}
-    assert totals[0] == seconds | {
+    unknown = {"perf/data_loading_ratio", "perf/mfu_step", *names.MEMORY} - {"memory/gpu_peak_gib"}
+    # 0.1 of 20 s and 0.5 of 60 s are 32 s of 80
+    assert totals[0] == seconds | {f"epoch_totals/{name}": None for name in unknown} | {
+        "epoch_totals/perf/compute_ratio": pytest.approx(0.4), "epoch_totals/memory/gpu_peak_gib": 70.0,
         "epoch_totals/steps": 4, "epoch_totals/tokens": 2e6, "epoch_totals/failures": 3,
         "epoch_totals/reward/fairness": pytest.approx(0.2), "epoch_totals/reward/tone": None,
         "epoch_totals/time/step_s": 80, "epoch_totals/time/generation_s": 60, "epoch_totals/time/reward_wait_s": 20,
     }  # fmt: skip
     assert totals[1].keys() == totals[0].keys()
-    assert totals[1]["epoch_totals/steps"] == 1
+    assert (totals[1]["epoch_totals/steps"], totals[1]["epoch_totals/memory/gpu_peak_gib"]) == (1, None)
     assert [entry for entry in entries if entry not in totals] == [
         {"epoch_totals/failures/reason/judge_timeout": 3}  # in the first epoch alone
     ]
