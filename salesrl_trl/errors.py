@@ -108,9 +108,12 @@ class ServiceUnavailable(ServiceError, code="unavailable", worth_retrying=True):
 class ServiceOverloaded(ServiceUnavailable, code="overloaded"):
     """The service asks for fewer or later calls: after `retry_after_s` seconds, if it said so."""
 
-    retry_after_s: float | None = None
     is_outage = False
     """Whether the service is down and says when it expects to be back. If not, it limits calls."""
+
+    def __init__(self, message: str, code: str | None = None, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, code)
+        self.retry_after_s = retry_after_s
 
 
 class ServiceTimeout(ServiceError, code="timeout", worth_retrying=True):

@@ -20,7 +20,7 @@ import inspect
 import operator
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 from transformers.utils import PushInProgress
 from trl import GRPOConfig, GRPOTrainer
 
+from salesrl_trl.checkpoint.fitted import fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.sources import with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -47,6 +47,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import SAVING_FOLDER, Phase
+from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
@@ -55,6 +56,7 @@ from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import spared, tell
+from salesrl_trl.update.weights import WeightChange
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
@@ -113,15 +115,16 @@ class SalesGRPOTrainer(TRLAccess):
             reward_funcs, args.reward_weights, args.reward_process, has_more=has_more, records=bool(args.record)
         )
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
+        columns = None if has_more or named.get("rollout_func") else getattr(rows, "column_names", None)
+        rewards.check(columns, args.num_generations, args.per_device_train_batch_size * args.steps_per_generation)
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter)
         self.is_extended = True
         self._timeline = components.timeline
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
-        if not has_more:  # an environment gets all columns, and may not know this one
-            for name, row in (("train_dataset", "row"), ("eval_dataset", "held-out")):
-                setattr(self, name, with_ids(getattr(self, name), row))
+        is_named = args.record or isinstance(components.reward, ReplayReward)
+        self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
@@ -176,6 +179,20 @@ class SalesGRPOTrainer(TRLAccess):
         if self.is_extended:
             self.components.close()
 
+    def get_train_dataloader(self):
+        """Names the rows for the record, which leaves the dataset as it is. Refuses rows without a single step."""
+        if isinstance(self.train_dataset, Sized):
+            self._check_size(len(self.train_dataset))
+        with patched(self, "train_dataset", self._named(self.train_dataset, "row")):
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """The same for held-out rows."""
+        held_out = self._named(self.eval_dataset, "held-out")
+        asked = held_out if eval_dataset is self.eval_dataset else eval_dataset
+        with patched(self, "eval_dataset", held_out):
+            return super().get_eval_dataloader(asked)
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
         return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.updates.epoch)
@@ -190,14 +207,17 @@ class SalesGRPOTrainer(TRLAccess):
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Pulls micro-batches of later steps ahead, over an epoch's end too."""
+        """Pulls micro-batches of later steps ahead, over an epoch's end too. Refuses a stream without a step."""
         pull = super().get_batch_samples
         full = self.args.gradient_accumulation_steps  # an epoch's last step gets what is left
         steps_left = self.state.max_steps - self.state.global_step
         with self._timeline.phase(Phase.DATA_LOADING):
-            return self.components.pipeline.next_update(
+            update = self.components.pipeline.next_update(
                 self._epoch, epoch_iterator, lambda iterator: pull(iterator, full, device), steps_left
             )
+        if not update[0] and not self.state.global_step:
+            self._check_size(0)
+        return update
 
     def training_step(self, *args, **kwargs):
         """Marks the phases of a step around its passes. Rescales the gradient where completions failed late."""
@@ -417,8 +437,9 @@ class SalesGRPOTrainer(TRLAccess):
         self.components.keeper.add_parts(Path(output_dir), *at, self._buffered_inputs or [])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the package's own files."""
-        super()._load_optimizer_and_scheduler(checkpoint)
+        """Loads the package's own files, and of the others what fits this run's settings."""
+        with fitted(self.optimizer, self.lr_scheduler, self.state.global_step):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._buffered_inputs = self.components.keeper.load_parts(Path(checkpoint), self._step)
 
@@ -474,6 +495,10 @@ class RolloutTrainer(SalesGRPOTrainer):
 
     There is no pass, so there are no gradients and no state of an optimizer.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.remove_callback(WeightChange)
 
     def training_step(self, model, inputs, *_, **__):
         """Generates and scores the rollouts that are due."""

@@ -283,6 +283,8 @@ class Reward:
     """What a function logged for this completion by `log_extra`."""
     metrics: tuple[tuple[str, float], ...] = ()
     """What a function logged by `log_metric`. The first completion of a call has it."""
+    breach: str = ""
+    """What is wrong with the code of its function, where that left it without a number. Quotes no customer."""
 
     @classmethod
     def scored(cls, value: float, *, reason: str = "", **components: float) -> "Reward":

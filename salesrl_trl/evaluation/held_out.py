@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from salesrl_trl.evaluation.row_statistics import standard_error
 from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.ground.tables import number
-from salesrl_trl.names import DATASET, HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
+from salesrl_trl.names import BY_ROW, DATASET, HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
 from salesrl_trl.types import Example, Outcome
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,14 @@ class HeldOut(TrainerCallback):
             return
         few = "" if scored == len(rewards) else f"; {share}"
         logger.info(f"[HeldOut@{state.global_step}] {name}{_text(figures)}{few}")
-        records = [{"step": each.step, **each.named, **each.figures} for each in self._evaluations]
+        records: list[dict[str, Any]] = [
+            {"step": each.step, **each.named, **each.figures} for each in self._evaluations
+        ]
+        seen: list[object] = []
+        for each, record in zip(self._evaluations, records, strict=True):
+            if each.named not in seen:  # the last one of a dataset is compared with its first, also after a resume
+                record[BY_ROW] = [None if math.isnan(row) else row for row in each.rows]
+            seen.append(each.named)
         path = self.output_dir / HELD_OUT_FILE
         try:
             write_whole(path, json.dumps(records, indent=2) + "\n")
@@ -170,8 +177,9 @@ def _read(path: Path) -> list[_Evaluation]:
     try:
         records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
         names = [{DATASET: str(record.pop(DATASET))} if DATASET in record else {} for record in records]
-        pairs = zip(names, records, strict=True)
-        return [_Evaluation(int(record.pop("step")), named, record, []) for named, record in pairs]
+        rows = [[math.nan if row is None else float(row) for row in record.pop(BY_ROW, ())] for record in records]
+        parts = zip(names, records, rows, strict=True)
+        return [_Evaluation(int(record.pop("step")), named, record, of_rows) for named, record, of_rows in parts]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         (aside,) = put_aside(path)
         logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")

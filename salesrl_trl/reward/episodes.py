@@ -116,7 +116,7 @@ class Playing:
 
 def kept(reward: Reward) -> dict[str, Any]:
     """A reward in values of Python's own, which a checkpoint may hold."""
-    parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics")}
+    parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics", "breach")}
     plain: dict[str, Any] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
     return plain
 

@@ -20,6 +20,7 @@ from accelerate.utils import gather, gather_object, reduce
 from torch.nn.functional import pad
 
 from salesrl_trl.data.branches import Branches
+from salesrl_trl.errors import FunctionError
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import (
@@ -95,6 +96,7 @@ class RolloutScoring:
     rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
     in_parts: bool = False  # whether the generation batch in training was begun before all its rewards were in
     _waiting: Rollout | None = None
+    _has_scored: bool = False  # whether any completion of the run has a reward
 
     @property
     def current(self) -> Rollout:
@@ -103,7 +105,7 @@ class RolloutScoring:
 
     def forget(self) -> None:
         """Forget the batch of an interrupted run."""
-        self.rollout = self._waiting = None
+        self.rollout, self._waiting, self._has_scored = None, None, False
 
     def train_on(
         self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
@@ -288,9 +290,16 @@ class RolloutScoring:
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self.device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])
-        failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
+        mine = [(reward.reason, reward.value is None, is_refused, rank, reward.breach) for reward in faulty]
+        failed = gather_object(mine)
         reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
-        control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as each rank's account had it
+        self._has_scored |= not rollout.failed.all().item()
+        if not self._has_scored and failed and all(breach for *_, breach in failed):
+            raise FunctionError(
+                f"the reward function {failed[0][-1]} So for all {len(failed)} completions of the first batch, and "
+                "nothing could be scored. Correct the function, and launch again."
+            )
+        control.is_spent |= any(is_refused for *_, is_refused, _, _ in failed)  # as each rank's account had it
         ledger.record_rewards(mode, rollout.scored, reports, (reason for reason, *_ in failed))
         if rollout.is_trained_on:
             report, scored = result.report, ~rollout.failed
@@ -298,7 +307,7 @@ class RolloutScoring:
             is_single = scored.view(-1, self.settings.num_generations).sum(dim=1) == 1  # (groups,)
             ledger.add("train", SINGLE_SCORED, is_single.sum().item(), len(is_single))
             by_rank: dict[int, Counter[str]] = {}
-            for reason, is_missing, _, of_rank in failed:
+            for reason, is_missing, _, of_rank, _ in failed:
                 by_rank.setdefault(of_rank, Counter()).update([reason] * is_missing)
             missing = sum(by_rank.values(), Counter[str]())
             # Completions to which no function applies did not fail.

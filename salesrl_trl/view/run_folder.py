@@ -222,6 +222,7 @@ def _held_out(path: Path) -> tuple[dict[int, Figures], bool]:
     evaluations = _with_steps(records) if isinstance(records, list) else []
     figures = dict[int, dict[str, float | None]]()
     for step, record in evaluations:
+        record.pop(names.BY_ROW, None)
         dataset = f"{record.pop(names.DATASET)} " if names.DATASET in record else ""
         figures.setdefault(step, {}).update({f"{dataset}{name}": _finite(value) for name, value in record.items()})
     return dict(sorted(figures.items())), isinstance(records, list) and len(records) == len(evaluations)

@@ -213,9 +213,6 @@ class Components:
         inside_trl = self._why_inside_trl(trl, own is not None)
         check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
-        has_own_columns = trl.has_rollout_func or trl.tools is not None
-        columns = None if has_own_columns else getattr(self._rows, "column_names", None)
-        self._rewards.check(columns, args.num_generations, size)
         # 2. the end of a run, the reference, and what both models need
         self.stopping = Stopping(
             run_control=self.run_control,
@@ -329,7 +326,7 @@ class Components:
         if self.episode is not None:
             check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
-        self.converses = reason is None
+        self.converses = reason is None and bool(trl.tool_names)  # an environment may have none
         if reason is not None:
             logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
         elif args.most_lookahead and args.use_vllm and args.vllm_enable_sleep_mode:

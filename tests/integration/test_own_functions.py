@@ -20,7 +20,14 @@ from salesrl_trl.build.checks.reward import read_reward
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.errors import BudgetSpent, ConfigError, DataError, ServiceUnavailable, TooFewRewardsError
+from salesrl_trl.errors import (
+    BudgetSpent,
+    ConfigError,
+    DataError,
+    FunctionError,
+    ServiceUnavailable,
+    TooFewRewardsError,
+)
 from salesrl_trl.recording.completion_record import Judged
 from salesrl_trl.recording.reader import open_record, recorded
 from salesrl_trl.recording.schema import record_file
@@ -288,6 +295,72 @@ def test_a_function_that_fails_stops_the_run_with_its_reason_and_moves_nothing(t
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, function, tmp_path)
 
 
+def too_few(completions, **kwargs):
+    return [0.5]
+
+
+def no_list(completions, **kwargs):
+    return {"score": 0.5}
+
+
+def wrapped(**kwargs):
+    return length_of(**kwargs)
+
+
+def length_of(completions):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (too_few, r"too_few \(at {file}:\d+\) returned 1 rewards for 8 completions. Expected one each"),
+        (no_list, r"no_list \(at {file}:\d+\) returned a dict for 8 completions. Expected a list"),
+        (wrapped, r"wrapped raised TypeError at {file}:\d+, where arguments do not fit"),
+        (per_completion(lambda completion: "0.5"), r"<lambda> \(at {file}:\d+\) returned a str for a completion"),
+        ([length, too_few], r"too_few \(at {file}:\d+\) returned 1 rewards for 8 completions"),
+    ],
+    ids=["too few", "no list", "other arguments", "a text", "beside another"],
+)
+def test_a_function_that_is_always_wrong_ends_the_run_at_its_first_batch(tiny, tmp_path, function, words):
+    expected = f"the reward function {words.format(file=__file__)}.*all 8 completions of the first batch"
+    with pytest.raises(FunctionError, match=expected):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, function, tmp_path, save_strategy="steps", save_steps=1)
+    assert not [*tmp_path.glob("checkpoint-*")]
+
+
+def test_a_function_that_was_right_once_is_a_failure_of_later_batches(tiny, tmp_path):
+    calls = []
+
+    def forgets(completions, **kwargs):
+        calls.append(0)
+        return length(completions)[: 8 if len(calls) == 1 else 1]
+
+    with pytest.raises(TooFewRewardsError, match="forgets_wrong_length 8"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, forgets, tmp_path, max_steps=4)
+
+
+def test_rows_and_datasets_stay_as_the_user_gave_them(tiny, tmp_path):
+    seen, held_out = [], Dataset.from_list(ROWS[:2])
+
+    class Watched(SalesGRPOTrainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            seen.extend(inputs)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    trainer, _ = run(tiny, Watched, SalesGRPOConfig, length, tmp_path, eval_dataset=held_out, max_steps=1)
+    assert trainer.eval_dataset is held_out
+    assert seen and all(row in ROWS for row in seen)
+
+
+@pytest.mark.parametrize("kind", ["steps", "epochs", "streamed"])
+def test_rows_for_less_than_a_step_are_an_error(tiny, tmp_path, kind):
+    rows = Dataset.from_list(ROWS[:3]).to_iterable_dataset() if kind == "streamed" else ROWS[:3]
+    more = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": -1 if kind == "epochs" else 2}
+    with pytest.raises(DataError, match=r"has (3|too few) rows, and a generation batch takes 8 prompts: no step"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, rows, **more)
+
+
 def test_a_function_that_fails_at_times_loses_no_step(tiny, tmp_path):
     calls = []
 
@@ -312,7 +385,7 @@ def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_r
     rewards.reward_loop.close()
     with pytest.raises(ConfigError, match=r"'words', which scores a completion, takes 'answer'.*: prompt, kind"):
         rows = [{name: each[name] for name in ("prompt", "kind")} for each in ROWS]
-        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
+        run("/before/a/model/is/loaded", SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
 
 
 # In a recipe, by their paths

@@ -51,6 +51,15 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]
 
 
+def test_the_first_entry_of_the_log_is_trls_and_a_resume_has_its_own_optimizer_and_rates(tiny, tmp_path, caplog):
+    first = train(tiny, tmp_path, lr_scheduler_type="linear")
+    assert {"loss", "reward"} <= first.state.log_history[0].keys()
+    longer = train(tiny, tmp_path, resume=True, max_steps=4, optim="sgd", lr_scheduler_type="linear")
+    # 1e-2 x (4 - step) / 4. The checkpoint has that of its last step, 0
+    assert [line["learning_rate"] for line in steps_of(longer)[2:]] == pytest.approx([5e-3, 2.5e-3])
+    assert "the optimizer begins anew" in caplog.text
+
+
 def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         train(tiny, tmp_path, max_steps=3, record=True, report_to="tensorboard")

@@ -148,6 +148,24 @@ def test_two_names_changed_the_run_is_stock_trls_to_the_bit(caller, tmp_path, mo
     assert all(line["outcome/ok"] == 1.0 and line["loss"] != 0.0 for line in ours)
 
 
+class Asking:
+    """An environment without tools: it has the prompts alone."""
+
+    def reset(self, **row):
+        return "What is the price?"
+
+
+def test_an_environment_without_tools_trains_as_with_stock_trl(caller, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    stock, ours = (
+        lines_of(kind, config, caller, tmp_path / kind.__name__, [last_words], None, environment_factory=Asking)
+        for kind, config in ((GRPOTrainer, GRPOConfig), (SalesGRPOTrainer, SalesGRPOConfig))
+    )
+    assert [[line[name] for name in ("loss", "reward", "completions/mean_length")] for line in ours] == [
+        [line[name] for name in ("loss", "reward", "completions/mean_length")] for line in stock
+    ]
+
+
 def test_calls_of_tools_are_recorded_replayed_and_seen(caller, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 

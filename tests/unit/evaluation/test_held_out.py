@@ -116,15 +116,17 @@ def test_another_training_has_evaluations_of_its_own_and_a_resumed_one_those_bef
     evaluate.begin(0)
     evaluate(0, 0.5)
     assert steps(tmp_path) == [0]
+    evaluate(0, 0.5, (0.25, 0.75, 0.5, math.nan))
     for step in (10, 15):
         evaluate(step, 0.6)
     for process in range(2):  # the second one is resumed too
         evaluate.begin(10)  # from its checkpoint: step 15 will come again
         evaluate(10, 0.7)
         assert steps(tmp_path) == [0, 10], process
-    evaluate(20, 0.75)
+    evaluate(20, 0.75, (0.75, 0.75, 0.75, 0.75))
     assert steps(tmp_path) == [0, 10, 20]
-    assert caplog.messages[-1] == "held-out mean reward changed by +0.250"  # since step 0
+    # Since step 0 each row gained 0.25: of the second one half of the completions were scored
+    assert caplog.messages[-1] == "held-out mean reward changed by +0.250 ± 0.000 (standard error, row by row)"
 
 
 @pytest.mark.parametrize(

@@ -424,7 +424,8 @@ def test_columns_of_several_kinds_are_told_before_a_model_is_loaded(told, tmp_pa
         return write(tmp_path / f"{name}.jsonl", {"prompt": [{"role": "user", "content": name}], "label": label})
 
     entries = [{"path": file("a", 1), "eval": file("c", 1)}, {"path": file("b", "x"), "eval": file("d", "x")}]
-    given = ("--dataset", json.dumps(entries), "--reward_funcs", "math.sqrt", "--prompt_template", "compact")
+    given = ("--dataset", json.dumps(entries), "--reward_funcs", "seams.own_reward.shortness")
+    given += ("--prompt_template", "compact")
     assert "the column `label` has values of several kinds" in told(*given, *A_PROMPT)
 
 
