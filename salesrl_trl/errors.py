@@ -109,6 +109,7 @@ class ServiceOverloaded(ServiceUnavailable, code="overloaded"):
     """The service asks for fewer or later calls: after `retry_after_s` seconds, if it said so."""
 
     retry_after_s: float | None = None
+    request: int | None = None  # its number in the limit of the service
     is_outage = False
     """Whether the service is down and says when it expects to be back. If not, it limits calls."""
 
