@@ -108,6 +108,7 @@ class ServiceUnavailable(ServiceError, code="unavailable", worth_retrying=True):
 class ServiceOverloaded(ServiceUnavailable, code="overloaded"):
     """The service asks for fewer or later calls: after `retry_after_s` seconds, if it said so."""
 
+    request: int | None = None  # its number in the limit of the service
     is_outage = False
     """Whether the service is down and says when it expects to be back. If not, it limits calls."""
 

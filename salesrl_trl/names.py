@@ -104,7 +104,8 @@ BUDGET_CALLS = "budget/calls"
 BUDGET_USD = "budget/usd"
 BUDGET_FORECAST = "budget/forecast"
 usage_of: TagOfTwo = "judge/{}/{}".format  # provider, kind
-traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC` or `slots`
+OVERLOAD_SHARE = "overload_share"
+traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC`, `slots` or `OVERLOAD_SHARE`
 saved_by: Tag = "cache/{}_saved".format
 
 # Tools

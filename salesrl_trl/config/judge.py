@@ -61,6 +61,8 @@ class JudgeProviderConfig:
     """Most US dollars of the run and its resumes, by the prices above."""
     tokens_per_minute: Count | None = None
     """Most tokens of any minute, of prompts and answers, of all processes together. Requests wait for them."""
+    requests_per_minute: Count | None = None
+    """Most requests of any minute, retries included, of all processes together. Further ones wait."""
 
     @property
     def has_price(self) -> bool:

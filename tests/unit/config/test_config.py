@@ -383,7 +383,7 @@ def test_limits_have_the_names_of_their_settings(tmp_path):
         Limit(name="judge_providers[a].max_usd", kind=USD, most=0.5, service="judge_a"),
     )
     assert budget_of(RewardConfig(), tmp_path) is None
-    for judge in ({**PROVIDER, "tokens_per_minute": 9}, PRICED):
+    for judge in ({**PROVIDER, "tokens_per_minute": 9}, {**PROVIDER, "requests_per_minute": 9}, PRICED):
         assert budget_of(RewardConfig(judge_providers=[judge]), tmp_path).limits == ()
 
 

@@ -102,6 +102,16 @@ def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, s
     assert [*older.under_way(), *newer.under_way()] == []
 
 
+def test_a_waiting_person_reads_which_limit_calls_are_in_line_for(services):
+    services.set("8b", "", delay_s=0.5)
+    loop = RewardLoop(build_reward(services.url, [row()], limits={"max_concurrency": 1}))
+    batch = begin(loop, 0, 0)
+    loop.start_all(batch, [action("one"), action("another")])
+    line = "of 2 completions 1 in rag_8b, 1 in line for rag_8b's limit of 1 calls at once, of max_concurrency 1"
+    until(lambda: loop.status() == line)
+    loop.close()
+
+
 def test_after_a_cut_off_all_is_missing_with_its_reason_until_it_goes_on(loop, services):
     early = begin(loop, 0)
     loop.cut_off("stopped")
