@@ -128,6 +128,11 @@ class DeadlineExceeded(ServiceTimeout, code="deadline", worth_retrying=False):
 class ServiceRejected(ServiceError, code="rejected"):
     """A 4xx that a retry does not repair: the request, the key or the address is wrong."""
 
+    marks: frozenset[str] = frozenset()
+    """The `code`, `type` and `status` that its body states, in lower case."""
+    refused: frozenset[str] = frozenset()
+    """The request's fields that the service does not take, by its own words."""
+
 
 class AccessDenied(ServiceRejected, code="access_denied", worth_retrying=True):
     """The key is refused or the quota is used up.

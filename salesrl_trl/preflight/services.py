@@ -273,6 +273,9 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
                 "the answers of one group.",
                 "Give one of them `weight: 0`, as a fallback, or choose models that agree.",
             )
+        for client in judge.providers.values() if isinstance(judge, JudgeClient) else ():
+            for line in client.form.learnt:
+                findings.note(f"{line[0].upper()}{line[1:]}.")
         usage = judge.drain_usage().values()
         findings.figures["judge_tokens"] = sum(used.prompt_tokens + used.completion_tokens for used in usage)
         findings.figures["judge_usd"] = sum(used.usd for used in usage)

@@ -253,9 +253,10 @@ def serve(httpserver):
         (check_rag, {}, "", "has no /healthz"),
         (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
         (check_judge, SERVED, "/v1", None),
-        (check_judge, {}, "/v1", "gave no list of models"),
+        (check_judge, {"v1_chat_completions": (200, "{}")}, "/v1", None),  # one token shows that it has the model
+        (check_judge, {"v1_chat_completions": (503, "")}, "/v1", "gave no answer as 'judge-32b'"),
+        (check_judge, {"v1_chat_completions": (422, "")}, "/v1", None),  # it has the model, and not this field
         (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
-        (check_judge, {"v1_models": (200, "<html>")}, "/v1", "the first call will show whether it has 'judge-32b'"),
     ],
 )
 def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(serve, check, pages, path, noted):
@@ -272,10 +273,13 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
         (check_judge, SERVED, "", r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`"),
         (check_judge, SERVED, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
         (lambda url, key: check_judge(url, key, "judge-32"), SERVED, "/v1",
-         r"`judge_model` is 'judge-32', which the judge at \S+/v1 does not list\. Did you mean 'judge-32b'\? It li"),
-        (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists"),
+         r"`judge_model` is 'judge-32', to which POST \S+ answered 404\. Did you mean 'judge-32b'\? It lists"),
+        (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* answered 404\. It lists"),
+        (check_judge, {"v1_chat_completions": (400, '{"message": "Invalid model: judge-32b"}')}, "/v1",
+         r"'judge-32b', to which POST \S+ answered 400\. Expected"),
+        (check_judge, {"v1_messages": (200, "{}")}, "/v1", r"such as Anthropic's, goes through a proxy"),
     ],
-    ids=["a /v1 too many", "no /v1", "a path too many", "a typo", "of a provider"],
+    ids=["a /v1 too many", "no /v1", "a path too many", "a typo", "of a provider", "no such model", "Anthropic"],
 )  # fmt: skip
 def test_an_address_or_a_model_with_a_typo_is_refused_with_what_was_meant(serve, check, pages, path, message):
     with pytest.raises(ConfigError, match=message):

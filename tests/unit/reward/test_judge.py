@@ -1,6 +1,7 @@
 """Judge providers: their order, repeats, cost and rubrics. Services are in memory, and time is virtual."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -98,18 +99,31 @@ def test_when_none_gives_a_verdict_an_invalid_one_says_more_than_a_dead_provider
     assert (reward.outcome, reward.reason) == (Outcome.JUDGE_INVALID, "judge_not_json")
 
 
-def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_from_then_on(score_many, services):
-    def judge(system, user):
-        return signed(system, user, candidate=0.5)
-
-    services.judge_by(judge)
-    by_text = services.functions["judge"]
+@pytest.mark.parametrize(
+    ("empty", "tried", "lines"),
+    [
+        (range(1), 300, 0),  # one bad reply is one bad reply
+        (range(300), 4 + 1, 1),  # four replies show that it takes no schema. A 128th by text tries it again
+        (range(4), 4 + 300 - 3 - 128, 2),  # and it works again from then on
+    ],
+    ids=["once", "always", "for a while"],
+)
+def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_for_a_while(
+    score_many, services, caplog, empty, tried, lines
+):
+    services.judge_by(lambda system, user: signed(system, user, candidate=0.5))
+    by_text, numbers = services.functions["judge"], itertools.count()
     services.functions["judge"] = lambda request: (
-        (200, chat_completion("")) if "response_format" in request.json else by_text(request)
+        (200, chat_completion(""))
+        if "response_format" in request.json and next(numbers) in empty
+        else by_text(request)
     )
-    reward = score_many(5, limits={"max_concurrency": 1})
-    assert [each.value for each in reward.rewards] == [0.5] * 5
-    assert services.calls["judge"] == 1 + 5
+    with caplog.at_level("INFO", logger="salesrl_trl"):
+        reward = score_many(300, limits={"max_concurrency": 1}, deadline_s=1e6)
+    assert [each.value for each in reward.rewards] == [0.5] * 300
+    asked = [request.json for request in services.asked["judge"]]
+    assert sum("response_format" in request for request in asked) == tried
+    assert sum(line.startswith("judge judge") for line in caplog.messages) == lines
 
 
 def test_a_slow_provider_that_leaves_response_formats_empty_is_asked_by_text_by_the_next_attempt(score_many, services):
