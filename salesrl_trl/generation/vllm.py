@@ -413,9 +413,9 @@ def vllm_engine_options(options: Callable[[], Mapping[str, object]]) -> Iterator
 
 
 def pack_tied_weights_again(model: torch.nn.Module) -> None:
-    """Have vLLM's next reload pack a tied output head. For a CPU vLLM keeps a packed copy of each layer's weight, and a
-    reload packs the layers whose weights come. Those of a tied head come for the embedding alone: its copy would be of
-    the weights before (vLLM 0.31: log-probs were off by 2 nats). A layer that waits for no weight is packed last."""
+    """Have vLLM's next reload pack a tied output head. For a CPU vLLM keeps a packed copy of each layer's weight, and
+    a reload packs the layers whose weights come. A tied head's weight comes for the embedding alone, so its copy would
+    be of the weights before (vLLM 0.31: log-probs were off by 2 nats). A layer that waits for none is packed last."""
     owners: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -426,8 +426,8 @@ def pack_tied_weights_again(model: torch.nn.Module) -> None:
 
 
 def pushes_all_weights(model: PreTrainedModel) -> bool:
-    """Whether the trainer's push sets every weight of a colocated engine. TRL pushes parameters, so saved buffers, such
-    as a router's bias, stay the engine's. A quantised engine quantises while it reads. A vision tower over random
+    """Whether the trainer's push sets every weight of a colocated engine. TRL pushes parameters, so saved buffers,
+    such as a router's bias, stay the engine's. A quantised engine quantises while it reads. A vision tower over random
     weights stays wrong: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return (
