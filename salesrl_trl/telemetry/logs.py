@@ -4,6 +4,7 @@ Owns which lines of others are hidden. Standard library only.
 """
 
 import logging
+import os
 from collections.abc import Callable
 
 LINE_FORMAT = "%(asctime)s %(message)s"
@@ -37,11 +38,21 @@ _LEFT_OUT = {  # by logger, records with a phrase
 }
 
 
+def _without_rank(record: logging.LogRecord) -> bool:
+    """Take off the rank that accelerate's loggers begin a line with, where there is one rank."""
+    if isinstance(record.msg, str) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        record.msg = record.msg.removeprefix("[RANK 0] ")
+    return True
+
+
 def hide_lines() -> None:
     """Hide the lines that clients of services log for each request, unless the program has set the level of their
-    loggers, and what `_LEFT_OUT` has."""
+    loggers, what `_LEFT_OUT` has, and the rank of the only process."""
     for name, level in QUIET.items():
         if logging.getLogger(name).level == logging.NOTSET:
             logging.getLogger(name).setLevel(level)
     for name, left_out in _LEFT_OUT.items():
         logging.getLogger(name).addFilter(left_out)  # a logger takes the same filter once
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith(("salesrl_trl.", "trl.")):
+            logging.getLogger(name).addFilter(_without_rank)
