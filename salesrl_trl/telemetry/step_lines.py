@@ -26,12 +26,12 @@ SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not sho
 @dataclass(eq=False)
 class StepLine(TrainerCallback):
     """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
-    judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason, and `batches`
+    judge, none where no judge scores. `failures` returns the failures since the last line, by reason, and `batches`
     the number of generation batches. `are_actions`: whether completions are actions, which may be invalid. With a
     large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
 
     branches: Sequence[str]
-    providers: Sequence[str] | None
+    providers: Sequence[str]
     failures: Callable[[], Mapping[str, int]]
     batches: Callable[[], int]
     are_actions: bool = True
@@ -69,7 +69,7 @@ class StepLine(TrainerCallback):
         line = step_line(step, state.max_steps, logs, self.branches, self.failures(), seconds, self.are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
-        if self.providers is not None:
+        if self.providers:
             logger.info(judge_line(step, logs, self.providers, self.batches()))
         self._last, self._last_step, self._alive = now, step, (now, step)
 
@@ -80,9 +80,13 @@ def step_line(
 ) -> str:  # fmt: skip
     """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
     waited 0.26 s for rewards`."""
-    bad = (Outcome.INVALID_ACTION,) if are_actions else (Outcome.JUDGE_INVALID, Outcome.INFRA)
-    shares_of_bad = [share for outcome in bad if (share := logs.get(names.outcome_of(outcome))) is not None]
-    ended_well = f"{1 - sum(shares_of_bad):.0%}" if shares_of_bad else "n/a"
+    invalid = logs.get(names.outcome_of(Outcome.INVALID_ACTION))
+    unscored = [logs.get(names.outcome_of(outcome)) for outcome in (Outcome.JUDGE_INVALID, Outcome.INFRA)]
+    shares_of_bad = [share for share in ([invalid] if are_actions else unscored) if share is not None]
+    well = 1 - sum(shares_of_bad)
+    ended_well = "n/a" if not shares_of_bad else ">99%" if 0.99 < well < 1 else f"{well:.0%}"  # 100 % is all
+    if invalid and not are_actions:
+        ended_well += f", {invalid:.1%} of all as invalid"
     alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
     terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
     update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
@@ -227,12 +231,12 @@ class EpochLine(TrainerCallback):
         return {name: total / count if count else None for name, (total, count) in self._sums.items()}
 
     def _line(self, epoch: float) -> str:
-        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 1.2 M tokens | 4:12, generation 60% | failures none`."""
+        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 9,422 tokens | 4:12, generation 60% | failures none`."""
         wall = self._seconds[names.STEP_SECONDS]
         parts = (
             f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
             *figures_shown(self._means(), self.branches),
-            f"{(self._tokens - self._first_tokens) / 1e6:.2f} M tokens",
+            f"{self._tokens - self._first_tokens:,.0f} tokens",
             f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
             failures_shown(self._counts),
         )

@@ -118,7 +118,8 @@ def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int, partial: f
     limit = training.vllm_max_model_length if training.use_vllm else None
     room = f" in {limit} with the prompt" if limit else ""
     ahead = training.most_lookahead
-    lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
+    steps = "1 step" if ahead == 1 else f"{ahead} steps"
+    lookahead = f"generated up to {steps} ahead" if ahead else "on-policy (rollout_lookahead 0)"
     if staleness > ahead > 0:
         lookahead += f", the first groups that are scored first, up to {staleness} steps old"
     lookahead += ", groups of equal rewards replaced by others" if refill else ""

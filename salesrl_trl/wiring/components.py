@@ -167,7 +167,8 @@ class Components:
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
-        self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
+        self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
+        self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
         self.episode = reward if isinstance(reward, Episode) else None
         self.endpoint: PolicyEndpoint | None = None  # while there are episodes
         self.converses = False  # whether completions that may call tools go through their turns one by one
@@ -435,7 +436,7 @@ class Components:
             StepMarks(self.instruments, self._begin, self.evaluate_quickly, self.pipeline.forget),
             StepLine(
                 args.branches,
-                names.providers if names.components else None,
+                names.providers,
                 failures,
                 batches=functools.partial(self.ledger.batches, "train"),
                 are_actions=names.has_actions,

@@ -11,6 +11,7 @@ from transformers import TrainerControl, TrainerState
 
 from salesrl_trl import names
 from salesrl_trl.names import Phase
+from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine, clock, figure, judge_line, shares, step_line
 
 BRANCHES = ("fairness", "hallucination")
@@ -40,19 +41,47 @@ def test_a_step_line_says_loss_and_kl_where_they_are_logged():
 def test_what_the_policy_does_wrong_is_scored_and_what_services_do_is_not():
     logs = {f"outcome/{name}": share for name, share in
             {"ok": 0.5, "invalid_action": 0.25, "judge_invalid": 0.125, "infra": 0.125}.items()}  # fmt: skip
-    assert "| scored 75% |" in step_line(3, 60, logs, BRANCHES, {"hollow_answer": 2}, 1.0, are_actions=False)
+    of_answers = step_line(3, 60, logs, BRANCHES, {"hollow_answer": 2}, 1.0, are_actions=False)
+    assert "| scored 75%, 25.0% of all as invalid | failures hollow_answer=2 |" in of_answers
     assert "| valid actions 75% |" in step_line(3, 60, logs, BRANCHES, {}, 1.0)
     assert "| scored n/a |" in step_line(3, 60, {}, BRANCHES, {}, 1.0, are_actions=False)
+
+
+def test_one_failure_of_many_is_not_rounded_to_all_is_well():
+    logs = {"outcome/invalid_action": 0.0, "outcome/judge_invalid": 0.0, "outcome/infra": 1 / 512}
+    line = step_line(3, 60, logs, BRANCHES, {"judge_timeout": 1}, 1.0, are_actions=False)
+    assert "| scored >99% | failures judge_timeout=1 |" in line
+    logs["outcome/infra"] = 0.0
+    assert "| scored 100% | failures none |" in step_line(3, 60, logs, BRANCHES, {}, 1.0, are_actions=False)
 
 
 def test_the_only_branch_is_not_named():
     assert step_line(3, 60, {"reward/all": 0.5}, ("all",), {}, 1.25).startswith("[Step 3/60] reward 0.50 | valid")
 
 
+def test_a_line_names_the_rank_where_there_are_several(caplog, monkeypatch):
+    line = "[RANK 0] `refill_groups` has no effect here"  # as accelerate's loggers begin each
+    logger = logging.getLogger("salesrl_trl.wiring.components")
+    for processes in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        hide_lines()
+        logger.warning(line)
+    assert caplog.messages == [line.removeprefix("[RANK 0] "), line]
+
+
+def test_a_run_without_a_judge_has_no_line_of_one(caplog):
+    callback = StepLine(BRANCHES, (), dict, batches=lambda: 1)
+    state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=True)
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        callback.on_train_begin(None, state, TrainerControl())
+        callback.on_log(None, state, TrainerControl(), logs=LOGS)
+    assert [message.split()[0] for message in caplog.messages] == ["[Step"]
+
+
 def test_a_run_that_logs_seldom_says_every_ten_steps_that_it_goes_on(caplog, monkeypatch):
     now = iter([0.0, 20.0, 60.0, 61.0])  # begun, and three lines
     monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
-    callback = StepLine(BRANCHES, None, dict, batches=lambda: 1)
+    callback = StepLine(BRANCHES, (), dict, batches=lambda: 1)
     state = TrainerState(max_steps=50, logging_steps=25, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
@@ -182,9 +211,9 @@ def test_an_epochs_totals_are_those_of_its_log_lines_and_start_over(caplog, is_m
     assert (
         caplog.messages
         == [
-            "[Epoch 1.00] steps 5-8 | reward fairness=0.20 tone=n/a | 2.00 M tokens | 1:20, generation 75%, "
+            "[Epoch 1.00] steps 5-8 | reward fairness=0.20 tone=n/a | 2,000,000 tokens | 1:20, generation 75%, "
             "reward_wait 25% | failures judge_timeout=3",
-            "[Epoch 1.50] steps 9-9 | reward fairness=n/a tone=n/a | 0.50 M tokens | 0:20, generation 75%, "
+            "[Epoch 1.50] steps 9-9 | reward fairness=n/a tone=n/a | 500,000 tokens | 0:20, generation 75%, "
             "reward_wait 25% | failures none",
         ][: 2 * is_main]
     )
