@@ -23,7 +23,7 @@ from salesrl_trl.ground.surroundings import enter, here
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
-from salesrl_trl.recording.schema import TABLES, VERSION
+from salesrl_trl.recording.schema import TABLES, VERSION, order_name
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class Batch:
     entries: Sequence[Entry]
     advantages: Callable[[], Sequence[float | None]]  # by place. Called on the writer's thread: it may wait for a GPU.
     calls: Sequence[Call] = ()  # calls that belong to no completion
+    order: object = None  # a JSON value: in which order its parts were trained on, for a replay
     time: float = field(default_factory=time.time)
 
 
@@ -218,6 +219,9 @@ class Recorder:
                 drop(file, "mode = 'eval' AND step >= ?", batch.step)
             for entry in batch.entries:
                 add(partial(self._add, file, batch, entry, advantages[entry.place]))
+            if batch.order is not None:
+                meta = (order_name(batch.time), as_json(batch.order))
+                file.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
             for call in batch.calls:
                 add(partial(self._add_calls, file, None, [call]))
         self._was_evaluated |= batch.mode == "eval"

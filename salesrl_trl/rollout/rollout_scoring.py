@@ -34,10 +34,10 @@ from salesrl_trl.names import (
 from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text, conversation_of
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
-from salesrl_trl.reward.replay import recorded_name
+from salesrl_trl.reward.replay import ReplayReward, recorded_name
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
-from salesrl_trl.rollout.groups import ScoredGroups
+from salesrl_trl.rollout.groups import Order, ScoredGroups, parts
 from salesrl_trl.rollout.judge_meter import JudgeMeter
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
@@ -113,11 +113,14 @@ class RolloutScoring:
         shuffles them."""
         self._waiting = None
         rollout, settings = self.pipeline.take(inputs, micro_step, update), self.settings
-        groups = ScoredGroups(len(inputs), settings.per_device_train_batch_size, settings.num_generations)
-        rollout.groups = groups if in_groups else None
+        shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
+        order = self._recorded_order(parts(*shape), update) if in_groups else None
+        groups = ScoredGroups(*shape, order or None)
+        rollout.groups = groups if in_groups and order != [] else None
+        rollout.is_in_parts = bool(order)
         output = self._scored(rollout, update)
         self.in_parts = rollout.is_in_parts
-        if rollout.is_complete and not in_order:
+        if rollout.is_complete and not in_order and not order:
             rollout.groups = None  # nothing to wait for: TRL's own way
             return output
         groups.complete = rollout.is_complete
@@ -216,7 +219,7 @@ class RolloutScoring:
         functions from the package."""
         rollout = self.current
         # 1. a batch in parts: the rewards that are in
-        so_far = None if rollout.groups is None else self._rewards_so_far(rollout, rollout.groups)
+        so_far = None if rollout.groups is None or rollout.groups.complete else self._rewards_so_far(rollout, rollout.groups)
         if so_far is not None:
             self.instruments.timeline.begin(Phase.ADVANTAGES)
             return so_far, None
@@ -342,6 +345,18 @@ class RolloutScoring:
                 logged[index] = advantage
         return advantages[self._own(len(rollout.inputs))].to(self.device)
 
+    def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
+        """In a replay: the recorded order of these parts, empty where all rewards were in at once. `None` without one
+        on any rank, so that all ranks go the same way. A collective in a replay."""
+        if not isinstance(self.reward_loop.reward, ReplayReward):
+            return None
+        recorded = self.reward_loop.reward.order_of(update + 1)
+        order = Order(*recorded) if recorded else recorded
+        if order and sorted(order.parts) != [part.start for part in of]:
+            order = None  # of batches of another size
+        is_same = len({*gather_object([None if order is None else bool(order)])}) == 1
+        return order if is_same else None
+
     def _own(self, size: int) -> slice:
         first = PartialState().process_index * size
         return slice(first, first + size)
@@ -409,4 +424,5 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
         entries=entries,
         advantages=numbers,
         calls=rollout.result.report.calls,
+        order=None if not rollout.is_trained_on else rollout.groups.order if rollout.is_in_parts else [],
     )
