@@ -217,9 +217,9 @@ class RolloutScoring:
         completion that counts for nothing; and this rank's. `None` in place of these while some are not in: their rows
         are NaN, and nothing is recorded. A collective. `calculate`: TRL's own method, which gets the numbers of
         functions from the package."""
-        rollout = self.current
+        rollout, groups = self.current, self.current.groups
         # 1. a batch in parts: the rewards that are in
-        so_far = None if rollout.groups is None or rollout.groups.complete else self._rewards_so_far(rollout, rollout.groups)
+        so_far = None if groups is None or groups.complete else self._rewards_so_far(rollout, groups)
         if so_far is not None:
             self.instruments.timeline.begin(Phase.ADVANTAGES)
             return so_far, None

@@ -23,7 +23,6 @@ from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 
-
 SLOWEST_S = 0.1  # longest time of a reward: several micro-steps
 
 
