@@ -33,11 +33,13 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
+from salesrl_trl.data.rows import check_not_taken
 from salesrl_trl.data.sources import with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
@@ -103,6 +105,7 @@ class SalesGRPOTrainer(TRLAccess):
             reward_funcs, args.reward_weights, args.reward_process, has_more=has_more, records=bool(args.record)
         )
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
+        check_not_taken(getattr(rows, "column_names", None) or ())
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter)
         self.is_extended = True
         self._timeline = components.timeline
@@ -112,6 +115,7 @@ class SalesGRPOTrainer(TRLAccess):
         if not has_more:  # an environment gets all columns, and may not know this one
             for name, row in (("train_dataset", "row"), ("eval_dataset", "held-out")):
                 setattr(self, name, with_ids(getattr(self, name), row))
+        self.data_collator = functools.partial(encodable, source="a batch of the dataset")
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar

@@ -85,8 +85,10 @@ def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | No
         if isinstance(made, LeftOut):
             left_out[made.reason] += 1
         else:
-            id_ = {"id": f"{form.name}:{made.get('id') or f'row-{position}'}"} if form.name else {}
-            records.append({**made, **id_})
+            if form.name:
+                own = made.get("id")
+                made = {**made, "id": f"{form.name}:{f'row-{position}' if own in (None, '') else own}"}
+            records.append({**made})
             places.append((position, line))
     return Records(name=name, records=records, places=places, total=len(placed), left_out=left_out, folder=folder)
 

@@ -17,6 +17,7 @@ functions make one reward (`mixed`). `reward_funcs` calls it.
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import itertools
@@ -30,6 +31,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample, completion_text
@@ -95,6 +97,7 @@ class RewardFunction(Scorer):
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
+        self._withheld = () if isinstance(inner, types.FunctionType) else ("self", "cls")  # columns of these names
         self._named = frozenset(parameter.name for parameter in named)
         self._needed = frozenset(parameter.name for parameter in named if parameter.default is parameter.empty)
         code = re.sub(r"\W+", "_", self.__name__.lower()).strip("_") or "reward"
@@ -188,12 +191,14 @@ class RewardFunction(Scorer):
             "log_extra": lambda column, values: columns.setdefault(column, []).extend(values),
             "log_metric": lambda name, value: metrics.append((name, float(value))),
         }
-        named = {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
+        every = arguments.keys() - {*self._withheld} if self._takes_all else self._named
+        named = {name: value for name, value in arguments.items() if name in every}
         returned = await self._returned(named, len(samples))
         # 2. Read what it returned, one reward for each completion.
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
         rewards = [self._reward(value) for value in returned]
         # 3. Add what it logged.
+        columns, metrics = encodable((columns, metrics), f"what the reward function {self.__name__} logged")
         for name, values in columns.items():
             if len(values) != len(samples):
                 self.faults.log_once(
@@ -208,7 +213,9 @@ class RewardFunction(Scorer):
         return rewards
 
     async def _returned(self, arguments: Mapping[str, Any], count: int) -> Any:
-        """What the function returns for so many completions. Of whatever it raises, a `ServiceError`."""
+        """What the function returns for so many completions. It may write into its arguments, which are copies. Of
+        whatever it raises, a `ServiceError`."""
+        arguments = _copied(arguments)
         try:
             if self._is_async:
                 return self._collected(await self._function(**arguments), count)
@@ -266,6 +273,8 @@ class RewardFunction(Scorer):
         if value is None:
             return self._unscored(NOT_APPLICABLE, f"{self.__name__} returned None")
         if isinstance(value, Reward):
+            texts = {name: getattr(value, name) for name in ("reason", "components", "columns", "metrics")}
+            value = replace(value, **encodable(texts, f"what the reward function {self.__name__} returned"))
             is_code = value.reason not in RESERVED_REASONS and _CODE.fullmatch(value.reason)
             if value.value is None and not is_code:
                 return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
@@ -318,6 +327,16 @@ class VerlFunction:
         numbers.pop("score", None)
         parts = {name: float(part) for name, part in numbers.items() if abs(part) <= LARGEST_REWARD}  # no NaN
         return Reward(outcome=Outcome.OK, value=float(returned["score"]), components=parts)
+
+
+def _copied(value: Any) -> Any:
+    """A copy down to texts, numbers, and objects such as pictures, which are the same ones."""
+    if isinstance(value, Mapping):
+        return {name: _copied(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_copied(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return copy.deepcopy(value) if hasattr(value, "__array__") else value  # numpy's and torch's can be written into
 
 
 def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
