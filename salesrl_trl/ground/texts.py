@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from typing import TypeVar, cast
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 _replaced = Counter[str]()  # values of this process with half a pair, by source
 
 
 def is_unicode(value: object) -> bool:
-    """Whether all texts in a value can be encoded. Looks into mappings, lists and tuples. Half a surrogate pair can't.
-    Raises `RecursionError` for a value that is nested too deep."""
+    """Whether all texts in a value can be encoded, those in mappings, lists and tuples too. Raises `RecursionError`
+    for a value that is nested too deep."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -48,6 +47,5 @@ def _mended(value: object) -> object:
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
         return {_mended(key): _mended(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(map(_mended, value))
-    return value
+    parts = [_mended(part) for part in value] if isinstance(value, list | tuple) else value
+    return tuple(parts) if isinstance(value, tuple) and isinstance(parts, list) else parts

@@ -11,8 +11,8 @@ its meaning within a version.
   tool that a conversation called: `tool_` and its name, its arguments, its result, and the turn as the path.
 - `texts`: what is long or repeats: prompts, answers, the content of calls. Each once, as zlib-compressed UTF-8.
 - `meta`: facts of the run. `run` is its id, the same in the files of all ranks, and after a resume too. `weights` is a
-  JSON object: the weight of each of several reward functions. `order TIME`, of the training batch whose completions
-  have this time, is a `rollout.groups.Order`, or an empty list where all of its rewards were in when it began.
+  JSON object: the weight of each of several reward functions. `order ID`, of the training batch whose first completion
+  has this id, is a `rollout.groups.Order`, or an empty list where all of its rewards were in when it began.
 """
 
 import re
@@ -28,11 +28,6 @@ TABLES = Path(__file__).with_name("tables.sql").read_text(encoding="utf-8")
 
 def record_file(run: Path, rank: int) -> Path:
     return run / FOLDER / f"rank-{rank}{SUFFIX}"
-
-
-def order_name(time: float) -> str:
-    """The name in `meta` of the order in which the batch of this time was trained on."""
-    return f"order {time!r}"
 
 
 def rank_of(path: Path) -> int | None:

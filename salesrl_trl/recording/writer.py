@@ -24,7 +24,7 @@ from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
-from salesrl_trl.recording.schema import TABLES, VERSION, order_name
+from salesrl_trl.recording.schema import TABLES, VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -218,11 +218,11 @@ class Recorder:
             file.execute("BEGIN IMMEDIATE")
             if not self._was_evaluated and batch.mode == "eval":  # the last step may be evaluated again
                 drop(file, "mode = 'eval' AND step >= ?", batch.step)
+            if batch.order is not None:
+                first = "(SELECT coalesce(max(id), 0) + 1 FROM completions)"
+                file.execute(f"INSERT OR REPLACE INTO meta VALUES ('order ' || {first}, ?)", [as_json(batch.order)])
             for entry in batch.entries:
                 add(partial(self._add, file, batch, entry, advantages[entry.place]))
-            if batch.order is not None:
-                meta = (order_name(batch.time), as_json(batch.order))
-                file.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
             for call in batch.calls:
                 add(partial(self._add_calls, file, None, [call]))
         self._was_evaluated |= batch.mode == "eval"

@@ -97,7 +97,6 @@ class RewardFunction(Scorer):
             for parameter in parameters
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         ]
-        self._withheld = () if isinstance(inner, types.FunctionType) else ("self", "cls")  # columns of these names
         self._named = frozenset(parameter.name for parameter in named)
         self._needed = frozenset(parameter.name for parameter in named if parameter.default is parameter.empty)
         code = re.sub(r"\W+", "_", self.__name__.lower()).strip("_") or "reward"
@@ -191,8 +190,7 @@ class RewardFunction(Scorer):
             "log_extra": lambda column, values: columns.setdefault(column, []).extend(values),
             "log_metric": lambda name, value: metrics.append((name, float(value))),
         }
-        every = arguments.keys() - {*self._withheld} if self._takes_all else self._named
-        named = {name: value for name, value in arguments.items() if name in every}
+        named = {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
         returned = await self._returned(named, len(samples))
         # 2. Read what it returned, one reward for each completion.
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))

