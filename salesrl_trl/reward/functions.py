@@ -272,15 +272,15 @@ class RewardFunction(Scorer):
             return self._unscored(NOT_APPLICABLE, f"{self.__name__} returned None")
         if isinstance(value, Reward):
             texts = {name: getattr(value, name) for name in ("reason", "components", "columns", "metrics")}
-            value = replace(value, **encodable(texts, f"what the reward function {self.__name__} returned"))
-            is_code = value.reason not in RESERVED_REASONS and _CODE.fullmatch(value.reason)
-            if value.value is None and not is_code:
-                return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
-            parts = {f"{self.__name__}/{name}": part for name, part in value.components.items() if part is not None}
-            reason = {f"{self.__name__}/reason": value.reason} if value.reason else {}
+            given: Reward = replace(value, **encodable(texts, f"what the reward function {self.__name__} returned"))
+            is_code = given.reason not in RESERVED_REASONS and _CODE.fullmatch(given.reason)
+            if given.value is None and not is_code:
+                return replace(given, reason=f"{self.code}_missing")  # a text may quote a customer
+            parts = {f"{self.__name__}/{name}": part for name, part in given.components.items() if part is not None}
+            reason = {f"{self.__name__}/reason": given.reason} if given.reason else {}
             metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
-            code = value.reason if is_code or value.outcome is Outcome.OK else f"{self.code}_invalid"
-            return replace(value, reason=code, columns={**parts, **reason}, metrics=metrics)
+            code = given.reason if is_code or given.outcome is Outcome.OK else f"{self.code}_invalid"
+            return replace(given, reason=code, columns={**parts, **reason}, metrics=metrics)
         expected = "for a completion. Expected a number, None or a Reward"
         try:
             number = None if isinstance(value, str | bytes) else float(value)

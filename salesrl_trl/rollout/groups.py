@@ -47,22 +47,25 @@ def parts(size: int, micro_batch: int, group: int) -> list[range]:
 class Order(NamedTuple):
     """The order in which the parts of a generation batch were trained on. A sum of gradients depends on it."""
 
-    parts: list[int]  # the first place of each
-    seen: list[int]
+    parts: Sequence[int] = ()  # the first place of each; none where all rewards were in when the batch began
+    seen: Sequence[int] = ()
     """How many micro-batches were known behind each one that was trained on before all rewards were in."""
+
+
+AT_ONCE = Order()
 
 
 class ScoredGroups:
     """The parts of a generation batch, and the micro-batches of those whose advantages are final. `recorded` is the
     order in which a replayed run trained on them: the replay repeats it once all are scored."""
 
-    def __init__(self, size: int, micro_batch: int, group: int, recorded: Order | None = None) -> None:
+    def __init__(self, size: int, micro_batch: int, group: int, recorded: Order = AT_ONCE) -> None:
         self.remaining = parts(size, micro_batch, group)  # parts without a micro-batch in the queue so far
-        self.complete = recorded is not None  # whether every reward was in, on every rank, at the last `record`
-        if recorded is not None:
+        self.complete = bool(recorded.parts)  # whether every reward was in, on every rank, at the last `record`
+        if recorded.parts:
             self.remaining.sort(key=lambda part: recorded.parts.index(part.start))
         self._released: list[int] = []
-        self._seen = [] if recorded is None else recorded.seen
+        self._seen = [*recorded.seen]
         self._taken = 0  # micro-batches that were trained on
         self.pending: list[range] = []
         """Parts this rank waits for. Until enough is scored, only the ranks with the most missing parts wait; on the

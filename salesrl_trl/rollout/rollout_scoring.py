@@ -37,7 +37,7 @@ from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.replay import ReplayReward, recorded_name
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
-from salesrl_trl.rollout.groups import Order, ScoredGroups, parts
+from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
 from salesrl_trl.rollout.judge_meter import JudgeMeter
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
@@ -115,12 +115,12 @@ class RolloutScoring:
         rollout, settings = self.pipeline.take(inputs, micro_step, update), self.settings
         shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
         order = self._recorded_order(parts(*shape), update) if in_groups else None
-        groups = ScoredGroups(*shape, order or None)
-        rollout.groups = groups if in_groups and order != [] else None
-        rollout.is_in_parts = bool(order)
+        groups = ScoredGroups(*shape, order or AT_ONCE)
+        rollout.groups = groups if in_groups and (order is None or order.parts) else None
+        is_repeated = rollout.is_in_parts = groups.complete
         output = self._scored(rollout, update)
         self.in_parts = rollout.is_in_parts
-        if rollout.is_complete and not in_order and not order:
+        if rollout.is_complete and not in_order and not is_repeated:
             rollout.groups = None  # nothing to wait for: TRL's own way
             return output
         groups.complete = rollout.is_complete
@@ -346,15 +346,15 @@ class RolloutScoring:
         return advantages[self._own(len(rollout.inputs))].to(self.device)
 
     def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
-        """In a replay: the recorded order of these parts, empty where all rewards were in at once. `None` without one
-        on any rank, so that all ranks go the same way. A collective in a replay."""
+        """In a replay: the recorded order of these parts. `None` where a rank has none, so that all go the same way. A
+        collective in a replay."""
         if not isinstance(self.reward_loop.reward, ReplayReward):
             return None
         recorded = self.reward_loop.reward.order_of(update + 1)
-        order = Order(*recorded) if recorded else recorded
-        if order and sorted(order.parts) != [part.start for part in of]:
+        order = None if recorded is None else Order(*recorded)
+        if order is not None and order.parts and sorted(order.parts) != [part.start for part in of]:
             order = None  # of batches of another size
-        is_same = len({*gather_object([None if order is None else bool(order)])}) == 1
+        is_same = len({*gather_object([None if order is None else bool(order.parts)])}) == 1
         return order if is_same else None
 
     def _own(self, size: int) -> slice:
@@ -381,6 +381,7 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
     assert rollout.result is not None
     first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
+    order = AT_ONCE if rollout.groups is None or not rollout.is_in_parts else rollout.groups.order
     sampled, records = rollout.sampled, [stages.own_record for stages in scores.stages]
     ids = None if sampled is None else sampled.completion_ids
     if sampled is not None and sampled.calls:  # before those of the reward
@@ -424,5 +425,5 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
         entries=entries,
         advantages=numbers,
         calls=rollout.result.report.calls,
-        order=None if not rollout.is_trained_on else rollout.groups.order if rollout.is_in_parts else [],
+        order=order if rollout.is_trained_on else None,
     )
