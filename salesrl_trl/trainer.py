@@ -39,11 +39,13 @@ from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged,
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
+from salesrl_trl.data.rows import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.ground.own_code import warn_of_changes
 from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import SAVING_FOLDER, Phase
@@ -117,6 +119,7 @@ class SalesGRPOTrainer(TRLAccess):
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
         columns = None if has_more or named.get("rollout_func") else getattr(rows, "column_names", None)
         rewards.check(columns, args.num_generations, args.per_device_train_batch_size * args.steps_per_generation)
+        check_not_taken(getattr(rows, "column_names", None) or ())
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter)
         self.is_extended = True
         self._timeline = components.timeline
@@ -125,6 +128,7 @@ class SalesGRPOTrainer(TRLAccess):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
         is_named = args.record or isinstance(components.reward, ReplayReward)
         self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
+        self.data_collator = functools.partial(encodable, source="a batch of the dataset")
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar

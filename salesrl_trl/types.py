@@ -111,6 +111,8 @@ class SalesRow(RequestIds):
     """What the judge scores one by one, in place of the answer as a whole. Empty for a row without any."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Further columns of the dataset, for reward functions."""
+    line: int | None = field(default=None, compare=False)
+    """Its line in a file of lines, for messages."""
 
     def __post_init__(self) -> None:
         if self.prompt is None and not self.conversation:

@@ -17,6 +17,7 @@ functions make one reward (`mixed`). `reward_funcs` calls it.
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import itertools
@@ -29,6 +30,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample, completion_text
@@ -197,6 +199,7 @@ class RewardFunction(Scorer):
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
         rewards = [self._reward(value) for value in returned]
         # 3. Add what it logged.
+        columns, metrics = encodable((columns, metrics), f"what the reward function {self.__name__} logged")
         for name, values in columns.items():
             if len(values) != len(samples):
                 self.faults.log_once(
@@ -211,7 +214,9 @@ class RewardFunction(Scorer):
         return rewards
 
     async def _returned(self, arguments: Mapping[str, Any], count: int) -> Any:
-        """What the function returns for so many completions. Of whatever it raises, a `ServiceError`."""
+        """What the function returns for so many completions. It may write into its arguments, which are copies. Of
+        whatever it raises, a `ServiceError`."""
+        arguments = _copied(arguments)
         try:
             if self._is_async:
                 returned = self._function(**arguments)
@@ -277,14 +282,16 @@ class RewardFunction(Scorer):
         if value is None:
             return self._unscored(NOT_APPLICABLE, f"{self.__name__} returned None")
         if isinstance(value, Reward):
-            is_code = value.reason not in RESERVED_REASONS and _CODE.fullmatch(value.reason)
-            if value.value is None and not is_code:
-                return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
-            parts = {f"{self.__name__}/{name}": part for name, part in value.components.items() if part is not None}
-            reason = {f"{self.__name__}/reason": value.reason} if value.reason else {}
+            texts = {name: getattr(value, name) for name in ("reason", "components", "columns", "metrics")}
+            given: Reward = replace(value, **encodable(texts, f"what the reward function {self.__name__} returned"))
+            is_code = given.reason not in RESERVED_REASONS and _CODE.fullmatch(given.reason)
+            if given.value is None and not is_code:
+                return replace(given, reason=f"{self.code}_missing")  # a text may quote a customer
+            parts = {f"{self.__name__}/{name}": part for name, part in given.components.items() if part is not None}
+            reason = {f"{self.__name__}/reason": given.reason} if given.reason else {}
             metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
-            code = value.reason if is_code or value.outcome is Outcome.OK else f"{self.code}_invalid"
-            return replace(value, reason=code, columns={**parts, **reason}, metrics=metrics)
+            code = given.reason if is_code or given.outcome is Outcome.OK else f"{self.code}_invalid"
+            return replace(given, reason=code, columns={**parts, **reason}, metrics=metrics)
         if isinstance(value, Mapping) and isinstance(self._function, VerlFunction) and "score" in value:
             reward = self._reward(value["score"])
             numbers = {str(name): _number(part) for name, part in value.items() if name != "score"}
@@ -354,6 +361,16 @@ def _number(value: Any) -> float | None:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
         return None
+
+
+def _copied(value: Any) -> Any:
+    """A copy down to texts, numbers, and objects such as pictures, which are the same ones."""
+    if isinstance(value, Mapping):
+        return {name: _copied(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_copied(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return copy.deepcopy(value) if hasattr(value, "__array__") else value  # numpy's and torch's can be written into
 
 
 def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:

@@ -207,7 +207,7 @@ class RewardColumn:
         self.name = name
         self.__name__ = logged_as
 
-    def __call__(self, **_: object) -> list[float | None]:
+    def __call__(self, /, **_: object) -> list[float | None]:  # a column may have any name
         assert self._reward_loop.answer is not None, "TRL asks inside `answering` alone"
         return self._reward_loop.answer.column(self.name)
 

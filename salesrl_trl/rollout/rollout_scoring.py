@@ -35,10 +35,10 @@ from salesrl_trl.names import (
 from salesrl_trl.recording.writer import Batch, Entry
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text, conversation_of
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
-from salesrl_trl.reward.replay import recorded_name
+from salesrl_trl.reward.replay import ReplayReward, recorded_name
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
-from salesrl_trl.rollout.groups import ScoredGroups
+from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
 from salesrl_trl.rollout.judge_meter import JudgeMeter
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
@@ -115,11 +115,14 @@ class RolloutScoring:
         shuffles them."""
         self._waiting = None
         rollout, settings = self.pipeline.take(inputs, micro_step, update), self.settings
-        groups = ScoredGroups(len(inputs), settings.per_device_train_batch_size, settings.num_generations)
-        rollout.groups = groups if in_groups else None
+        shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
+        order = self._recorded_order(parts(*shape), update) if in_groups else None
+        groups = ScoredGroups(*shape, order or AT_ONCE)
+        rollout.groups = groups if in_groups and (order is None or order.parts) else None
+        is_repeated = rollout.is_in_parts = groups.complete
         output = self._scored(rollout, update)
         self.in_parts = rollout.is_in_parts
-        if rollout.is_complete and not in_order:
+        if rollout.is_complete and not in_order and not is_repeated:
             rollout.groups = None  # nothing to wait for: TRL's own way
             return output
         groups.complete = rollout.is_complete
@@ -216,9 +219,9 @@ class RolloutScoring:
         completion that counts for nothing; and this rank's. `None` in place of these while some are not in: their rows
         are NaN, and nothing is recorded. A collective. `calculate`: TRL's own method, which gets the numbers of
         functions from the package."""
-        rollout = self.current
+        rollout, groups = self.current, self.current.groups
         # 1. a batch in parts: the rewards that are in
-        so_far = None if rollout.groups is None else self._rewards_so_far(rollout, rollout.groups)
+        so_far = None if groups is None or groups.complete else self._rewards_so_far(rollout, groups)
         if so_far is not None:
             self.instruments.timeline.begin(Phase.ADVANTAGES)
             return so_far, None
@@ -351,6 +354,18 @@ class RolloutScoring:
                 logged[index] = advantage
         return advantages[self._own(len(rollout.inputs))].to(self.device)
 
+    def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
+        """In a replay: the recorded order of these parts. `None` where a rank has none, so that all go the same way. A
+        collective in a replay."""
+        if not isinstance(self.reward_loop.reward, ReplayReward):
+            return None
+        recorded = self.reward_loop.reward.order_of(update + 1)
+        order = None if recorded is None else Order(*recorded)
+        if order is not None and order.parts and sorted(order.parts) != [part.start for part in of]:
+            order = None  # of batches of another size
+        is_same = len({*gather_object([None if order is None else bool(order.parts)])}) == 1
+        return order if is_same else None
+
     def _own(self, size: int) -> slice:
         first = PartialState().process_index * size
         return slice(first, first + size)
@@ -375,6 +390,7 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
     assert rollout.result is not None
     first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
+    order = AT_ONCE if rollout.groups is None or not rollout.is_in_parts else rollout.groups.order
     sampled, records = rollout.sampled, [stages.own_record for stages in scores.stages]
     ids = None if sampled is None else sampled.completion_ids
     if sampled is not None and sampled.calls:  # before those of the reward
@@ -418,4 +434,5 @@ def batch_of(rollout: Rollout, advantages: torch.Tensor | None, update: int, bra
         entries=entries,
         advantages=numbers,
         calls=rollout.result.report.calls,
+        order=order if rollout.is_trained_on else None,
     )

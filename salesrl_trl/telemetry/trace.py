@@ -60,7 +60,7 @@ class TraceWriter:
         if self.full or not events:
             return
         position = self._file.tell() - len(_TAIL)
-        content = self._between + ",\n".join(events).encode()
+        content = self._between + ",\n".join(events).encode(errors="replace")
         if position + len(content) > self._max_bytes:
             self.full = True
             content = self._between + _FULL.encode()

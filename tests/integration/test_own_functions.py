@@ -388,6 +388,80 @@ def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_r
         run("/before/a/model/is/loaded", SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
 
 
+def spoil(value):
+    """Write into everything that is inside of an argument."""
+    if isinstance(value, list):
+        for part in value:
+            spoil(part)
+        value.append("SPOILT")
+    elif isinstance(value, dict):
+        for part in value.values():
+            spoil(part)
+        value |= dict.fromkeys((*value, "more"), "SPOILT")
+
+
+@pytest.mark.parametrize("kind", ["batch", "completion", "group", "async"])
+def test_a_function_that_writes_into_its_arguments_changes_nothing_for_others(tiny, tmp_path, kind):
+    """Neither what another function gets, nor the record, nor the next step over the same rows."""
+    rows = [{**row, "facts": [{"place": str(at)}]} for at, row in enumerate(ROWS[:2])]
+    seen = []
+
+    def spoils(**arguments):
+        scores = [0.0] * len(arguments.get("completions", ["one"]))
+        for name in ("prompt", "prompts", "completion", "completions", "completion_ids", "facts"):
+            spoil(arguments.get(name))
+        return scores[0] if kind == "completion" else scores
+
+    async def spoils_later(prompts, completions, facts, **others):
+        return spoils(prompts=prompts, completions=completions, facts=facts)
+
+    def reads(prompts, completions, facts, **others):
+        seen.extend([prompts, completions, facts])
+        return [len(str(each)) / 1000 for each in completions]
+
+    spoiler = {"completion": per_completion, "group": per_group}.get(kind, lambda function: function)
+    functions = [spoiler(spoils_later if kind == "async" else spoils), reads]
+    run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path, rows, record=True)
+    found = [*recorded(tmp_path)]
+    assert len(seen) == 9 and len(found) == 24
+    assert "SPOILT" not in repr(seen) + repr(found)
+
+
+def test_half_a_surrogate_pair_of_a_function_or_a_streamed_row_ends_no_run(tiny, tmp_path):
+    half, whole = "half \ud83d", "half \ufffd"
+    seen = []
+
+    def logs(completions, note, log_extra, log_metric, **others):
+        seen.extend(note)
+        log_extra(half, [{half: [half]}] * len(completions))
+        log_metric(half, 1.0)
+        return [Reward.scored(place / 4, reason=half, **{half: 0.5}) for place in range(len(completions))]
+
+    rows = [{**row, "prompt": [{"role": "user", "content": f"{place} {half}"}], "note": half} for place, row in
+            enumerate(ROWS)]  # fmt: skip
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    given = {"record": True, "log_completions": True, "report_to": "tensorboard"}
+    _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, logs, tmp_path, stream, **given)
+    assert {*seen} == {whole}
+    assert [line[whole] for line in lines] == [1.0] * 3
+    found = [*recorded(tmp_path)]
+    assert len(found) == 24
+    assert all(each.verdicts[whole].reason == str({whole: [whole]}) for each in found)
+    assert {each.verdicts["logs"].reason for each in found} == {whole}
+
+
+def test_a_column_may_have_any_name_but_those_of_trls_arguments(tiny, tmp_path):
+    def reads(completions, **columns):
+        assert (columns["self"], columns["cls"], columns["args"]) == (["a"] * 8, ["b"] * 8, ["c"] * 8)
+        return [0.5] * len(completions)
+
+    rows = [{**row, "self": "a", "cls": "b", "args": "c"} for row in ROWS]
+    _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, rows)
+    assert [line["reward"] for line in lines] == [0.5] * 3
+    with pytest.raises(DataError, match="column `log_extra`, a name that the trainer needs"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, [{**row, "log_extra": 1} for row in ROWS])
+
+
 # In a recipe, by their paths
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.reward.judge.judge_interface import Candidates
 from salesrl_trl.types import Answer, Criterion, SalesRow, Verdict
 
@@ -171,7 +172,7 @@ def read_verdict(
     reference = said["reference"] if expect_reference else None
     if criteria and reference is not None:
         reference = _mean(reference, criteria)
-    shared = {"reference": reference, "reason": said["reason"]}
+    shared = {"reference": reference, "reason": encodable(said["reason"], "a judge's reason")}
     if not criteria:
         return [Verdict(candidate=scores[name], **shared) for name in names]
     return [Verdict(candidate=_mean(scores[name], criteria), criteria=tuple(scores[name]), **shared) for name in names]

@@ -28,6 +28,7 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.recording.completion_record import CallNote
 from salesrl_trl.reward.service.error_body import QUOTA_MARKS, ErrorBody, read_error
 from salesrl_trl.reward.service.event_loop import PerLoop
@@ -106,7 +107,7 @@ class HttpClient:
         """Send `body` as JSON to a path. Returns what `read` makes of the answer's body. `request_id` is given if
         `body` holds it too. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the
         size limit, and for a reply to another request: that closes the connection."""
-        content = json.dumps(body, ensure_ascii=False).encode()
+        content = json.dumps(encodable(body, f"a request to {self.service}"), ensure_ascii=False).encode()
         with CallNote(self.service, path, content) as note:
             note.answer, response = await self._send("POST", path, content, request_id or make_request_id(), body)
             try:
@@ -255,9 +256,10 @@ def check_echo(service: str, request_id: str, *echoes: object) -> None:
 
 
 def read_json(content: bytes) -> object:
-    """The value of a body. Raises `ValueError` unless it is JSON in UTF-8, and no object in it has a key twice."""
+    """The value of a body, `encodable`. Raises `ValueError` unless it is JSON in UTF-8, and no object in it has a key
+    twice."""
     try:
-        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
+        return encodable(json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object), "the reply of a service")
     except RecursionError:
         raise ValueError("a body that is nested too deep") from None
 
