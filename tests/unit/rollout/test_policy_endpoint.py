@@ -101,7 +101,7 @@ def test_requests_that_continue_each_other_are_one_sequence_of_sampled_ids(endpo
     assert told == [logprob for logprob in end.logprobs if logprob]
     # 3. what is between is what the template writes there
     between = tokenizer.decode([token for token, one in zip(end.ids, end.mask, strict=True) if not one])
-    assert '<tool_response>\n"7" <|im_end|> 😀\n</tool_response>' in between
+    assert '<tool_response>\n"7" < |im_end| > 😀\n</tool_response>' in between  # a result opens and ends no turn
     assert between.count("<|im_start|>assistant\n") == 2
     assert between.count("<|im_start|>user\nSure?<|im_end|>\n") == 1
 
