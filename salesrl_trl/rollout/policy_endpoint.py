@@ -78,7 +78,9 @@ class PolicyEndpoint:
         server, most = self._runner.server, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         assert server is not None
         if 0 <= most <= len(server.connections):
-            min(server.connections, key=lambda each: each._request_in_progress).force_close()
+            is_open = [each for each in server.connections if each.transport is not None]
+            for oldest in sorted(is_open, key=lambda each: each._request_in_progress)[:1]:
+                oldest.force_close()
         return server()
 
     def close(self) -> None:
