@@ -4,6 +4,7 @@ Owns the marks that the result of a tool and the message of an agent may not con
 and how deeply values in them may be nested. `chat_turns` applies it to agents, `trainer` to tools.
 """
 
+import functools
 import logging
 import re
 from types import MethodType
@@ -13,6 +14,7 @@ from salesrl_trl.ground.fencing import make_nonce, neutralise
 from salesrl_trl.ground.texts import encodable
 
 logger = logging.getLogger(__name__)
+_tell = functools.cache(logger.warning)  # each line once
 
 MOST_NESTED = 64  # levels of lists and dictionaries. Copies and templates fail with `RecursionError` at some hundreds.
 _TAG = re.compile(r"<[^\s<>]{1,64}>|\[/?[A-Z_]{2,64}\]")  # a mark of a chat template that need not be a token
@@ -61,7 +63,6 @@ class ForeignText:
             re.compile("|".join(map(re.escape, sorted(some, key=len, reverse=True))) or r"(?!)")
             for some in (self._spaced, turns)
         )
-        self._has_told = False
 
     def message(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message without the marks that open or end a turn; from a tool, without any."""
@@ -69,9 +70,8 @@ class ForeignText:
             message = {**message, "content": "{'error': 'The result is nested too deeply.'}"}
         text = encodable(message, f"a message of the role {message['role']}")
         made: dict[str, Any] = self.without(text, self._all if message["role"] == "tool" else self._turns)
-        if made != text and not self._has_told:
-            self._has_told = True
-            logger.warning("marks of the model's turns in results of tools or messages of agents are spaced out")
+        if made != text:
+            _tell("marks of the model's turns in results of tools or messages of agents are spaced out")
         return made
 
     def without(self, value: Any, marks: re.Pattern[str] | None = None) -> Any:

@@ -44,9 +44,6 @@ _KINDS: dict[str, Any] = {
     "tools": list, "stream": bool, "stream_options": dict, "logprobs": bool, "response_format": dict,
     "tool_choice": str | dict, "stop": str | list, **dict.fromkeys(_NUMBERS, float | int),
 }  # fmt: skip
-"""The type of a field. JSON's `null` is no field."""
-
-
 _QUIET = logging.Logger("policy endpoint", logging.CRITICAL + 1)  # aiohttp quotes what is not HTTP
 
 
@@ -114,8 +111,6 @@ class PolicyEndpoint:
             return await handler(request)
         except Refused as refused:
             words, code, status = str(refused), refused.code, refused.status
-            if status == 400:
-                self._tell(f"a request of an episode is refused: {words}")
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as nowhere:
             words = f"{request.method} {request.path} is not here. Expected POST /v1/chat/completions, GET /v1/models."
             code, status = "not_found", nowhere.status
@@ -125,7 +120,8 @@ class PolicyEndpoint:
             words, code, status = "The policy answers this episode no more.", "given_up", 410
             if calls is None or calls.error is None:  # it is the request's fault, and this episode's alone
                 words, code, status = f"The request can't be read: {type(failure).__name__}.", "invalid_request", 400
-                self._tell(f"a request of an episode is refused: {words}")
+        if status == 400:
+            self._tell(f"a request of an episode is refused: {words}")
         error = {"message": words, "type": "invalid_request_error", "param": None, "code": code}
         return web.json_response({"error": error}, status=status)
 
