@@ -16,6 +16,7 @@ from salesrl_trl.ground.texts import encodable
 logger = logging.getLogger(__name__)
 _tell = functools.cache(logger.warning)  # each line once
 
+MOST_ENDS = 16  # spelled in one turn. Parsers take seconds for a thousand: time grows faster than the square.
 MOST_NESTED = 64  # levels of lists and dictionaries. Copies and templates fail with `RecursionError` at some hundreds.
 _TAG = re.compile(r"<[^\s<>]{1,64}>|\[/?[A-Z_]{2,64}\]")  # a mark of a chat template that need not be a token
 _NAMED = re.compile(r"(?i)</?(?!\w*turn)[a-z_]+>")  # prompts name it, e.g. `<think>`
@@ -35,9 +36,11 @@ def guard_parser(tokenizer: Any) -> None:
     tokenizer.parse_response = MethodType(parse_response, tokenizer)
 
 
-def parse_response(self: Any, *args: object, **kwargs: object) -> dict[str, Any]:
+def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -> dict[str, Any]:
+    if str(self.decode(ids)).count(str(self.eos_token)) > MOST_ENDS:
+        raise ValueError("the turn has more ends than are sampled")
     try:
-        message = type(self).parse_response(self, *args, **kwargs)
+        message = type(self).parse_response(self, ids, *args, **kwargs)
     except Exception as error:  # `RecursionError`, or whatever a template's parser raises for a policy's text
         raise ValueError(f"the turn can't be read: {type(error).__name__}") from error
     if not isinstance(message, dict) or is_deep(message):
@@ -81,4 +84,6 @@ class ForeignText:
             return marks.sub(lambda mark: self._spaced[mark[0]], value)
         if isinstance(value, dict):
             return {self.without(name, marks): self.without(each, marks) for name, each in value.items()}
-        return [self.without(each, marks) for each in value] if isinstance(value, list) else value
+        if isinstance(value, list | tuple):
+            return (list if isinstance(value, list) else tuple)(self.without(each, marks) for each in value)
+        return value

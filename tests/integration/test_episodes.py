@@ -140,7 +140,13 @@ def trainer_of(policy, folder, episode, **given):
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
 
     rows = [{"prompt": [{"role": "user", "content": f"What is {place}?"}], "number": place} for place in range(4)]
-    most = {"max_steps": 4, "per_device_train_batch_size": 2, "max_completion_length": 16, "min_valid_reward_fraction": 0.0, **given}
+    most = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "max_completion_length": 16,
+        "min_valid_reward_fraction": 0.0,
+        **given,
+    }
     args = SalesGRPOConfig(**settings(folder, beta=0.0, **most))
     return SalesGRPOTrainer(str(policy), [episode], args, Dataset.from_list(rows))
 
@@ -199,7 +205,13 @@ def test_a_run_whose_episodes_have_no_room_names_the_setting(tmp_path):
     async def agent(client, row):
         await client.chat.completions.create(model="policy", messages=[*row["prompt"] * 500])
 
-    trainer = trainer_of(policy_of(tmp_path / "policy"), tmp_path / "run", agent, min_valid_reward_fraction=0.5, max_skipped_generations=1)
+    trainer = trainer_of(
+        policy_of(tmp_path / "policy"),
+        tmp_path / "run",
+        agent,
+        min_valid_reward_fraction=0.5,
+        max_skipped_generations=1,
+    )
     with pytest.raises(TooFewRewardsError, match=r"agent_no_room 2\b.*raise `max_completion_length`"):
         trainer.train()
     trainer.finish()
