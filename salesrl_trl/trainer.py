@@ -52,6 +52,7 @@ from salesrl_trl.names import SAVING_FOLDER, Phase
 from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
+from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
@@ -131,6 +132,8 @@ class SalesGRPOTrainer(TRLAccess):
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
+        guard_parser(self._tokenizer)
+        self._foreign = ForeignText(self._tokenizer, self.chat_template)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
         for callback in components.connect(self._hooks(), sampler, quick_eval):
@@ -301,6 +304,12 @@ class SalesGRPOTrainer(TRLAccess):
             return tuple(None if None in part else functools.reduce(operator.add, part) for part in parts)
         with patched(self.components, "calls_tools", True):
             return super()._tool_call_loop(*args, **kwargs)
+
+    def _get_tool_suffix_ids(self, tool_messages):
+        """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
+        for message in tool_messages:
+            message.update(self._foreign.message(message))
+        return super()._get_tool_suffix_ids(tool_messages)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Waits for the rewards of the batch. While it is trained on part by part: takes those that are in."""

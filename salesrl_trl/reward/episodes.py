@@ -29,6 +29,7 @@ from salesrl_trl.types import Outcome, Reward
 if TYPE_CHECKING:
     import openai
 
+NO_ROOM = "no_room"  # end of the reason code of an episode whose sequence was full
 PLAYED = "episode_reward"  # column of a row: the reward of the episode that was played with it, as `kept` has it
 
 
@@ -71,6 +72,11 @@ class Episode(RewardFunction):
     def without_number(self, what: str, words: str) -> Reward:
         """The reward of an episode that counts for nothing, with its reason code."""
         return self._unscored(f"{self.code}_{what}", f"{self.__name__} {words}")
+
+    def named_full(self, reward: Reward) -> Reward:
+        """The reward of an episode whose last request found no room for a turn: one that failed at it says so."""
+        failed_at_it = f"{reward.reason}".startswith((f"{self.code}_http_400", f"{self.code}_raised_"))
+        return self.without_number(NO_ROOM, "has asked for a turn without room") if failed_at_it else reward
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         played = sample.row.get(PLAYED)

@@ -330,6 +330,8 @@ class TRLAccess(GRPOTrainer):
                 row = copy.deepcopy(rows[place])
                 future = components.reward_loop.call(episode.play, endpoint.address, key, row)
                 reward = playing.reward(episode, future, lambda: calls.idle_s)
+            if calls.is_full:
+                reward = episode.named_full(reward)
             if calls.error is not None or batch.is_given_up:
                 raise calls.error or GivenUp
             if ends := calls.ends():

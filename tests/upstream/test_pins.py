@@ -86,6 +86,10 @@ PINS = {
     (GRPOTrainer, "_tokenize_prompts"): "f0e7e168ffd6",
     # _OneConversation.talk: runs it for one conversation on a copy of the trainer's attributes; what it uses of them
     (GRPOTrainer, "_tool_call_loop"): "ba4ef3a633e2",
+    # SalesGRPOTrainer._get_tool_suffix_ids: its messages are those of the completions
+    (GRPOTrainer, "_get_tool_suffix_ids"): "143d703a93fd",
+    # guard_parser: the tokenizer's method is called, and a ValueError of it makes the turn plain text
+    (grpo_trainer, "parse_response"): "40eb8ff6cff7",
     # SalesVLLMGeneration: builds `LLM` from the module's global
     (VLLMGeneration, "_init_vllm"): "90ee5e82844d",
     # SalesVLLMGeneration.sync_weights replaces the colocate branch on a CPU
