@@ -92,7 +92,7 @@ def test_its_verdicts_are_read_when_it_is_held_to_the_schema(real_model, httpser
 
         result = asyncio.run(once())
     print([(each.outcome, each.reason, each.value) for each in result.rewards])
-    assert [each.value for each in result.rewards if each.value is not None]
+    assert sum(each.value is not None for each in result.rewards) >= VERDICTS / 2
     assert all(each.value is None or 0 <= each.value <= 1 for each in result.rewards)
 
 
