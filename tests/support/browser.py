@@ -36,8 +36,8 @@ def program():
 
 
 def why_skipped():
-    """Why tests of a page are skipped; `None` where they run, or fail without a browser: in CI."""
-    return None if program() or os.environ.get("CI") else NEEDED
+    """Why tests of a page are skipped; `None` where they run, or have to: `BROWSER_REQUIRED`, as in CI."""
+    return None if program() or os.environ.get("BROWSER_REQUIRED") else NEEDED
 
 
 class Tab:

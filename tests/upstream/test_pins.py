@@ -23,6 +23,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 from vllm import LLM
 from vllm.entrypoints.offline_utils import OfflineInferenceMixin
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms.interface import Platform
 
 from salesrl_trl.evaluate.answering import GRAPH_POOL
@@ -121,6 +122,10 @@ PINS = {
     # Pipeline.next_update: the next epoch's iterator is made while this one's is in use, and an
     # epoch's order and draws are taken when its first batch is asked for
     (DataLoaderShard, "__iter__"): "f6a0dc946182",
+    # pack_tied_weights_again: a layer that can load is passed over at the beginning, and packed at the end if it got
+    # no weight and has no tensors to put back
+    (layerwise, "initialize_layerwise_reload"): "9bf7859b976e",
+    (layerwise, "finalize_layerwise_processing"): "8a0602eae9a7",
     # SalesVLLMGeneration.streamed: one `LLM.generate` for all of a batch's prompts, in their order, under tensor
     # parallelism those of all ranks of a group, one after another
     (VLLMGeneration, "generate"): "bfb7d69cfa94",

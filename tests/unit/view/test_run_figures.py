@@ -131,7 +131,8 @@ def test_advice_begins_beyond_its_threshold(run_folder, changed, words):
     [
         ([0.0, 0.01, 0.03, 0.06, 0.09], [0, 0, 0, 0, 0], False),  # it rises still
         ([0.0, 0.02, 0.04, 0.06, 0.08, 0.15, 0.2], [0, 0, 0, 0, 0, 1, 1], False),  # it rose, and is there
-        ([0.0, 0.03, 0.05, 0.05, 0.05, 0.05], [0, 0, 0, 0, 0, 0], True),  # it rises no more
+        ([0.0, 1e-5, 2e-4, -1e-4], [0, 0, 0, 0], False),  # it has just begun
+        ([0.0, 0.03] + 20 * [0.05], 22 * [0], True),  # it rises no more
         ([0.0, 0.2, 0.5, 0.5, 0.5], [0, 1, 0, 0, 0], True),  # it left the band
     ],
 )
