@@ -44,6 +44,7 @@ _KINDS: dict[str, Any] = {
     "tools": list, "stream": bool, "stream_options": dict, "logprobs": bool, "response_format": dict,
     "tool_choice": str | dict, "stop": str | list, **dict.fromkeys(_NUMBERS, float | int),
 }  # fmt: skip
+_SETTLED_S = 0.02  # after which a new connection is among those of the server
 _QUIET = logging.Logger("policy endpoint", logging.CRITICAL + 1)  # aiohttp quotes what is not HTTP
 
 
@@ -70,15 +71,21 @@ class PolicyEndpoint:
         return await self._loop.create_server(self._connection, "127.0.0.1", 0)
 
     def _connection(self) -> asyncio.BaseProtocol:
-        """A new connection. At half of the files that the process may open, the oldest is closed for it; of these one
-        without a request, if there is any."""
-        server, most = self._runner.server, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        """A new connection, which the server knows a moment later."""
+        server = self._runner.server
         assert server is not None
-        if 0 <= most <= len(server.connections):
-            is_open = [each for each in server.connections if each.transport is not None]
-            for oldest in sorted(is_open, key=lambda each: each._request_in_progress)[:1]:
-                oldest.force_close()
+        self._loop.call_later(_SETTLED_S, self._close_surplus, server)
         return server()
+
+    def _close_surplus(self, server: web.Server) -> None:
+        """Above half of the files that the process may open, the oldest connections are closed; of these first those
+        without a request."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        transports = ((each, each.transport) for each in server.connections)
+        is_open = [each for each, transport in transports if transport is not None and not transport.is_closing()]
+        surplus = len(is_open) - most if most >= 0 else 0
+        for oldest in sorted(is_open, key=lambda each: each._request_in_progress)[: max(surplus, 0)]:
+            oldest.force_close()
 
     def close(self) -> None:
         """End within seconds, whatever agents have left open."""

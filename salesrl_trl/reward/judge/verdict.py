@@ -8,7 +8,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -199,7 +199,7 @@ def verdicts_from_json(value: Any) -> Sequence[Verdict]:
 
 def _last_object(text: str, most: int) -> dict[str, object] | None:
     """The object at the end of a text, or `_TWICE`. `None` if there is none."""
-    for read in dict.fromkeys((text, _without_commas(text))):
+    for read in _readings(text):
         start = len(read)
         for _ in range(most):
             start = read.rfind("{", 0, start)
@@ -229,6 +229,11 @@ def _object_at(text: str, start: int) -> tuple[dict[str, object] | None, int]:
 
 def _scores_of(verdict: dict[str, object]) -> list[object]:
     return [verdict.get(name) for name in ("candidate", "candidates", "reference")]
+
+
+def _readings(text: str) -> Iterator[str]:
+    yield text
+    yield _without_commas(text)
 
 
 def _without_commas(text: str) -> str:

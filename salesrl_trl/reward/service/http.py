@@ -53,6 +53,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 """Carries the id of the request, and in the reply the same id if the service returns it."""
 _REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half a pair, perhaps with its other half
+
 T = TypeVar("T")
 NOTHING_SAID = ErrorBody()
 FAILED_WORDS = frozenset(
@@ -107,7 +109,10 @@ class HttpClient:
         """Send `body` as JSON to a path. Returns what `read` makes of the answer's body. `request_id` is given if
         `body` holds it too. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the
         size limit, and for a reply to another request: that closes the connection."""
-        content = json.dumps(encodable(body, f"a request to {self.service}"), ensure_ascii=False).encode()
+        try:
+            content = json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            content = json.dumps(encodable(body, f"a request to {self.service}"), ensure_ascii=False).encode()
         with CallNote(self.service, path, content) as note:
             note.answer, response = await self._send("POST", path, content, request_id or make_request_id(), body)
             try:
@@ -259,7 +264,8 @@ def read_json(content: bytes) -> object:
     """The value of a body, `encodable`. Raises `ValueError` unless it is JSON in UTF-8, and no object in it has a key
     twice."""
     try:
-        return encodable(json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object), "the reply of a service")
+        value: object = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
+        return encodable(value, "the reply of a service") if _SURROGATE.search(content) else value
     except RecursionError:
         raise ValueError("a body that is nested too deep") from None
 

@@ -228,7 +228,7 @@ def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
     result = SimpleNamespace(rewards=[Reward.scored(0.5)] * EACH, report=SimpleNamespace(calls=()))
     rollout = SimpleNamespace(
         inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,
-        group=GROUP, is_trained_on=True, mode="train", steps=[4, 3] * 3,
+        group=GROUP, is_trained_on=True, mode="train", steps=[4, 3] * 3, groups=None,
     )  # fmt: skip
     found = batch_of(rollout, None, 5, Branches(("only",), "branch"))
     assert [entry.prompt_group for entry in found.entries] == groups
