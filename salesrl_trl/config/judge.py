@@ -48,7 +48,7 @@ class JudgeProviderConfig:
     temperature: NotNegative | None = 0.0
     """Sampling temperature. `null` sends none. A provider that refuses it gets none either."""
     max_completion_tokens: Count = 512
-    """Most tokens of the verdict, a reasoning model's thoughts included. `extra_body: {max_tokens: ...}` replaces it."""
+    """Most tokens of the verdict, a reasoning model's thoughts included. `max_tokens` in `extra_body` replaces it."""
     extra_body: dict[str, object] = field(default_factory=dict)
     """Further fields of every request, for example `{"chat_template_kwargs": {"enable_thinking": false}}`."""
     usd_per_million_prompt_tokens: NotNegative = 0.0
