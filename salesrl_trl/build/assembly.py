@@ -266,7 +266,7 @@ def judge_reward(
 ) -> JudgeReward:
     """The packaged judge as a reward function, for a trainer's `reward_funcs`.
 
-        judge = judge_reward(judge_base_url="https://api.openai.com/v1", judge_model="gpt-5-mini",
+        judge = judge_reward(judge_base_url="https://api.openai.com/v1", judge_model="gpt-4.1-mini",
                              judge_api_key_env="OPENAI_API_KEY")
         trainer = SalesGRPOTrainer(model, [judge, my_function], training, dataset)
 

@@ -1,5 +1,6 @@
 """Judges as providers have them, by the documented lines: each gives a verdict on each completion."""
 
+import json
 import logging
 import re
 
@@ -92,3 +93,61 @@ def test_a_user_s_own_field_that_is_refused_goes_too_and_is_told_once(caplog):
     assert [reward.value for reward in rewards] == [0.5] * 64
     assert ["seed" in body for _, body in asked] == [True] + [False] * 65
     assert caplog.text.count("judge mine takes no `seed`") == 1
+
+
+FULL = "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("refused", "sent"), [((), {FULL: 7}), ((FULL,), {"max_completion_tokens": 512})], ids=["taken", "refused"]
+)
+def test_the_other_name_of_the_limit_can_be_set_for_good(refused, sent):
+    """`extra_body: {max_tokens: 7}` is sent in place of our name, and never beside it: OpenAI refuses both at once."""
+
+    def answer(body, _):
+        names = {"max_tokens", "max_completion_tokens"} & body.keys()
+        if len(names) > 1 or names & {*refused}:
+            return refusal(FULL, "Unsupported parameter: 'max_tokens' is not supported with this model.")
+        return 200, completion(verdict_for(body))
+
+    judge = {"name": "mine", "model": "judge", "extra_body": {FULL: 7}}
+    with served(Profile(answer)) as (url, asked):
+        _, rewards = scored_by(None, Profile(answer), TEXTS[:8], judge_providers=[{**judge, "base_url": url}])
+    assert [reward.value for reward in rewards] == [0.5] * 8
+    assert {name: asked[-1][1][name] for name in asked[-1][1] if name.startswith("max_")} == sent
+    assert len(asked) == 9 + len(refused)
+
+
+def whole(body):
+    return f"data: {json.dumps(completion(verdict_for(body)))}\n\n"
+
+
+def chunked(body):
+    chunks = [{"delta": {"content": verdict_for(body)}}, {"delta": None, "finish_reason": "stop"}]
+    lines = [f"id: 1\nevent: chunk\ndata: {json.dumps({'choices': [chunk]})}\r\n\r\n" for chunk in chunks]
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("stream", [whole, chunked], ids=["one event", "without an end mark"])
+def test_a_stream_that_was_not_asked_for_is_read_where_it_is_whole(stream):
+    profile = Profile(lambda body, _: (200, stream(body).encode()))
+    with served(profile) as (url, _):
+        _, rewards = scored_by(url, profile, TEXTS[:4])
+    assert [reward.value for reward in rewards] == [0.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"<!DOCTYPE html><title>Sign in</title>", r"a web page \(HTML\)"),
+        (b'data: {"choices": [{"delta": {"content": "{"}}]}\n\ndata: {"choices": []}\n\n', "not JSON"),
+        (b'data: {"choices": [{"delta": 5}]}\n\ndata: {"choices": [3]}\n\n', "not JSON"),
+    ],
+    ids=["a login page", "a stream that breaks off", "a stream of something else"],
+)
+def test_what_is_no_completion_is_named_and_gives_no_number(body, words):
+    profile = Profile(lambda *_: (200, body))
+    with served(profile) as (url, _):
+        failed, rewards = scored_by(url, profile, TEXTS[:2], max_attempts=1)
+    assert re.search(words, str(failed["judge"]))
+    assert [(reward.value, reward.reason) for reward in rewards] == [(None, "judge_bad_response")] * 2

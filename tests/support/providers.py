@@ -242,13 +242,18 @@ def scored_by(url: str | None, profile: Profile, texts, **settings):
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)
-    print("| profile | scored of 64 | requests | learnt at the warm-up |\n|---|---|---|---|")
+    lines, learned_by = [], logging.getLogger("salesrl_trl.reward.judge.request_form")
+    learned_by.setLevel(logging.INFO)
+    learned_by.addFilter(lambda record: lines.append(record.getMessage()))
+    print("| profile | `judge_base_url` | `judge_model` | scored of 64 | requests | learned at the warm-up |")
+    print("|---|---|---|---|---|---|")
     for name, profile in PROFILES.items():
+        del lines[:]
         with served(profile) as (url, asked):
             _, rewards = scored_by(url, profile, [f"answer {number}" for number in range(64)])
         scored = sum(reward.value is not None for reward in rewards)
-        print(f"| {name} | {scored} | {len(asked)} | {'; '.join(profile.learnt) or '-'} |", flush=True)
+        learned = " ".join(line.removeprefix("judge judge ") for line in lines) or "-"
+        print(f"| {name} | ...{profile.path} | {profile.model} | {scored} | {len(asked)} | {learned} |", flush=True)
 
 
 if __name__ == "__main__":

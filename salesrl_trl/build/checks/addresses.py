@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceRejected, ServiceTimeout, ServiceUnavailable, nearest
 from salesrl_trl.reward.service.error_body import UNKNOWN_MODEL
-from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,15 @@ def check_rag(base_url: str, key: str | None) -> list[str]:
 
 
 def check_models(base_url: str, key: str | None, model: str, *, setting: str = "judge_base_url") -> list[str]:
-    """Check that an OpenAI-compatible judge answers, and has the model: where its list of models lacks the name or is
-    missing, by one request of one token. `setting` holds the address. Returns what `check_rag` does."""
-    body = _probe(base_url, "/models", key, "judge", setting)
+    """Check that an OpenAI-compatible judge answers, and has the model: where its list of models lacks the name or
+    can't be had, by one request of one token. `setting` holds the address. Returns what `check_rag` does."""
+    question = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], "max_tokens": 1}
+    try:
+        body = _probe(base_url, "/models", key, "judge", setting)
+    except ServiceError:  # some keys may ask models, and not list them
+        if isinstance(_ask(base_url, "/chat/completions", key, "judge", question), bytes):
+            return []
+        raise
     known = _model_names(body)
     if known is None:
         base, query = base_url.partition("?")[0].rstrip("/"), base_url.partition("?")[2]
@@ -56,7 +63,6 @@ def check_models(base_url: str, key: str | None, model: str, *, setting: str = "
                     f"Expected the address before `/models`. Set `{setting}: {other}`."
                 )
     if known != [] and model not in (known or ()):
-        question = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], "max_tokens": 1}
         answer = _ask(base_url, "/chat/completions", key, "judge", question)
         if isinstance(answer, ServiceRejected) and (answer.status == 404 or UNKNOWN_MODEL in answer.marks):
             names = known or ()
@@ -69,7 +75,7 @@ def check_models(base_url: str, key: str | None, model: str, *, setting: str = "
                 "Anthropic's, goes through a proxy (LiteLLM, OpenRouter)."
             )
         if isinstance(answer, ServiceError) and answer.status in (401, 403):
-            raise _key_refused("judge", setting, f"POST {base_url}/chat/completions", answer.status)
+            raise _key_refused("judge", setting, f"POST {base_url}/chat/completions", answer)
         if isinstance(answer, ServiceError) and (answer.status is None or answer.status >= 500):
             return [f"the judge at {base_url} gave no answer as {model!r}: {answer}"]
     if f'"{STAND_IN_OWNER}"'.encode() not in (body or b""):
@@ -123,7 +129,7 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
     if isinstance(answer, bytes):
         return answer
     if answer.status in (401, 403):
-        raise _key_refused(service, setting, asked, answer.status)
+        raise _key_refused(service, setting, asked, answer)
     if answer.status is None or answer.status >= 500:
         embedded = ""
         if setting in ("rag_base_url", "judge_base_url"):
@@ -135,10 +141,12 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
     return None
 
 
-def _key_refused(service: str, setting: str, asked: str, status: int) -> ServiceRejected:
+def _key_refused(service: str, setting: str, asked: str, answer: ServiceError) -> ServiceRejected:
+    is_other = isinstance(answer, ServiceRejected) and "error" in answer.marks  # `type` of Anthropic's own errors
+    other = " Its errors are of Anthropic's own API, which goes through a proxy (LiteLLM, OpenRouter)." * is_other
     return ServiceRejected(
-        f"the {service} at `{setting}` refused the key: {asked} answered {status}. Expected the key in the variable "
-        f"named by `{setting.removesuffix('base_url')}api_key_env`. Check that variable."
+        f"the {service} at `{setting}` refused the key: {asked} answered {answer.status}. Expected the key in the "
+        f"variable named by `{setting.removesuffix('base_url')}api_key_env`. Check that variable.{other}"
     )
 
 
@@ -148,11 +156,16 @@ def _ask(
     """GET, or POST a body, in this thread, where Ctrl-C ends it at once. In a notebook, whose thread runs an
     event loop, in another."""
 
+    def read(content: bytes) -> bytes:
+        with contextlib.suppress(ValueError):
+            refuse_stated_error(f"the {service}", read_json(content))
+        return content
+
     async def get() -> bytes | ServiceError:
         http = HttpClient(f"the {service}", base_url, api_key=key)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return await (http.get(path) if body is None else http.post(path, body))
+                return await (http.get(path) if body is None else http.post(path, body, read))
         except TimeoutError:
             return ServiceTimeout("no complete answer in time")
         except ServiceError as error:

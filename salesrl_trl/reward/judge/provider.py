@@ -6,6 +6,7 @@ the message and which text counts as a verdict. `judge_client` owns which provid
 
 import functools
 import random
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -32,7 +33,7 @@ from salesrl_trl.reward.judge.verdict import (
 )
 from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.error_body import WITHHELD_MARKS
-from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error
+from salesrl_trl.reward.service.http import HttpClient, form_of, read_json, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Answer, SalesRow, Verdict
 
@@ -95,7 +96,8 @@ class _Message(BaseModel):
     def text(self) -> str:
         """The content, or the texts among its parts: some models send thoughts and text as a list."""
         parts = self.content if isinstance(self.content, list) else [self.content]
-        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        texts = [part.get("text") if isinstance(part, dict) and "text" in str(part.get("type", "text")) else part
+                 for part in parts]  # fmt: skip
         return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -242,11 +244,11 @@ class ProviderClient:
         """The body of a reply as JSON. Raises `ServiceError` if it is no JSON, or says that it is an error."""
         service = self.settings.transport.service
         try:
-            value = of_stream(answer) if answer.lstrip().startswith(b"data:") else read_json(answer)
+            value = of_stream(answer) if re.match(rb"\s*(data|event|id|):", answer) else read_json(answer)
         except ValueError:
             raise BadServiceResponse(
-                f"{service} answered with a body of {len(answer)} bytes that is not JSON in UTF-8, each key once. "
-                "Expected a chat completion.",
+                f"{service} answered with a body of {len(answer)} bytes that is {form_of(answer)}. Expected a chat "
+                "completion.",
                 code=f"{service}_bad_response",
             ) from None
         refuse_stated_error(service, value, sent)
@@ -261,7 +263,7 @@ class ProviderClient:
         if not all(type(count) is int and 0 <= count <= MAX_TOKENS for count in counts):
             return
         prompt, completion = counts
-        if prompt or completion:
+        if any(counts) and None not in map(usage.get, ("prompt_tokens", "completion_tokens")):  # else by the mean
             bill.count(prompt, completion)
         self._usage.prompt_tokens += prompt
         self._usage.completion_tokens += completion
@@ -314,15 +316,19 @@ def _refused(what: str) -> JudgeInvalid:
 def of_stream(answer: bytes) -> object:
     """The completion of a reply that came as a stream of events, which was not asked for. Raises `ValueError` for one
     that is not whole."""
-    *chunks, last = [line[5:].strip() for line in answer.splitlines() if line.startswith(b"data:")]
-    if last != b"[DONE]":
-        raise ValueError("a stream without its end")
+    lines = [line[5:].strip() for line in answer.splitlines() if line.startswith(b"data:")]
+    chunks = [read_json(line) for line in lines if line != b"[DONE]"]
     text, usage, end = "", None, None
-    for chunk in map(read_json, chunks):
-        if not isinstance(chunk, dict) or "error" in chunk:
+    for chunk in chunks:
+        if not isinstance(chunk, dict) or chunk.get("error") or len(chunks) == 1:
             return chunk
         usage = chunk.get("usage") or usage
-        for choice in chunk.get("choices") or ():
-            text += choice.get("delta", {}).get("content") or ""
-            end = choice.get("finish_reason") or end
+        try:
+            for choice in chunk.get("choices") or ():
+                text += (choice.get("delta") or {}).get("content") or ""
+                end = choice.get("finish_reason") or end
+        except (AttributeError, TypeError):
+            raise ValueError("a stream of something else") from None
+    if end is None:
+        raise ValueError("a stream without its end")
     return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": end}], "usage": usage}

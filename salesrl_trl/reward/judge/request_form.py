@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 OTHER_NAME = {"max_completion_tokens": "max_tokens"}
 """The name by which servers of an older form know a field."""
 WINDOW = 32  # latest schema replies that are looked at
-FEWEST = 4  # replies without a verdict, by the schema alone, that may give it up; and half of the window's
+FEWEST = 16  # replies that are looked at before half of them, without a verdict by the schema alone, give it up
 TRY_AGAIN = 128
 """Requests by text after which one goes by schema again; twice as many each time that it does not work."""
 
@@ -21,7 +21,7 @@ class RequestForm:
     """Which fields a provider gets. `formats`: its `response_format`.
 
     A field that the provider refuses is left out of all later requests, or goes by its other name. With `auto`, the
-    schema is given up when the provider refuses it, or when half of its latest replies (`FEWEST` at least) had no
+    schema is given up when the provider refuses it, or when half of its latest replies, of `FEWEST` at least, had no
     verdict by schema and one by text. It comes back when a later try works.
     """
 
@@ -39,6 +39,8 @@ class RequestForm:
     def of(self, body: Mapping[str, object]) -> dict[str, object]:
         """The request's fields that are sent."""
         names = {name: self._left_out.get(name, name) for name in body}
+        if "max_tokens" in body and names["max_tokens"]:  # of `extra_body`
+            names["max_completion_tokens"] = None
         return {other: body[name] for name, other in names.items() if other is not None}
 
     def leave_out(self, refused: Collection[str]) -> bool:
@@ -52,7 +54,7 @@ class RequestForm:
                 continue  # another request has shown it
             self._left_out[name] = instead
             goes = f"it goes as `{instead}` from now on" if instead else "it is left out from now on"
-            fix = "" if instead else f"`extra_body` without `{field}`"
+            fix = f"`extra_body: {{{instead}: ...}}`" if instead else f"`extra_body` without `{field}`"
             self._learn(f"takes no `{field}`: {goes}", "`temperature: null`" if field == "temperature" else fix)
         if "response_format" in refused and self._formats == "auto" and not self._is_schema_off:
             self._give_up("it refuses `response_format`")
@@ -64,7 +66,7 @@ class RequestForm:
             return not self._is_schema_off
         self._by_text += 1
         self._is_trying = self._is_trying or self._by_text >= self._try_again
-        return self._by_text == self._try_again
+        return self._by_text % self._try_again == 0
 
     def record_schema(self, *, worked: bool) -> None:
         """A request by schema gave a verdict, or only the same by text did."""
@@ -77,7 +79,7 @@ class RequestForm:
         elif self._is_schema_off:  # this one was on its way when the schema was given up, or tries it again
             if self._is_trying:
                 self._by_text, self._try_again, self._is_trying = 0, 2 * self._try_again, False
-        elif failed >= FEWEST and 2 * failed >= len(self._replies):
+        elif len(self._replies) >= FEWEST and 2 * failed >= len(self._replies):
             self._give_up(f"{failed} of {len(self._replies)} replies had no verdict by `response_format`")
 
     def _give_up(self, why: str) -> None:

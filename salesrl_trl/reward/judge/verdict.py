@@ -38,8 +38,8 @@ _DECODER = json.JSONDecoder(
     strict=False,  # line breaks in strings
 )
 _COMMA = re.compile(r'("(?:[^"\\]|\\.)*+"?)|,(?=\s*[}\]])', re.DOTALL)  # a string, or a comma before an end
-_END_TOKEN = re.compile(r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|</?s>|<eos>|<end_of_turn>|<\|?endoftext\|?>")
-_CLOSING = re.compile(r"[^\d{}\[\]\"]{1,200}[.!?。！？]", re.DOTALL)
+_END_TOKEN = re.compile(r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|</?\w{1,16}>|`{3}")
+_CLOSING = re.compile(r"[^\d{}\[\]\"<>]{1,200}[.!?。！？]", re.DOTALL)
 """A sentence behind a verdict. One with a number, or cut off in its midst, may take the verdict back."""
 
 
@@ -148,8 +148,10 @@ def read_verdict(
     `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
     """
     names = candidate_names(nonce, count)
-    text = _without_end(content[-MAX_VERDICT_CHARS:].rpartition("</think>")[2])
-    last = _last_object(text, MAX_OBJECT_STARTS + len(names))
+    whole, most = content[-MAX_VERDICT_CHARS:], MAX_OBJECT_STARTS + len(names)
+    text = _without_end(whole.rpartition("</think>")[2])
+    if (last := _last_object(text, most)) is None and whole.rfind("}") > whole.rfind("</think>") >= 0:
+        last = _last_object(text := _without_end(whole), most)  # the reason quotes that tag
     if last is _TWICE:
         raise _invalid("a verdict with a field twice", "judge_outside_schema")
     if last is None:
@@ -244,7 +246,7 @@ def _without_commas(text: str) -> str:
 def _without_end(text: str) -> str:
     """A text without what models write behind a verdict: end tokens, a code fence, and one whole sentence."""
     behind = text.rfind("}") + 1
-    end = _END_TOKEN.sub("", text[behind:]).strip().removeprefix("```").strip()
+    end = _END_TOKEN.sub("", text[behind:]).strip()
     return text[:behind] if not end or _CLOSING.fullmatch(end) else text
 
 

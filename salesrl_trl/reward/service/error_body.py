@@ -23,6 +23,7 @@ STATUS_OF = {
     "internal_server_error": 500, "api_error": 500, "deadline_exceeded": 504,
 }  # fmt: skip
 """Statuses by the `code`, `type` or `status` of an error, in lower case."""
+SHOWN_CHARS = 1000  # characters of a message in which a refusal is looked for
 LIMITS = frozenset({"max_completion_tokens", "max_tokens"})
 """Fields whose value may be wrong for one request. Any complaint about another, a temperature say, refuses it."""
 
@@ -81,7 +82,9 @@ def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody
     if is_of_value and not any("unsupported" in mark or "unknown" in mark for mark in marks):
         refused -= LIMITS
     status = next((STATUS_OF[mark] for mark in sorted(marks) if mark in STATUS_OF), None)
-    numbers = [int(mark) for mark in marks if mark.isdigit() and 400 <= int(mark) < 600]
+    numbers = [
+        int(mark) for mark in (*marks, *re.findall(r"^[45]\d\d\b", text)) if re.fullmatch("[45][0-9][0-9]", mark)
+    ]
     wait_s = _wait_s(objects, text)
     return ErrorBody(status=max(numbers, default=status), marks=marks, refused=refused, named=named, wait_s=wait_s)
 
@@ -95,7 +98,7 @@ def _objects(value: object, depth: int = 4) -> Iterator[Mapping[str, object]]:
             return
     if isinstance(value, list):
         for each in value[:8]:
-            yield from _objects(each, depth - 1)
+            yield from _objects({"message": each} if isinstance(each, str) else each, depth - 1)
     elif isinstance(value, Mapping):
         yield value
         for name in ("error", "errors", "detail", "details", "message", "metadata", "headers", "raw", "innererror"):
@@ -110,10 +113,12 @@ def _named(objects: list[Mapping[str, object]], text: str, sent: frozenset[str])
     roots = {re.split(r"[.\[]", name)[0] for name in stated}
     if known := roots & sent:
         return frozenset(known)
-    if not _REFUSES.search(text) or (roots - {"body", "None"}) & {"messages", "prompt", "model"}:
+    if (roots - {"body", "None"}) & {"messages", "prompt", "model"}:
         return frozenset()
-    found = {name for name in sent if re.search(_by_name(name), text)}
-    if not found and "response_format" in sent and _SCHEMA.search(text):
+    # sentence by sentence, as an echoed text may follow; and behind `expected` are the fields that it does take
+    sentences = [part for part in re.split(r"[.;\n](?!\S)|\bexpected\b", text[:SHOWN_CHARS]) if _REFUSES.search(part)]
+    found = {name for name in sent if any(re.search(_by_name(name), part) for part in sentences)}
+    if not found and "response_format" in sent and any(map(_SCHEMA.search, sentences)):
         found = {"response_format"}
     return frozenset(found)
 

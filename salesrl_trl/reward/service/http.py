@@ -42,7 +42,7 @@ RETRYABLE_STATUS = frozenset({408, 409, 425})
 """The other 4xx for which a later attempt may succeed. For every 5xx it may, too."""
 DENIED_STATUS = frozenset({401, 402})
 """These hold for every call. A 403 is not among them: it may be about the rights of one tenant or contact."""
-_READ_STATUS = frozenset({400, 402, 403, 404, 422, 429, 500, 503, 529})
+_READ_STATUS = frozenset({400, 401, 402, 403, 404, 422, 429, 500, 503, 529})
 """Statuses of errors whose body is read: it may name a field, a quota, or when to come back."""
 _API_VERSION = re.compile(r"\?api-version=[\w.-]+$")  # of Azure's addresses, which every request has
 _LATE = frozenset({"TimeoutError", "TimeoutException", "Timeout", "APITimeoutError"})
@@ -224,8 +224,9 @@ def status_error(
     else:
         named = f" It finds fault with the request's {', '.join(sorted(said.named))}." if said.named else ""
         text = f"{service} answered {status}: no retry will mend it.{named} Check the address and the request."
-        error = rejected = ServiceRejected(text, code)
-        rejected.marks, rejected.refused = said.marks, said.refused
+        error = ServiceRejected(text, code)
+    if isinstance(error, ServiceRejected):
+        error.marks, error.refused = said.marks, said.refused
     error.status = status
     return error
 
@@ -268,6 +269,13 @@ def read_json(content: bytes) -> object:
         return encodable(value, "the reply of a service") if _SURROGATE.search(content) else value
     except RecursionError:
         raise ValueError("a body that is nested too deep") from None
+
+
+def form_of(content: bytes) -> str:
+    """Names what a body is that is no JSON, and quotes nothing of it."""
+    if content.lstrip().startswith(b"<"):
+        return "a web page (HTML), as of a login or a gateway: look at the address, the key, and what stands between"
+    return "not JSON in UTF-8, each key once"
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

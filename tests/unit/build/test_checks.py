@@ -256,6 +256,7 @@ def serve(httpserver):
         (check_judge, {"v1_chat_completions": (200, "{}")}, "/v1", None),  # one token shows that it has the model
         (check_judge, {"v1_chat_completions": (503, "")}, "/v1", "gave no answer as 'judge-32b'"),
         (check_judge, {"v1_chat_completions": (422, "")}, "/v1", None),  # it has the model, and not this field
+        (check_judge, {"v1_models": (403, ""), "v1_chat_completions": (200, "{}")}, "/v1", None),  # a restricted key
         (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
     ],
 )
@@ -313,6 +314,23 @@ def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
         check(httpserver.url_for("").rstrip("/"), "secret")
     assert "secret" not in str(caught.value)
     assert variable in str(caught.value)
+
+
+ANTHROPIC = '{"type": "error", "error": {"type": "authentication_error", "message": "x-api-key header is required"}}'
+
+
+@pytest.mark.parametrize(
+    ("pages", "told"),
+    [
+        ({"v1_models": (401, ANTHROPIC), "v1_chat_completions": (404, "")}, r"GET .*Anthropic's own API.*a proxy"),
+        ({"v1_models": (200, '{"data": [{"id": "x"}]}'), "v1_chat_completions": (200, '{"error": {"code": 401}}')},
+         r"POST \S+ answered 401"),
+    ],
+    ids=["Anthropic", "inside of a 200"],
+)  # fmt: skip
+def test_a_refused_key_is_told_in_every_form_of_refusing_it(serve, pages, told):
+    with pytest.raises(ServiceRejected, match=f"refused the key: .*{told}"):
+        check_judge(serve(**pages) + "/v1", "key")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.reward.judge.judge_client import load_rubrics
 from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient
+from salesrl_trl.reward.judge.request_form import RequestForm
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Outcome
 
@@ -103,10 +104,11 @@ def test_when_none_gives_a_verdict_an_invalid_one_says_more_than_a_dead_provider
     ("empty", "tried", "lines"),
     [
         (range(1), 300, 0),  # one bad reply is one bad reply
-        (range(300), 4 + 1, 1),  # four replies show that it takes no schema. A 128th by text tries it again
-        (range(4), 4 + 300 - 3 - 128, 2),  # and it works again from then on
+        (range(300), 16 + 1, 1),  # 16 replies show that it takes no schema. A 128th by text tries it again
+        (range(16), 16 + 300 - 15 - 128, 2),  # and it works again from then on
+        (range(7), 300, 0),  # of the first 16 fewer than half: a disturbance at the start
     ],
-    ids=["once", "always", "for a while"],
+    ids=["once", "always", "for a while", "at the start"],
 )
 def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_for_a_while(
     score_many, services, caplog, empty, tried, lines
@@ -124,6 +126,14 @@ def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_for_a_wh
     asked = [request.json for request in services.asked["judge"]]
     assert sum("response_format" in request for request in asked) == tried
     assert sum(line.startswith("judge judge") for line in caplog.messages) == lines
+
+
+def test_a_try_that_shows_nothing_is_made_again():
+    """A request by schema may end in a time-out, which says nothing about the schema."""
+    form = RequestForm("a")
+    for _ in range(16):
+        form.record_schema(worked=False)
+    assert [number for number in range(1, 400) if form.goes_by_schema()] == [128, 256, 384]
 
 
 def test_a_slow_provider_that_leaves_response_formats_empty_is_asked_by_text_by_the_next_attempt(score_many, services):

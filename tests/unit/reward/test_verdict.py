@@ -37,6 +37,8 @@ VERDICTS = {
     "said twice": f"{SIGNED}\nNo, wait.\n{SIGNED}",
     "after a draft in its thoughts": f"<think>{SIGNED.replace('0.75', '0.1')}</think>\n{SIGNED}",
     "with a sentence behind it": f"```json\n{SIGNED}\n```\n\nI hope this helps!",
+    "in tags": f"<answer>{SIGNED}</answer>",
+    "with the tag that ends thoughts in its reason": f"<think>Hm.</think>{SIGNED.replace('fine', '</think>')}",
     "with end tokens behind it": f"{SIGNED}<|im_end|>\n</s><end_of_turn>",
     "with a comma too many": SIGNED.replace("}", ", }"),
     "with a line break in a string": SIGNED.replace('"fine"', '"fi\nne"'),
@@ -46,7 +48,8 @@ VERDICTS = {
 @pytest.mark.parametrize("content", VERDICTS.values(), ids=VERDICTS)
 def test_the_signed_object_at_the_end_of_a_text_is_the_verdict(content):
     read = text(content)
-    assert replace(read, reason=read.reason.replace("\n", "")) == Verdict(**VERDICT)
+    reason = read.reason.replace("\n", "").replace("</think>", "fine")
+    assert replace(read, reason=reason) == Verdict(**VERDICT)
 
 
 REFUSED = {
@@ -55,6 +58,7 @@ REFUSED = {
     "a sentence behind it that breaks off": (f"{SIGNED} However, the", "judge_not_json"),
     "a number behind it": (f"{SIGNED} Or rather 0.2.", "judge_not_json"),
     "cut off": (SIGNED[:-9], "judge_not_json"),
+    "in thoughts alone": (f"<think>{SIGNED}</think> I can't tell.", "judge_not_json"),
     "two that differ": (f"{SIGNED.replace('0.75', '0.1')}\nNo, wait.\n{SIGNED}", "judge_two_verdicts"),
     "a comma too many inside a string": (SIGNED.replace('"fine"', '"a,}'), "judge_not_json"),
     "no fields": ("{}", "judge_unsigned"),
