@@ -95,6 +95,8 @@ class _Message(BaseModel):
     @property
     def text(self) -> str:
         """The content, or the texts among its parts: some models send thoughts and text as a list."""
+        if isinstance(self.content, str):
+            return self.content
         parts = self.content if isinstance(self.content, list) else [self.content]
         texts = [part.get("text") if isinstance(part, dict) and "text" in str(part.get("type", "text")) else part
                  for part in parts]  # fmt: skip
@@ -254,7 +256,8 @@ class ProviderClient:
         refuse_stated_error(service, value, sent)
         choices = value.get("choices") if isinstance(value, dict) else None
         for choice in choices if isinstance(choices, list) else ():
-            refuse_stated_error(service, choice, sent)  # OpenRouter's, of an error in the midst of a text
+            if isinstance(choice, dict) and "error" in choice:  # OpenRouter's, in the midst of a text
+                refuse_stated_error(service, choice, sent)
         return value
 
     def _count_tokens(self, stated: object, bill: Bill) -> None:
@@ -282,7 +285,7 @@ def _text_of(completion: object) -> str:
     if not choices:
         raise JudgeInvalid("the judge answered 200 without any choice. Expected a chat completion.", "judge_empty")
     end, message = str(choices[0].finish_reason).lower(), choices[0].message
-    text, thoughts = message.text, any((message.model_extra or {}).get(name) for name in _THOUGHTS)
+    text = message.text
     if message.role in ASKING:
         raise JudgeInvalid("the judge's message has the role of one who asks. Expected `assistant`.", "judge_role")
     if end in CUT_OFF:
@@ -295,13 +298,14 @@ def _text_of(completion: object) -> str:
         raise _refused(f"finish_reason {end}" if end in WITHHELD else "a refusal")
     if end in BROKEN_OFF:
         raise JudgeInvalid(f"the judge broke off (finish_reason {end}). Expected a verdict.", "judge_broken_off")
-    if not text.strip() and (thoughts or isinstance(message.content, list)):
+    has_text, extra = bool(text.strip()), message.model_extra or {}
+    if not has_text and (isinstance(message.content, list) or any(extra.get(name) for name in _THOUGHTS)):
         raise JudgeInvalid(
             "the judge thought, and answered without any text. Raise `max_completion_tokens` in `judge_providers`"
             f"{_LESS}.",
             "judge_only_thoughts",
         )
-    if not text.strip():
+    if not has_text:
         raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
     return text
 
