@@ -46,7 +46,7 @@ class JudgeProviderConfig:
     """`json_schema` enforces the verdict's schema. `text` describes it in the prompt. `auto` tries the first and falls
     back to the second."""
     temperature: NotNegative | None = 0.0
-    """Sampling temperature. `null` for models that accept none."""
+    """Sampling temperature. `null` sends none; for a model that refuses it, it is left out anyway."""
     max_completion_tokens: Count = 512
     """Most tokens of the verdict, a reasoning model's thoughts included."""
     extra_body: dict[str, object] = field(default_factory=dict)
