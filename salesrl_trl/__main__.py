@@ -20,7 +20,6 @@ COMMANDS = {
     "rejudge": ("salesrl_trl.rejudge", "judge a recorded run again, and compare"),
     "report": ("salesrl_trl.report", "write a page about a run"),
     "view": ("salesrl_trl.view", "show a run's completions in a browser, as they come"),
-    "forecast": ("salesrl_trl.forecast", "say what a run's steps would take with another lookahead"),
     "translate": ("salesrl_trl.translate", "make a recipe of a verl configuration"),
     "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
     "env": ("salesrl_trl.env", "show code, versions and settings, what two runs differ in, or whether a commit is in"),

@@ -23,7 +23,6 @@ ORDER = (
         "evaluate",
         "rejudge",
         "report",
-        "forecast",
         "translate",
         "__main__",
     ),

@@ -172,7 +172,7 @@ ROWS: dict[str, list[Check]] = {
     "N10": of(there, "tests/unit/generation/test_sampler.py"),
     "B": of(setting, "rollout_lookahead", "max_rollout_lookahead", "record", "replay", "max_usd", "hedge_fraction")
     + of(setting, "judge_meter", "judge_mode", "tools", "shared_prompts")
-    + of(command, "rejudge", "view", "evaluate", "report", "forecast", "translate")
+    + of(command, "rejudge", "view", "evaluate", "report", "translate")
     + of(there, "tests/integration/test_episodes.py", "docs/EXPERIMENTS.md"),
 }  # fmt: skip
 

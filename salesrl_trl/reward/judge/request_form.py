@@ -38,6 +38,8 @@ class RequestForm:
 
     def of(self, body: Mapping[str, object]) -> dict[str, object]:
         """The request's fields that are sent."""
+        if not self._left_out and "max_tokens" not in body:
+            return dict(body)
         names = {name: self._left_out.get(name, name) for name in body}
         if "max_tokens" in body and names["max_tokens"]:  # of `extra_body`
             names["max_completion_tokens"] = None
