@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_group as per_group
     from salesrl_trl.reward.judge.judge_interface import Judge as Judge
     from salesrl_trl.reward.judge_reward import JudgeReward as JudgeReward
+    from salesrl_trl.reward.overlong import soft_overlong_punishment as soft_overlong_punishment
     from salesrl_trl.reward.rag_client import RagBackend as RagBackend
     from salesrl_trl.reward.service.budget import Budget as Budget
     from salesrl_trl.reward.service.budget import Limit as Limit
@@ -73,6 +74,7 @@ _MODULES = {
     "per_batch": "reward.functions",
     "per_episode": "reward.episodes",
     "RewardFunction": "reward.functions",
+    "soft_overlong_punishment": "reward.overlong",
     "Reward": "types",
     "Transport": "reward.service.transport",
     "tool": "rollout.tools",

@@ -9,8 +9,8 @@ import sys
 from importlib.util import find_spec
 from typing import NoReturn
 
-from salesrl_trl import __version__
 from salesrl_trl.errors import nearest
+from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.shutdown import end_tidily
 
 COMMANDS = {
@@ -20,10 +20,9 @@ COMMANDS = {
     "rejudge": ("salesrl_trl.rejudge", "judge a recorded run again, and compare"),
     "report": ("salesrl_trl.report", "write a page about a run"),
     "view": ("salesrl_trl.view", "show a run's completions in a browser, as they come"),
-    "forecast": ("salesrl_trl.forecast", "say what a run's steps would take with another lookahead"),
     "translate": ("salesrl_trl.translate", "make a recipe of a verl configuration"),
     "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
-    "env": ("salesrl_trl.env", "show code, versions and settings, or what two runs differ in"),
+    "env": ("salesrl_trl.env", "show code, versions and settings, what two runs differ in, or whether a commit is in"),
 }
 """Each word, its module and what it does. A word without its module is not offered."""
 BAD_INPUT = 2
@@ -40,7 +39,7 @@ def main() -> NoReturn:
         print("\n".join(["usage: salesrl COMMAND [ARGUMENT ...]", "", *lines, "", end]))
         sys.exit()
     if word == "--version":
-        print(f"salesrl_trl {__version__}")
+        print(f"salesrl_trl {code()}")
         sys.exit()
     if word not in offered:
         guess = nearest(word, offered)

@@ -1,7 +1,9 @@
-"""`python -m salesrl_trl.env [--config RECIPE.yaml] [--SETTING VALUE ...] [--json]`, or `--diff RUN_A RUN_B`.
+"""`python -m salesrl_trl.env [--config RECIPE.yaml] [--SETTING VALUE ...] [--json]`, or `--diff RUN_A RUN_B`, or
+`--has COMMIT`.
 
-Says which code and versions a run would have here, or what two runs differ in. Owns the command line and its text.
-torch is imported only for the settings of a recipe. Exit code: 0; 1 if the runs differ; 2 for bad input.
+Says which code and versions a run would have here, what two runs differ in, or whether the code holds a change. Owns
+the command line and its text. torch is imported only for the settings of a recipe. Exit code: 0; 1 if the runs differ
+or the change is not there; 2 for bad input, and where nobody can know.
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ import psutil
 from salesrl_trl.build import software
 from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.ground import own_code
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.run.run_record import Difference, differences, settings_text
@@ -36,8 +39,8 @@ _MAY_HOLD_PASSWORDS = re.compile(r"(https?|all|no)_proxy", re.IGNORECASE)
 class Facts:
     """All that can be said without torch."""
 
-    code: software.Code = field(default_factory=software.code)
-    folder: str = str(software.PACKAGE)  # folder of the package that this command runs
+    code: own_code.Code = field(default_factory=own_code.code)
+    folder: str = str(own_code.PACKAGE)  # folder of the package that this command runs
     recipes_import: str | None = field(default_factory=software.recipe_imports)  # as `folder`, of a recipe's script
     python: str = platform.python_version()
     executable: str = sys.executable
@@ -61,11 +64,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 def page(facts: Facts) -> str:
     """The facts as text."""
     code = facts.code
-    commit = f"{code.commit}, {code.changed_files or 'no'} changed files" if code.commit else "none"
-    lines = [
-        ("package", f"salesrl_trl {code.version} in {facts.folder}"),
-        ("code", f"{code.digest} (hash of all files); commit: {commit}"),
-    ]
+    lines = [("package", f"salesrl_trl {code} in {facts.folder}"), ("code", f"{code.digest} (hash of all files)")]
     if facts.recipes_import != facts.folder:
         remedy = "Install this one (pip install --no-deps -e .), or put its checkout on PYTHONPATH."
         lines.append(("NOT THIS ONE", f"a recipe would import {facts.recipes_import or 'none at all'}. {remedy}"))
@@ -102,10 +101,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         options, settings = parser_of("env").parse_known_args(argv)
-        if settings and options.diff:
+        if settings and (options.diff or options.has):
             # a value may be a key
             names = ", ".join(argument.split("=")[0] for argument in settings if argument.startswith("-"))
-            raise ConfigError(f"unknown arguments beside --diff: {names or 'values'}. Leave them out.")
+            alone = "--diff" if options.diff else "--has"
+            raise ConfigError(f"unknown arguments beside {alone}: {names or 'values'}. Leave them out.")
+        if options.has:
+            has, here = own_code.holds(options.has), own_code.code()
+            text = f"{options.has} is {'' if has else 'NOT '}in the code of {own_code.PACKAGE}, {here}"
+            print(json.dumps({"has": has, **dataclasses.asdict(here)}) if options.json else text)
+            return 0 if has else DIFFERENT
         if options.diff:
             changes = differences(*options.diff)
             print(json.dumps(changes) if options.json else difference_page(changes))

@@ -108,9 +108,13 @@ class ServiceUnavailable(ServiceError, code="unavailable", worth_retrying=True):
 class ServiceOverloaded(ServiceUnavailable, code="overloaded"):
     """The service asks for fewer or later calls: after `retry_after_s` seconds, if it said so."""
 
-    retry_after_s: float | None = None
+    request: int | None = None  # its number in the limit of the service
     is_outage = False
     """Whether the service is down and says when it expects to be back. If not, it limits calls."""
+
+    def __init__(self, message: str, code: str | None = None, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, code)
+        self.retry_after_s = retry_after_s
 
 
 class ServiceTimeout(ServiceError, code="timeout", worth_retrying=True):
@@ -123,6 +127,11 @@ class DeadlineExceeded(ServiceTimeout, code="deadline", worth_retrying=False):
 
 class ServiceRejected(ServiceError, code="rejected"):
     """A 4xx that a retry does not repair: the request, the key or the address is wrong."""
+
+    marks: frozenset[str] = frozenset()
+    """The `code`, `type` and `status` that its body states, in lower case."""
+    refused: frozenset[str] = frozenset()
+    """The request's fields that the service does not take, by its own words."""
 
 
 class AccessDenied(ServiceRejected, code="access_denied", worth_retrying=True):

@@ -104,7 +104,8 @@ BUDGET_CALLS = "budget/calls"
 BUDGET_USD = "budget/usd"
 BUDGET_FORECAST = "budget/forecast"
 usage_of: TagOfTwo = "judge/{}/{}".format  # provider, kind
-traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC` or `slots`
+OVERLOAD_SHARE = "overload_share"
+traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC`, `slots` or `OVERLOAD_SHARE`
 saved_by: Tag = "cache/{}_saved".format
 
 # Tools
@@ -247,6 +248,7 @@ def pattern_of(tag: str) -> re.Pattern[str]:
 QUICK_EVAL_FILE = "quick_eval.jsonl"  # one quick evaluation a line
 HELD_OUT_FILE = "held_out.json"  # every evaluation of the held-out rows
 DATASET = "dataset"  # in a record of this file: the name of its dataset among several
+BY_ROW = "reward_by_row"  # in the first one: the mean reward of each row, none for one that was not scored
 TRACE_FILE = "trace.json"
 SERVER_TRACK = "vLLM server"  # in it, with a number: what a server generated
 START_UP_FILE = "start_up.json"  # seconds of the start by phase, to the end of the first step
@@ -260,6 +262,10 @@ CHECKPOINT_FOLDERS = "checkpoint-"  # transformers' prefix; the optimizer steps 
 BEST_FOLDER = "best"  # the best policy so far
 BEST_NOTE_FILE = "quick_eval.json"  # in `BEST_FOLDER`: the evaluation that selected this policy
 
+MODEL_CARD_FILE = "README.md"
+EARLIER_RUNS = "run-"  # before a number: the folder of an earlier run's files, in the folder of the run after it
+
+PUSHING_FOLDER = ".pushing-"  # before a random name, in the output folder: what is being uploaded to the hub
 SAVING_FOLDER = ".saving"  # in the output folder: a checkpoint that is being written, and one that is being deleted
 LOCK_FILE = ".lock"  # in the output folder: locked by the run that writes there, whose name it holds
 FINISHED_FILE = "finished.json"  # written when a run has done everything

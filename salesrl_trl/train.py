@@ -30,6 +30,7 @@ from salesrl_trl.build.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.build.plan import Plan
 from salesrl_trl.build.recipes import FULL
 from salesrl_trl.build.settings import RunConfig, parse
+from salesrl_trl.checkpoint.run_files import put_run_aside
 from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
@@ -90,6 +91,9 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                     return
                 check_budget_left(config.reward, Path(config.training.output_dir))
                 if config.training.process_index == 0:
+                    replay = config.reward.parsed_replay()
+                    used = [config.policy_path, None if replay is None else replay.record]
+                    put_run_aside(Path(training.output_dir), resumed, used)
                     command, processes = [sys.argv[0], *argv], config.training.world_size
                     write_record(Path(config.training.output_dir), config.recipe, command, processes)
         except (Exception, KeyboardInterrupt) as error:
@@ -177,7 +181,7 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
         with stopping.ending():
             if config.training.mode != "rollouts":
                 with stopping.held(), instruments.timeline.phase(Phase.CHECKPOINT):
-                    trainer.save_model(config.training.output_dir)
+                    trainer.save_model(config.training.output_dir, _internal_call=True)  # the push comes last
             stopping.raise_if_asked()  # before the evaluation: without services it would score nothing
             held_out = next(part for part in trainer.components.parts if isinstance(part, HeldOut))
             is_done = held_out.done_at == trainer.state.global_step  # by `eval_strategy`
@@ -185,6 +189,10 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
             if config.training.mode != "rollouts" and config.training.held_out_eval and not is_done:
                 trainer.evaluate()
                 stopping.raise_if_asked()
+            if config.training.mode != "rollouts":
+                if config.training.push_to_hub:
+                    trainer.push_to_hub(commit_message="Model save")
+                trainer.create_model_card()  # with the last evaluation
 
 
 if __name__ == "__main__":

@@ -20,39 +20,53 @@ import inspect
 import operator
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers.trainer as transformers_trainer
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import HubStrategy, TrainOutput
+from transformers.utils import PushInProgress
 from trl import GRPOConfig, GRPOTrainer
 
+from salesrl_trl.checkpoint.fitted import fitted
+from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.sources import with_ids
+from salesrl_trl.data.rows import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
+from salesrl_trl.ground.own_code import warn_of_changes
 from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.names import Phase
+from salesrl_trl.names import SAVING_FOLDER, Phase
+from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
+from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.timeline import phased
-from salesrl_trl.telemetry.trackers import tell
+from salesrl_trl.telemetry.trackers import spared, tell
+from salesrl_trl.update.weights import WeightChange
 from salesrl_trl.wiring.components import Components
+from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.part import Part
 from salesrl_trl.wiring.trl_access import TRLAccess
+
+warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
 
 
 @in_force_if("is_extended")  # with a plain `GRPOConfig` each method is TRL's own
@@ -86,6 +100,7 @@ class SalesGRPOTrainer(TRLAccess):
     """
 
     is_extended = False
+    push_in_progress: PushInProgress | None = None
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
@@ -106,17 +121,22 @@ class SalesGRPOTrainer(TRLAccess):
             reward_funcs, args.reward_weights, args.reward_process, has_more=has_more, records=bool(args.record)
         )
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
+        columns = None if has_more or named.get("rollout_func") else getattr(rows, "column_names", None)
+        rewards.check(columns, args.num_generations, args.per_device_train_batch_size * args.steps_per_generation)
+        check_not_taken(getattr(rows, "column_names", None) or ())
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter, parts)
         self.is_extended = True
         self._timeline = components.timeline
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
-        if not has_more:  # an environment gets all columns, and may not know this one
-            for name, row in (("train_dataset", "row"), ("eval_dataset", "held-out")):
-                setattr(self, name, with_ids(getattr(self, name), row))
+        is_named = args.record or isinstance(components.reward, ReplayReward)
+        self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
+        self.data_collator = functools.partial(encodable, source="a batch of the dataset")
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
+        guard_parser(self._tokenizer)
+        self._foreign = ForeignText(self._tokenizer, self.chat_template)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
         for callback in components.connect(self._hooks(), sampler, quick_eval):
@@ -133,13 +153,15 @@ class SalesGRPOTrainer(TRLAccess):
             `RunStopped`: after `request_stop`. A checkpoint was saved before.
             `WeightSyncError`: if vLLM samples from other weights than the ones in training.
         """
+        if self.args.process_index == 0:
+            warn_of_changes()
         self.components.forget_run()  # first: a stop that is asked for from here on is this run's
         for table in (*self._metrics.values(), *self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
-            resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset)
+            resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset, self.model.name_or_path)
             self.components.introduce(resumed)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
@@ -167,6 +189,20 @@ class SalesGRPOTrainer(TRLAccess):
         if self.is_extended:
             self.components.close()
 
+    def get_train_dataloader(self):
+        """Names the rows for the record, which leaves the dataset as it is. Refuses rows without a single step."""
+        if isinstance(self.train_dataset, Sized):
+            self._check_size(len(self.train_dataset))
+        with patched(self, "train_dataset", self._named(self.train_dataset, "row")):
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """The same for held-out rows."""
+        held_out = self._named(self.eval_dataset, "held-out")
+        asked = held_out if eval_dataset is self.eval_dataset else eval_dataset
+        with patched(self, "eval_dataset", held_out):
+            return super().get_eval_dataloader(asked)
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
         return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.updates.epoch)
@@ -181,14 +217,17 @@ class SalesGRPOTrainer(TRLAccess):
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Pulls micro-batches of later steps ahead, over an epoch's end too."""
+        """Pulls micro-batches of later steps ahead, over an epoch's end too. Refuses a stream without a step."""
         pull = super().get_batch_samples
         full = self.args.gradient_accumulation_steps  # an epoch's last step gets what is left
         steps_left = self.state.max_steps - self.state.global_step
         with self._timeline.phase(Phase.DATA_LOADING):
-            return self.components.pipeline.next_update(
+            update = self.components.pipeline.next_update(
                 self._epoch, epoch_iterator, lambda iterator: pull(iterator, full, device), steps_left
             )
+        if not update[0] and not self.state.global_step:
+            self._check_size(0)
+        return update
 
     def training_step(self, *args, **kwargs):
         """Marks the phases of a step around its passes. Rescales the gradient where completions failed late."""
@@ -269,6 +308,12 @@ class SalesGRPOTrainer(TRLAccess):
         with patched(self.components, "calls_tools", True):
             return super()._tool_call_loop(*args, **kwargs)
 
+    def _get_tool_suffix_ids(self, tool_messages):
+        """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
+        for message in tool_messages:
+            message.update(self._foreign.message(message))
+        return super()._get_tool_suffix_ids(tool_messages)
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Waits for the rewards of the batch. While it is trained on part by part: takes those that are in."""
         of_trl = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
@@ -331,9 +376,75 @@ class SalesGRPOTrainer(TRLAccess):
         return output
 
     def _save_checkpoint(self, model, trial):
-        """Saves beside the other checkpoints. A checkpoint takes its place when it is whole."""
+        """Saves beside the other checkpoints. A checkpoint takes its place when it is whole, and then is pushed."""
         with self.components.stopping.held():
-            self.components.keeper.save(self.state, functools.partial(super()._save_checkpoint, model, trial))
+            write = functools.partial(super()._save_checkpoint, model, trial)
+            folder = self.components.keeper.save(self.state, write)
+            if folder is not None and self.args.push_to_hub and self.is_world_process_zero():
+                with spared("the hub"):
+                    self._push_from_checkpoint(str(folder))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes a checkpoint when it has its name, behind the training."""
+        args, folder = self.args, Path(checkpoint_folder)
+        jobs = [] if self.push_in_progress is None else self.push_in_progress.jobs
+        under_way = [job for job in jobs if not job.done()]
+        is_due = args.hub_strategy != HubStrategy.END and (args.hub_always_push or not under_way)
+        if is_due and folder.parent.name != SAVING_FOLDER:
+            names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
+            message = f"Training in progress, step {self.state.global_step}"
+            upload = self._upload(folder, message, names.get(args.hub_strategy))
+            self.push_in_progress = PushInProgress([*under_way, upload])
+
+    def push_to_hub(
+        self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
+        revision: str | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Pushes the policy and its card, of all that is in the run's folder."""
+        self.save_model(_internal_call=True)
+        if self.is_world_process_zero():
+            if self.hub_model_id is None:
+                self.init_hf_repo(token)
+            self.create_model_card(**kwargs)
+            self._finish_current_push()
+            upload = self._upload(Path(self.args.output_dir), commit_message, None, token, revision)
+            return upload.result() if blocking else upload
+
+    def _upload(self, policy: Path, message: str, inside: str | None, token=None, revision=None) -> Future[Any]:
+        """Uploads what may leave the machine, in one commit."""
+        args = self.args
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        place = staged(policy, Path(args.output_dir), inside)
+        upload = transformers_trainer.hf_api().upload_folder(
+            repo_id=self.hub_model_id, folder_path=str(place), commit_message=message, run_as_future=True,
+            token=token or args.hub_token, revision=revision or args.hub_revision,
+        )  # fmt: skip
+        upload.add_done_callback(functools.partial(unstaged, place))
+        return upload
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Writes our card where TRL writes its own, and not beside a checkpoint that is being written."""
+        folder = Path(self.args.output_dir)
+        folder = folder.parent if folder.name == SAVING_FOLDER else folder
+        if self.is_world_process_zero() and may_write_card(folder):
+            self._write_card(folder, model_name, dataset_name, [tags] if isinstance(tags, str) else tags or ())
+
+    def _write_card(self, folder: Path, *named: Any) -> None:
+        rewards = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
+        with spared("the model card"):
+            write_card(folder, self.components, self.args, self.state, rewards, *named)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Leaves one policy in the folder, with its card."""
+        folder = Path(output_dir or self.args.output_dir)
+        has_room = may_write_card(folder)  # peft writes another one
+        is_adapter = self.components.reference.has_adapter
+        with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
+            super()._save(output_dir, state_dict)
+        if has_room:
+            self._write_card(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Adds the package's own files."""
@@ -342,8 +453,9 @@ class SalesGRPOTrainer(TRLAccess):
         self.components.keeper.add_parts(Path(output_dir), *at, self._buffered_inputs or [])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the package's own files."""
-        super()._load_optimizer_and_scheduler(checkpoint)
+        """Loads the package's own files, and of the others what fits this run's settings."""
+        with fitted(self.optimizer, self.lr_scheduler, self.state.global_step):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._buffered_inputs = self.components.keeper.load_parts(Path(checkpoint), self._step)
 
@@ -398,6 +510,10 @@ class RolloutTrainer(SalesGRPOTrainer):
 
     There is no pass, so there are no gradients and no state of an optimizer.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.remove_callback(WeightChange)
 
     def training_step(self, model, inputs, *_, **__):
         """Generates and scores the rollouts that are due."""

@@ -111,6 +111,8 @@ class SalesRow(RequestIds):
     """What the judge scores one by one, in place of the answer as a whole. Empty for a row without any."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Further columns of the dataset, for reward functions."""
+    line: int | None = field(default=None, compare=False)
+    """Its line in a file of lines, for messages."""
 
     def __post_init__(self) -> None:
         if self.prompt is None and not self.conversation:
@@ -283,6 +285,8 @@ class Reward:
     """What a function logged for this completion by `log_extra`."""
     metrics: tuple[tuple[str, float], ...] = ()
     """What a function logged by `log_metric`. The first completion of a call has it."""
+    breach: str = ""
+    """What is wrong with the code of its function, where that left it without a number. Quotes no customer."""
 
     @classmethod
     def scored(cls, value: float, *, reason: str = "", **components: float) -> "Reward":

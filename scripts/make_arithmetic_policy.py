@@ -89,7 +89,7 @@ def build_tokenizer(longest: int, texts: Sequence[str] = (), size: int = 0) -> P
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, *, hidden_size: int, layers: int) -> PreTrainedModel:
-    """A Qwen2 of random weights in float32. Its output head is not tied: see `has_tied_head`."""
+    """A Qwen2 of random weights in float32."""
     heads = hidden_size // 32  # the smallest size that vLLM's CPU attention accepts
     config = Config(
         vocab_size=len(tokenizer),

@@ -134,7 +134,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A Qwen2 of about 1.2 million random weights in float32. Its output head is not tied (see `has_tied_head`)."""
+    """A Qwen2 of about 1.2 million random weights in float32."""
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,

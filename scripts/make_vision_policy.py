@@ -79,7 +79,7 @@ def build_processor() -> "ProcessorMixin":
 
 
 def build_model(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
-    """A Qwen2.5-VL of about 1.4 million random weights. Its output head is not tied (see `has_tied_head`)."""
+    """A Qwen2.5-VL of about 1.4 million random weights."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     return Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))

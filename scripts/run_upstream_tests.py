@@ -10,8 +10,10 @@ The file `tests/test_grpo_trainer.py` of the checkout runs three times with the 
 - two names: `GRPOConfig` is `SalesGRPOConfig` too.
 
 Models and datasets are stand-ins (`upstream_stand_ins`), so that no hub is needed. Nothing of the checkout is changed.
+It takes up to 20 minutes on 2 cores. `--claim` writes the counts into docs/EXPERIMENTS.md: nobody else does.
 
-Exit code: 0 all that passes on stock passes with both; 1 something does not; 2 wrong usage.
+Exit code: 0 all that passes on stock passes with both, but for what is meant to differ; 1 something else does not; 2
+wrong usage.
 """
 
 import argparse
@@ -36,6 +38,9 @@ WAYS = {"stock": (), "one name": ("GRPOTrainer",), "two names": ("GRPOTrainer", 
 FILE = "test_grpo_trainer.py"
 NAMES, RESULTS, HUBS = "UPSTREAM_TESTS_NAMES", "UPSTREAM_TESTS_RESULTS", "UPSTREAM_TESTS_HUBS"
 PASSED = "passed"
+MEANT = {("two names", "TestGRPOTrainer::test_warning_raised_all_rewards_none")}
+"""What passes on stock and is meant to fail here; docs/EXPERIMENTS.md has the log with the reasons."""
+CLAIM, CLAIMS = "| TRL's own tests pass |", Path(__file__).resolve().parents[1] / "docs/EXPERIMENTS.md"
 _losses: list[float] = []
 
 
@@ -132,7 +137,7 @@ def report(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> int:
             By way and by test: its `outcome`, and `why`.
 
     Returns:
-        `int`: the number of tests that pass on stock and not everywhere.
+        `int`: the number of tests that pass on stock and not everywhere, without those that are meant to.
     """
     passing = [test for test, line in found["stock"].items() if line["outcome"] == PASSED]
     for way, lines in found.items():
@@ -150,11 +155,21 @@ def report(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> int:
         if lines.get(test, {}).get("outcome") != PASSED
     }
     for (way, test), why in differing.items():
-        print(f"differs with {way}: {test}\n    {why.splitlines()[0] if why else ''}")
+        meant = ", as it is meant to" if (way, test) in MEANT else ""
+        print(f"differs with {way}{meant}: {test}\n    {why.splitlines()[0] if why else ''}")
     for test, line in found["stock"].items():
         if line["outcome"] != PASSED:
             print(f"left out, {line['outcome']} on stock: {test}\n    {line['why'].splitlines()[0][:150]}")
-    return len(differing)
+    return len(differing.keys() - MEANT)
+
+
+def claim_of(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
+    """The words of docs/EXPERIMENTS.md for these outcomes."""
+    passing = [test for test, line in found["stock"].items() if line["outcome"] == PASSED]
+    one, two = (
+        sum(found[way].get(test, {}).get("outcome") == PASSED for test in passing) for way in ("one name", "two names")
+    )
+    return f"{one} of the {len(passing)} that pass on stock, with one name changed; {two} with two"
 
 
 def main() -> int:
@@ -163,11 +178,18 @@ def main() -> int:
     parser.add_argument("--trl", type=Path, required=True, help="a checkout of TRL, with its tests")
     parser.add_argument("--work", type=Path, required=True, help="a folder for stand-ins and results; made anew")
     parser.add_argument("-k", default="", help="which tests, as in pytest")
+    parser.add_argument("--claim", action="store_true", help="write the counts of all tests into docs/EXPERIMENTS.md")
     given = parser.parse_args()
     if not (given.trl / "tests" / FILE).exists():
         parser.error(f"{given.trl} has no tests/{FILE}")
+    if given.claim and given.k:
+        parser.error("--claim is of all tests, without -k")
     _prepare(given.trl.resolve(), given.work.resolve())
-    return bool(report({way: _outcomes(way, given.work.resolve(), given.k) for way in WAYS}))
+    found = {way: _outcomes(way, given.work.resolve(), given.k) for way in WAYS}
+    if given.claim:
+        old = re.compile(rf"^{re.escape(CLAIM)} [^|]*", re.MULTILINE)
+        CLAIMS.write_text(old.sub(f"{CLAIM} {claim_of(found)} ", CLAIMS.read_text(encoding="utf-8")), encoding="utf-8")
+    return bool(report(found))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from salesrl_trl.reward.judge.noise import anchors
 from salesrl_trl.reward.judge.provider import JudgeProvider
 from salesrl_trl.reward.judge_reward import JudgeReward, SecondJudge
 from salesrl_trl.reward.mixed import combined
+from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.reward.rag_client import RagBackend, RagClient
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.replay import ReplayReward
@@ -37,7 +38,7 @@ from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.service.budget import CALLS, FREE, USD, Budget, Limit, Price, read_account, reported
 from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.types import ALL, JUDGE, SALES, ActionFormat, SalesRow
+from salesrl_trl.types import ALL, DEFAULT_FORMAT, JUDGE, SALES, ActionFormat, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
@@ -135,7 +136,14 @@ def _connected(
         rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
         budget = budget_of(config, Path(training.output_dir), training.world_size)  # one for each event loop
         clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
-        parts.search.connect(clients.rag(rag_base_url, name_8b="tool_search"))
+        is_kept = config.rag_base_url is not None or config.rag is not None
+        backend, asked = (
+            clients.rag(rag_base_url, name_8b="tool_search"),
+            (config.rag_score_threshold, config.rag_top_k),
+        )
+        answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
+        references = _kept_references(config, is_kept)
+        parts.search.connect(RagAnswers(backend, *asked, DEFAULT_FORMAT, answers, references))
         budget = budget and Budget(budget.path, budget.limits)
     try:
         yield budget
@@ -214,20 +222,18 @@ def build_reward(
     clients, direct = ServiceClients(config, parts, processes, budget), config.judges_answers
     # an embedded service has a new address in every run, so its answers are not kept
     is_kept = not (config.embeds_judge if direct else config.rag_base_url is None and config.rag is None)
-    path = output_dir / f"answers.rank{process_index}.sqlite" if output_dir is not None and is_kept else None
     common: dict[str, Any] = {
         "deadline_s": config.reward_deadline_s,
         "stages": parts.stages,
         "lines": SampleLines(config.verbose),
         "records": records,
-        "answers": AnswerStore(path) if config.cache_answers else AnswerStore(most=0),
+        "answers": _kept_answers(config, output_dir, process_index, is_kept),
         "second": clients.second_judge(None if direct else config.action_format()),
     }
     judge = clients.judge(judge_base_url, for_rewards=True)
     if direct:
         reward = JudgeReward(judge, parts.scoring, **common)
     else:
-        is_left = is_kept and keeps_references and config.cache_answers
         reward = SalesReward(
             # services and judge see text; a child process gets a copy
             [replace(row, images=(), columns={}) for row in rows],
@@ -238,11 +244,21 @@ def build_reward(
             top_k=config.rag_top_k,
             action_format=config.action_format(),
             announces=process_index == 0,
-            references=AnswerStore(cache_dir() / "references.sqlite" if is_left else None),
+            references=_kept_references(config, is_kept and keeps_references),
             **common,
         )
     reward.budget = budget
     return reward
+
+
+def _kept_answers(config: RewardConfig, output_dir: Path | None, process_index: int, is_kept: bool) -> AnswerStore:
+    if not config.cache_answers:
+        return AnswerStore(most=0)
+    return AnswerStore(output_dir / f"answers.rank{process_index}.sqlite" if output_dir and is_kept else None)
+
+
+def _kept_references(config: RewardConfig, is_kept: bool) -> AnswerStore:
+    return AnswerStore(cache_dir() / "references.sqlite" if config.cache_answers and is_kept else None)
 
 
 def judge_reward(
@@ -250,7 +266,7 @@ def judge_reward(
 ) -> JudgeReward:
     """The packaged judge as a reward function, for a trainer's `reward_funcs`.
 
-        judge = judge_reward(judge_base_url="https://api.openai.com/v1", judge_model="gpt-5-mini",
+        judge = judge_reward(judge_base_url="https://api.openai.com/v1", judge_model="gpt-4.1-mini",
                              judge_api_key_env="OPENAI_API_KEY")
         trainer = SalesGRPOTrainer(model, [judge, my_function], training, dataset)
 
@@ -296,7 +312,7 @@ def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Bud
         for kind, most in ((CALLS, settings.max_calls), (USD, settings.max_usd))
         if most is not None
     ]
-    rates = [judge.tokens_per_minute for judge in providers]
+    rates = [rate for judge in providers for rate in (judge.tokens_per_minute, judge.requests_per_minute)]
     if not limits and not any(rates) and not any(judge.has_price for judge in providers):
         return None
     return Budget(output_dir / SPENT_FILE, limits, processes)
@@ -402,6 +418,7 @@ class ServiceClients:
                         max_completion_tokens=provider.max_completion_tokens,
                     ),
                     tokens_per_minute=provider.tokens_per_minute,
+                    requests_per_minute=provider.requests_per_minute,
                 ),
                 api_key=self.parts.judge_keys[provider.name],
             )
@@ -413,7 +430,7 @@ class ServiceClients:
 
     def _transport(
         self, service: str, max_concurrency: int, timeout_s: float, max_attempts: int, price: Price = FREE,
-        tokens_per_minute: float | None = None, patience_s: float | None = None,
+        patience_s: float | None = None, **rates: float | None,
     ) -> Transport:  # fmt: skip
         return Transport(
             service,
@@ -423,7 +440,7 @@ class ServiceClients:
             initial_concurrency=self.config.initial_concurrency,
             outage_patience_s=self.config.outage_patience_s if patience_s is None else patience_s,
             hedge_fraction=self.config.hedge_fraction,
-            quota=None if self.budget is None else self.budget.quota(service, price, tokens_per_minute),
+            quota=None if self.budget is None else self.budget.quota(service, price, **rates),
         )
 
     def _count(self, transports: Mapping[str, Transport]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from salesrl_trl import __version__
 from salesrl_trl.build.assembly import budget_of
 from salesrl_trl.build.checks.addresses import MEANINGLESS
 from salesrl_trl.build.checks.dataset import template_name
@@ -26,10 +25,11 @@ from salesrl_trl.data.formats import ROWS
 from salesrl_trl.data.templates import PROMPT_STYLES
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled
+from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import installed
 from salesrl_trl.names import LOG_FILE
 from salesrl_trl.types import SALES, SEARCH, SalesRow
-from salesrl_trl.wiring.banner_lines import TOGETHER, budget_text, record_line, shown, training_lines
+from salesrl_trl.wiring.banner_lines import TOGETHER, budget_text, hub_lines, record_line, shown, training_lines
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -57,8 +57,9 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *(("stage", stage) for stage in reward.reward_stages),
         ("devices", device_line(training.device, training.world_size)),
         *([("compiled", _compiled(training, config.policy_path))] if training.compiled else []),
-        ("versions", ", ".join((f"salesrl_trl {__version__}", *versions, f"Python {platform.python_version()}"))),
+        ("versions", ", ".join((f"salesrl_trl {code()}", *versions, f"Python {platform.python_version()}"))),
         record_line(training),
+        *hub_lines(training),
         ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
         *(("note", note) for note in notes),
     ]

@@ -19,6 +19,7 @@ from salesrl_trl.data.files import read_yaml
 
 GONE = "gone"  # the part of the table with the settings of earlier versions
 Given = Mapping[str, Any]  # values by the keys of the table
+_OVERLONG = "reward_model.overlong_buffer"  # of DAPO
 UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
 
 
@@ -32,6 +33,7 @@ class Name(NamedTuple):
     values: Mapping[object, object] | None = None
     by: str = "each"
     when: str = ""
+    look: tuple[object, ...] = ()
     default: object = None
 
 
@@ -56,16 +58,28 @@ def names() -> dict[str, Name]:
     }
 
 
+def plain(name: str) -> str:
+    """A name as the table would have it: without the first part, and the same for all versions of verl."""
+    name = name.lstrip("+").removeprefix("actor_rollout_ref.").removeprefix("reward.")  # of verl 0.9
+    return name.replace("reward_kwargs.overlong_buffer_cfg.", "overlong_buffer.")
+
+
+def line_of(name: str) -> Name:
+    """The line of a name that the table has. `*` in its settings is what stands for that of the table's name."""
+    key = known_as(name) or ""
+    return names()[key]._replace(here=names()[key].here.replace("*", plain(name)[key.find("*") :]))
+
+
 def known_as(name: str) -> str | None:
     """The key in the table for a name, whose first parts may be left out: `"optim.lr"`. `None` for another name."""
-    name = name.lstrip("+").removeprefix("actor_rollout_ref.").removeprefix("reward.")  # of verl 0.9
+    name = plain(name)
     ends = [name] if name in names() else [key for key in names() if key.endswith(f".{name}")]
     return ends[0] if len(ends) == 1 else next((key for key in names() if fnmatchcase(name, key)), None)
 
 
 def converted(key: str, value: object, given: Given) -> dict[str, object] | None:
     """The settings of a value that is given with others. `None` where it can't be converted."""
-    name = names()[key]
+    name = line_of(key)
     try:
         if not given.get(name.when, True):
             return {}
@@ -151,7 +165,13 @@ def _named(here: str, *values: object) -> dict[str, object]:
 def _function(here: str, value: str, given: Given) -> dict[str, object]:
     path = PurePath(value).with_suffix("")
     parts = path.parts[-1:] if path.is_absolute() or ".." in path.parts else path.parts
-    return {here: [".".join((*parts, given.get("custom_reward_function.name") or "compute_score"))]}
+    function = ".".join((*parts, given.get("custom_reward_function.name") or "compute_score"))
+    if not given.get(f"{_OVERLONG}.enable"):
+        return {here: [function]}
+    most = given.get("reward_model.reward_kwargs.max_resp_len") or given["data.max_response_length"]
+    cache = given[f"{_OVERLONG}.len"]
+    overlong = f"salesrl_trl.soft_overlong_punishment(max_completion_len={most}, soft_punish_cache={cache})"
+    return {here: [function, overlong], "reward_weights": [1.0, given.get(f"{_OVERLONG}.penalty_factor", 1.0)]}
 
 
 def _files(here: str, value: Any, given: Given) -> dict[str, object]:
@@ -169,6 +189,8 @@ CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
     "within": lambda *_: {},
     "text": lambda here, value, _: {here: str(value)},
     "positive": lambda here, value, _: {here: value} if value > 0 else {},
+    "overlong": lambda _, __, given: given["custom_reward_function.path"] and {},
+    "epochs": lambda here, value, _: {here: value} if value else {"mode": "rollouts"},
     "not_negative": lambda here, value, _: {here: max(value, 0)},
     "one_more": lambda here, value, _: {here: value + 1},
     "column": lambda here, value, _: {} if here.endswith(f".{value}") else {here: value},

@@ -115,8 +115,14 @@ class Plan(ServicesPlan):
 
     @cached_property
     def limit(self) -> LengthLimit | None:
-        """The longest prompt. Asks the vLLM server for its length, if there is one."""
+        """The longest prompt. Asks the vLLM server for its length, if there is one. Lengths of a packaged recipe that
+        the model has no positions for become shorter."""
         training, server_room = self.config.training, None
+        positions = policy_checks.positions_of(self.model_config)
+        if positions is not None:
+            self._shorten("vllm_max_model_length", positions, positions)
+            room = min(positions, training.vllm_max_model_length or positions)
+            self._shorten("max_completion_length", room - 1, room // 2)
         if training.use_vllm and training.vllm_mode == "server":
             check(
                 training.vllm_server_base_url is not None
@@ -126,7 +132,14 @@ class Plan(ServicesPlan):
             )
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
-        return prompt_limit(self.config.data, training, policy_checks.positions_of(self.model_config), server_room)
+        return prompt_limit(self.config.data, training, positions, server_room)
+
+    def _shorten(self, name: str, most: int, length: int) -> None:
+        config, was = self.config, getattr(self.config.training, name)
+        if was is not None and was > most and name not in config.given:
+            setattr(config.training, name, length)
+            config.recipe[name] = length
+            self.notes.append(f"`{name}` is {length}, and not the recipe's {was}: the model has fewer positions")
 
     @cached_property
     def train(self) -> FittingPrompts:

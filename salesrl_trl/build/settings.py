@@ -63,6 +63,7 @@ class RunConfig:
     model: "ModelConfig"
     notes: list[str] = field(default_factory=list)  # for the banner: settings that differ from the recipe
     recipe: dict[str, object] = field(default_factory=dict)  # every setting before a check changes it
+    given: set[str] = field(default_factory=set)  # names that are the user's own, and not a packaged recipe's
 
     @property
     def policy_path(self) -> str:
@@ -87,7 +88,7 @@ def parse(argv: Sequence[str], default_recipe: Path | None, refused: Refusals | 
     """
     parser = SettingsParser(all_kinds(), refused=refused)
     config = RunConfig(*parser.read(argv, default_recipe))
-    config.notes, config.recipe = parser.notes, parser.values
+    config.notes, config.recipe, config.given = parser.notes, parser.values, parser.given
     return config
 
 
@@ -132,6 +133,7 @@ class SettingsParser(TrlParser):
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
         self._given: set[str] = set()
+        self.given: set[str] = set()  # those, and the names of a recipe of the user's own
         self._presets: dict[str, dict[str, object]] = {}
         self.options_beside = set[str]()
         self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
@@ -182,6 +184,8 @@ class SettingsParser(TrlParser):
             for folder in _folders_of_code(file):
                 find_modules_in(folder)
         self._given = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
+        is_packaged = file and Path(file).resolve() in RECIPES.values()
+        self.given = self._given | (set() if is_packaged else recipe.keys())
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:
             self.set_defaults_with_config()

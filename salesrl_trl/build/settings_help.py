@@ -38,6 +38,7 @@ _HELP: dict[str, Any] = read_yaml(Path(__file__).with_name("help.yaml"))  # type
 GROUPS: dict[str, dict[str, Any]] = _HELP["groups"]
 """By the name that `--help GROUP` takes: what it is about, and its classes by dotted path."""
 FIRST: list[str] = _HELP["first"]
+OWN_TEXTS: dict[str, str] = _HELP["texts"]
 
 
 class Setting(NamedTuple):
@@ -130,7 +131,7 @@ def _settings_of(path: str, group: str) -> Iterator[Setting]:
             hint = _or_source(node.annotation, names)
             limit = TRAINING.get(name, LORA.get(name))
             expected = f"a number, {limit.text}" if limit is not None else _expected(hint)
-            yield Setting(name, group, section, text.replace("%%", "%"), shown(default), expected)
+            yield Setting(name, group, section, OWN_TEXTS.get(name, text.replace("%%", "%")), shown(default), expected)
 
 
 def _or_source(node: ast.expr | None, names: _Names) -> object:

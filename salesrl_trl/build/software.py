@@ -1,25 +1,22 @@
-"""The software of this process: the package's own files and their commit, other packages' versions, the driver.
+"""The software of this process: other packages' versions, and the driver.
 
-Owns reading them. Needs neither torch nor a GPU, and imports none of the packages.
+Owns reading them; `ground.own_code` has the package itself. Needs neither torch nor a GPU, and imports none of the
+packages.
 """
 
 import configparser
-import hashlib
 import importlib.metadata
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from salesrl_trl import __version__
+from salesrl_trl.ground.own_code import PACKAGE
 from salesrl_trl.ground.process import installed
 
-PACKAGE = Path(__file__).parents[1]  # folder of the package that this process runs
 _TOOLS = ("test", "plots")  # extras that no run needs
-_GIT_S = 10.0
 _DRIVER_S = 20.0  # most seconds that the driver may take to answer. It may hang after a fault of a card.
 _GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
 
@@ -41,16 +38,6 @@ class Package:
         return Requirement(f"{self.name}{self.wanted}").specifier.contains(self.installed, prereleases=True)
 
 
-@dataclass(frozen=True)
-class Code:
-    """The package that this process runs."""
-
-    version: str
-    digest: str  # hash of all its files. Equal digests are equal code, wherever it lies
-    commit: str | None  # the checkout's commit; `None` outside of a checkout
-    changed_files: int  # files of the checkout that differ from the commit, new ones included
-
-
 def packages() -> list[Package]:
     """The packages of setup.cfg, or of the installed package's metadata, without tools for tests and pictures."""
     setup, wanted = PACKAGE.parent / "setup.cfg", list[tuple[Requirement, str]]()
@@ -69,30 +56,6 @@ def packages() -> list[Package]:
             version = installed(requirement.name)
             named[requirement.name] = Package(requirement.name, str(requirement.specifier), version, extra)
     return [*named.values()]
-
-
-def code() -> Code:
-    """The version, the hash and the commit of the package's files."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
-    commit, changed = _commit()
-    return Code(__version__, digest.hexdigest()[:12], commit, changed)
-
-
-def _commit() -> tuple[str | None, int]:
-    if not _git("ls-files", "__init__.py"):  # an installed package may lie inside of another project's checkout
-        return None, 0
-    return _git("rev-parse", "--short=12", "HEAD"), len((_git("status", "--porcelain") or "").splitlines())
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        command = ["git", "-C", str(PACKAGE), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def recipe_imports() -> str | None:

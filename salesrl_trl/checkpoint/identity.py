@@ -23,7 +23,8 @@ from salesrl_trl.names import IDENTITY_FILE
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
 """Name of an input that is left out of a checkpoint between two generation batches, where it does not matter."""
 LOGGED_SETTINGS = (
-    "learning_rate", "lr_scheduler_type", "optim", "max_steps", "num_train_epochs", "num_generations",
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_steps", "num_train_epochs",
+    "num_generations",
     "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "loss_type", "scale_rewards",
     "beta", "branch_kl", "kl_law", "kl_estimator", "hybrid_reference_weight", "rollout_lookahead", "max_staleness",
     "refill_groups", "partial_rollouts",
@@ -94,6 +95,7 @@ def identity_of(
         UNDER_WAY: f"{args.world_size} x {args.per_device_train_batch_size}, {steps} x {iterations}",
         "weights of the model": shape,
         "weights at the start": weights,
+        "optim": args.optim if args.is_sharded else None,  # its state is in parts, and can't begin anew
     }
     return {
         "decides": {name: value for name, value in decides.items() if value is not None},

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import Identity, check_identity, write_identity
+from salesrl_trl.checkpoint.run_files import put_run_aside
 from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, find, folders, in_order, read, seal
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError, ConfigError
@@ -70,11 +71,15 @@ class Keeper:
         self.run = ""  # its id, once it has begun
         self._states: Mapping[str, Mapping[str, Any]] = {}  # of parts, as the run goes on from a checkpoint
 
-    def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object) -> str | None:
-        """A run begins, or goes on from the checkpoint that is returned; a collective. `asked` is as in `whole.find`.
-        Raises `ConfigError` if the run can't go on from it."""
+    def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object, model: str) -> str | None:
+        """A run begins, or goes on from the checkpoint that is returned; a collective. Files of another run are put
+        aside. `asked` is as in `whole.find`; `model` is the policy's folder or name. Raises `ConfigError` if the run
+        can't go on from the checkpoint, or needs a file that would move."""
         self._identity = self.identity_of(dataset)
         self._last = choose_on_all_ranks(asked, self.args, self._identity)
+        agreed(lambda: put_run_aside(self._output_dir, self._last, [model]) if self._is_main else None)
+        if self._leads_node:
+            put_run_aside(self._output_dir, self._last)  # what is left there, without a shared disk
         self.run = agreed(lambda: _run_of(self._last, self._output_dir))
         self._clear()
         self._states = {}
@@ -85,13 +90,13 @@ class Keeper:
         if self._last is not None:
             logger.info(f"going on from {self._last.name}, step {state.global_step} of {state.max_steps}")
 
-    def save(self, state: TrainerState, write: Callable[[], None]) -> None:
-        """Save a checkpoint, unless this step has one; a collective. `write` lets transformers write it into the
-        output folder of the settings, on all ranks. Raises `CheckpointError` on all ranks if one could not write its
-        part. Then the folder is not there, and the checkpoints before it are as they were."""
+    def save(self, state: TrainerState, write: Callable[[], None]) -> Path | None:
+        """Save a checkpoint, unless this step has one; a collective. Returns the folder of a new one. `write` lets
+        transformers write it into the output folder of the settings, on all ranks. Raises `CheckpointError` on all
+        ranks if one could not write its part: the folder is not there, and those before it are as they were."""
         folder = self._output_dir / f"{CHECKPOINT_FOLDERS}{state.global_step}"
         if folder == self._last:
-            return
+            return None
         fresh = self._output_dir / SAVING_FOLDER / folder.name
         self._clear()
         PartialState().wait_for_everyone()
@@ -103,6 +108,7 @@ class Keeper:
         self._last = folder
         if self._leads_node:
             self._rotate(state.best_model_checkpoint)
+        return folder
 
     def add_parts(self, folder: Path, update: int, micro_step: int, slices: Batches) -> None:
         """Write the package's own files: the KL's state, the identity, the generation batch under way, and

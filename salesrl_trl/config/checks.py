@@ -1,5 +1,6 @@
 """Checks of settings whose messages say what was got and what was expected. All classes of settings call them."""
 
+import ast
 import importlib
 import json
 import re
@@ -116,14 +117,18 @@ def find_modules_in(folder: Path) -> None:
 
 def load_object(path: str, setting: str) -> object:
     """The class or function that a dotted path names: `"my_package.my_module.MyClass"`. Its module may be in the
-    working folder. `setting` holds the path. Raises `ConfigError` if there is none."""
+    working folder. With arguments behind it, `"my_module.make(limit=3)"`, what it returns. `setting` holds the path.
+    Raises `ConfigError` if there is none."""
     find_modules_in(Path.cwd())
-    module, _, name = path.rpartition(".")
+    named, is_called, _ = path.partition("(")
+    module, _, name = named.rpartition(".")
     where = f"`{setting}` is {path!r}"
     if not module:
         raise ConfigError(f"{where}. Expected a dotted path, such as `my_package.my_module.MyClass`.")
     try:
-        return cast(object, getattr(importlib.import_module(module), name))
+        loaded = getattr(importlib.import_module(module), name)
+        if not is_called:
+            return cast(object, loaded)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{where}, and there is no module {error.name!r}. Expected one in the working folder, or one that Python "
@@ -134,3 +139,9 @@ def load_object(path: str, setting: str) -> object:
         raise ConfigError(
             f"{where}, and {module!r} has no {name!r}.{near} Expected a class or function of that module."
         ) from error
+    try:
+        call = cast(ast.Call, ast.parse(path, mode="eval").body)
+        keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
+    except (SyntaxError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(f"{where}, which does not work ({error}). Expected plain values, as in `f(a=1)`.") from error

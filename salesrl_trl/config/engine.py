@@ -91,7 +91,7 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
     options: dict[str, object] = {
         "enforce_eager": start is Start.EAGER,
         # random until the first push, which TRL always makes before the first generation
-        "load_format": "dummy" if pushes_all_weights(model, args.device.type == "cpu") else "auto",
+        "load_format": "dummy" if pushes_all_weights(model) else "auto",
         "dtype": in_training,
         # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
         "seed": args.seed * 1000 + group,

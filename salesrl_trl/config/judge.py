@@ -46,9 +46,9 @@ class JudgeProviderConfig:
     """`json_schema` enforces the verdict's schema. `text` describes it in the prompt. `auto` tries the first and falls
     back to the second."""
     temperature: NotNegative | None = 0.0
-    """Sampling temperature. `null` for models that accept none."""
+    """Sampling temperature. `null` sends none. A provider that refuses it gets none either."""
     max_completion_tokens: Count = 512
-    """Most tokens of the verdict, a reasoning model's thoughts included."""
+    """Most tokens of the verdict, a reasoning model's thoughts included. `max_tokens` in `extra_body` replaces it."""
     extra_body: dict[str, object] = field(default_factory=dict)
     """Further fields of every request, for example `{"chat_template_kwargs": {"enable_thinking": false}}`."""
     usd_per_million_prompt_tokens: NotNegative = 0.0
@@ -61,6 +61,8 @@ class JudgeProviderConfig:
     """Most US dollars of the run and its resumes, by the prices above."""
     tokens_per_minute: Count | None = None
     """Most tokens of any minute, of prompts and answers, of all processes together. Requests wait for them."""
+    requests_per_minute: Count | None = None
+    """Most requests of any minute, retries included, of all processes together. Further ones wait."""
 
     @property
     def has_price(self) -> bool:

@@ -112,7 +112,8 @@ def device_line(device: torch.device, processes: int) -> str:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         idle = "" if threads * processes >= cores else f"; OMP_NUM_THREADS={cores // processes} uses all cores"
-        return f"{several} on the CPU: {cores} cores, {threads} threads each{idle}; {pages / 2**30:.0f} GiB of memory"
+        each = f"{threads} thread{'s' * (threads > 1)} each"
+        return f"{several} on the CPU: {cores} cores, {each}{idle}; {pages / 2**30:.0f} GiB of memory"
     if device.type != "cuda":
         return f"{several} on {device.type}"
     properties = torch.cuda.get_device_properties(device)

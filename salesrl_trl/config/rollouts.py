@@ -149,14 +149,13 @@ def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool,
     return _first(reasons)
 
 
-def sampling_hints(args: SalesGRPOConfig, has_tied_head: bool) -> str:
+def sampling_hints(args: SalesGRPOConfig) -> str:
     """Possible reasons for a difference between the log-probs of vLLM and of the trainer."""
     hints = "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "
     hints += "`max_sampling_logp_difference` only hides it."
     if reshaped_sampling(args):
         hints = f"Its log-probs are of what {', '.join(reshaped_sampling(args))} leaves. {hints}"
-    tied = "The output head is tied to the embedding: on a CPU use an untied model. "
-    return tied + hints if has_tied_head else hints
+    return hints
 
 
 def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:

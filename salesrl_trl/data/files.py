@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from salesrl_trl.errors import DataError
+from salesrl_trl.ground.texts import encodable
 
 DEMO = "demo"  # name of the packaged conversations, as a dataset
 DEMO_PICTURES = "demo_pictures"
@@ -71,7 +72,7 @@ def read_file(path: Path) -> list[Placed]:
         text = path.read_text(encoding="utf-8-sig")
         if not text.lstrip().startswith("["):
             return list(read_lines(path))
-        records = json.loads(text)
+        records = encodable(json.loads(text), str(path))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, {unreadable(error)}.") from None
     except DataError:
@@ -109,7 +110,7 @@ def read_lines(path: Path) -> Iterator[Placed]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode("utf-8-sig"))
+                record = encodable(json.loads(line.decode("utf-8-sig")), f"a line of {path}")
                 fault = "" if isinstance(record, dict) else f" is a {type(record).__name__}"
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, line {number}: {unreadable(error).removeprefix('line 1, ')}.") from None

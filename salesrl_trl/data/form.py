@@ -85,8 +85,8 @@ def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | No
         if isinstance(made, LeftOut):
             left_out[made.reason] += 1
         else:
-            id_ = {"id": f"{form.name}:{made.get('id') or f'row-{position}'}"} if form.name else {}
-            records.append({**made, **id_})
+            own = f"row-{position}" if made.get("id") in (None, "") else made["id"]
+            records.append({**made, **({"id": f"{form.name}:{own}"} if form.name else {})})
             places.append((position, line))
     return Records(name=name, records=records, places=places, total=len(placed), left_out=left_out, folder=folder)
 

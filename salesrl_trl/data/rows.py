@@ -3,7 +3,8 @@
 Owns the columns of a dataset. `sources` loads the records and calls it. Refuses to know the use of a row.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from salesrl_trl.data.pictures import read_pictures
@@ -17,6 +18,7 @@ OPTIONAL_COLUMNS = (
     "branch", "id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group"
 )  # fmt: skip
 KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))  # all others go to reward functions
+TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # TRL's names for what functions get
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 
@@ -34,6 +36,12 @@ def check_columns(columns: Iterable[str], source: str, branches: Sequence[str] =
         )
 
 
+def check_not_taken(columns: Collection[str], taken: Collection[str] = TAKEN) -> None:
+    """Raise `DataError` for a column that has a name by which functions get something else."""
+    if both := {*taken} & {*columns}:
+        raise DataError(f"the rows have the column `{min(both)}`, a name that the trainer needs. Rename it.")
+
+
 def parse_row(
     record: Mapping[str, object], position: int, branches: Sequence[str], source: str, line: int | None = None,
     folder: Path | None = None, row_name: str = "row",
@@ -42,7 +50,7 @@ def parse_row(
     Without `branches` any branch is taken. Relative paths of pictures start in `folder`, or in the working directory.
     Raises `DataError` if a value is not as expected. The message has the row's place, and never its text."""
     name = record.get("id")
-    where = place(position, source, line, f"; id {name!r}" if name else "")
+    where = place(position, source, line, "" if name in (None, "") else f"; id {name!r}")
     branch = record.get("branch", (*branches, ALL)[0] if len(branches) <= 1 else None)
     if not isinstance(branch, str) or (branches and branch not in branches):
         expected = f"one of: {', '.join(branches)}" if branches else "a text"
@@ -55,7 +63,7 @@ def parse_row(
     if (
         not isinstance(documents, Sequence)
         or isinstance(documents, str)
-        or not all(isinstance(text, str) and is_unicode(text) for text in documents)
+        or not all(isinstance(text, str) for text in documents)
     ):
         raise DataError(f"{where}: `documents` is {shape(documents)}. Expected a list of texts, or nothing.")
     turns = record.get("conversation")
@@ -66,17 +74,18 @@ def parse_row(
             f"{where}: `prompt` is a text, and the row has pictures. Expected messages for a chat template."
         )
     return SalesRow(
-        row_id=f"{row_name}-{position}" if name in (None, "") else str(name),
+        row_id=_id(record, "id", where) or f"{row_name}-{position}",
         branch=branch,
         conversation=() if prompt is not None and turns is None else _conversation(turns, where),
         prompt=prompt,
-        tenant_id=str(record.get("tenant_id") or ""),
-        contact_id=str(record.get("contact_id") or ""),
-        account_id=str(record.get("account_id") or ""),
-        message_id=str(record.get("message_id") or ""),
+        tenant_id=_id(record, "tenant_id", where),
+        contact_id=_id(record, "contact_id", where),
+        account_id=_id(record, "account_id", where),
+        message_id=_id(record, "message_id", where),
         documents=tuple(documents),
         images=images,
         columns={name: value for name, value in record.items() if name not in KNOWN},
+        line=line,
     )
 
 
@@ -85,17 +94,18 @@ def place(position: int, source: str, line: int | None = None, more: str = "") -
     return f"{source}, {'' if line is None else f'line {line}, '}row {position} (counted from 0{more})"
 
 
-def is_unicode(text: str) -> bool:
-    """Whether the text can be sent and written. Half a surrogate pair, which JSON can contain, can't."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _id(record: Mapping[str, object], name: str, where: str) -> str:
+    """An id as the file writes it: `"0"`, `"false"`, `"7.0"`. Empty for a missing one, such as pandas' NaN."""
+    value = record.get(name)
+    if value is None or value != value:
+        return ""
+    if isinstance(value, Mapping | list | bytes):
+        raise DataError(f"{where}: `{name}` is {shape(value)}. Expected a text or a number.")
+    return json.dumps(value) if isinstance(value, int | float) else str(value)
 
 
 def _prompt(value: object, where: str) -> Prompt:
-    if isinstance(value, str) and value.strip() and is_unicode(value):
+    if isinstance(value, str) and value.strip():
         return value
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(f"{where}: `prompt` is {shape(value)}. Expected a text, or a list of {{role, content}}.")
@@ -103,9 +113,7 @@ def _prompt(value: object, where: str) -> Prompt:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: turn {turn} of `prompt` is {shape(message)}. Expected {{role, content}}.")
         content = message.get("content")
-        if not (isinstance(content, list) or (isinstance(content, str) and is_unicode(content))) and (
-            content is not None or not message.get("tool_calls")
-        ):
+        if not isinstance(content, list | str) and (content is not None or not message.get("tool_calls")):
             raise DataError(f"{where}: turn {turn} of `prompt` has content {shape(content)}. Expected a text.")
     return [dict(message) for message in value]
 
@@ -118,13 +126,7 @@ def _conversation(value: object, where: str) -> tuple[Message, ...]:
     for turn, message in enumerate(value):
         role = message.get("role") if isinstance(message, Mapping) else None
         content = message.get("content") if isinstance(message, Mapping) else None
-        if (
-            not isinstance(role, str)
-            or role not in ROLES
-            or not isinstance(content, str)
-            or not content.strip()
-            or not is_unicode(content)
-        ):
+        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str) or not content.strip():
             raise DataError(
                 f"{where}: turn {turn} of `conversation` has role {role!r} and content {shape(content)}. "
                 f"Expected {expected}."

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from salesrl_trl.evaluation.row_statistics import standard_error
 from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.ground.tables import number
-from salesrl_trl.names import DATASET, HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
+from salesrl_trl.names import BY_ROW, DATASET, HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, outcome_of, reward_of
 from salesrl_trl.types import Example, Outcome
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,14 @@ class HeldOut(TrainerCallback):
             return
         few = "" if scored == len(rewards) else f"; {share}"
         logger.info(f"[HeldOut@{state.global_step}] {name}{_text(figures)}{few}")
-        records = [{"step": each.step, **each.named, **each.figures} for each in self._evaluations]
+        records: list[dict[str, Any]] = [
+            {"step": each.step, **each.named, **each.figures} for each in self._evaluations
+        ]
+        seen: list[object] = []
+        for each, record in zip(self._evaluations, records, strict=True):
+            if each.named not in seen:  # the last one of a dataset is compared with its first, also after a resume
+                record[BY_ROW] = [None if math.isnan(row) else row for row in each.rows]
+            seen.append(each.named)
         path = self.output_dir / HELD_OUT_FILE
         try:
             write_whole(path, json.dumps(records, indent=2) + "\n")
@@ -114,6 +121,13 @@ class HeldOut(TrainerCallback):
         own = [each for each in self._evaluations if each.named == named]
         if len(own) > 1 and state.global_step >= state.max_steps:
             _compare(own[0], own[-1], f"held-out {dataset}".rstrip())
+
+    def ends(self) -> "list[tuple[_Evaluation, _Evaluation]]":
+        """The first and the last evaluation of each dataset."""
+        by_dataset = dict[str, list[_Evaluation]]()
+        for each in self._evaluations:
+            by_dataset.setdefault(each.named.get(DATASET, ""), []).append(each)
+        return [(own[0], own[-1]) for own in by_dataset.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +148,26 @@ def _compare(first: _Evaluation, last: _Evaluation, held_out: str) -> None:
             logger.info(f"held-out example {place}: {_plain(earlier.prompt)}")
             for when, written in zip(words, (earlier, later), strict=True):
                 logger.info(f"    {when} reward={number(written.reward, '.2f')} {_whole(written.completion)}")
+    if (text := change_in_words(first, last)) is not None:
+        logger.info(f"{held_out}{text}")
+
+
+def change_in_words(first: "_Evaluation", last: "_Evaluation") -> str | None:
+    """The change of the mean reward in words, with its standard error where the rows are known."""
     before, after = first.figures[REWARD], last.figures[REWARD]
     if before is None or after is None:
-        return
+        return None
     if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is not known
-        logger.info(f"{held_out} mean reward changed by {after - before:+.3f}")
-        return
+        return f" mean reward changed by {after - before:+.3f}"
     # Each row is compared with itself: it does not matter how much easier one is than another
     both = zip(first.rows, last.rows, strict=True)
     changes = [later - earlier for earlier, later in both if not math.isnan(later - earlier)]
     total = len(first.rows)
     if not changes:
-        logger.warning(f"{held_out}: none of {total} rows was scored both times, so that no change is known")
-        return
+        return f": none of {total} rows was scored both times, so that no change is known"
     error = "" if len(changes) < 2 else f" ± {standard_error(changes):.3f} (standard error, row by row)"
     some = "" if len(changes) == total else f", over the {len(changes)} of {total} rows that were scored both times"
-    logger.info(f"{held_out} mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}")
+    return f" mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}"
 
 
 def _read(path: Path) -> list[_Evaluation]:
@@ -159,8 +177,9 @@ def _read(path: Path) -> list[_Evaluation]:
     try:
         records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
         names = [{DATASET: str(record.pop(DATASET))} if DATASET in record else {} for record in records]
-        pairs = zip(names, records, strict=True)
-        return [_Evaluation(int(record.pop("step")), named, record, []) for named, record in pairs]
+        rows = [[math.nan if row is None else float(row) for row in record.pop(BY_ROW, ())] for record in records]
+        parts = zip(names, records, rows, strict=True)
+        return [_Evaluation(int(record.pop("step")), named, record, of_rows) for named, record, of_rows in parts]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         (aside,) = put_aside(path)
         logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")

@@ -72,9 +72,11 @@ class QuickEvaluation:
             few = scored if measured["scored"] < measured["rows"] else ""
             words.append(f"{name}={number(measured[SCORE], '.2f')}{few}")
         letters = initials(list(self.branches))
-        shown = [(own.name, own.form) for own in OWN_FIGURES if own.name != SCORE]
+        has_kl = any(values[BETA] is not None for values in self.branches.values())
+        left_out = {SCORE} if has_kl else {SCORE, "kl", BETA}
+        shown = [(own.name, own.form) for own in OWN_FIGURES] + [(BETA, ".3g")]
         given = {own.name: own.form for own in figures}
-        for figure, form in [*shown, (BETA, ".3g"), *given.items()]:
+        for figure, form in [*(each for each in shown if each[0] not in left_out), *given.items()]:
             words.append(figure.upper() if figure == "kl" else figure)
             words += [
                 f"{letters[name]}={number(values[figure], form)}"

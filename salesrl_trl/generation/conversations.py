@@ -61,11 +61,12 @@ class AskedTurns:
             self._taken = [*(turn for turn in self._taken if not turn.answer.done()), *taken]
         return taken
 
-    def drop(self, batch: object) -> None:
-        """Give up the turns of a batch."""
+    def drop(self, batch: object, place: int | None = None) -> None:
+        """Give up the turns of a batch, or of a conversation of it those that no engine has begun."""
         with self.changed:
-            dropped = [turn for turn in (*self._asked, *self._taken) if turn.batch is batch]
-            self._asked = [turn for turn in self._asked if turn.batch is not batch]
+            dropped = [turn for turn in self._asked if turn.batch is batch and place in (None, turn.place)]
+            self._asked = [turn for turn in self._asked if turn not in dropped]
+            dropped += [turn for turn in self._taken if turn.batch is batch and place is None]
         for turn in (turn for turn in dropped if not turn.answer.done()):
             turn.answer.set_exception(GivenUp())
 
@@ -109,18 +110,21 @@ class Conversations(Generic[T]):
         Thread(target=self._run, args=arguments, name="conversation", daemon=True).start()
 
     def _run(self, place: int, first: Turn, ask: Ask) -> None:
+        error, result, is_over = None, None, False
+
         def asked(place: int, ids: list[int]) -> Turn:
-            if self.is_given_up:
+            if self.is_given_up or is_over:
                 raise GivenUp
             return ask(place, ids)
 
-        error, result = None, None
         try:
             result = self._talk(place, first, asked)
         except GivenUp:
             pass
         except BaseException as raised:  # raised by `results`
             error = raised
+        is_over = True
+        self.turns.drop(self, place)  # an agent has left requests open
         with self.turns.changed:
             self._results[place], self._error = result, self._error or error
             self._under_way -= 1

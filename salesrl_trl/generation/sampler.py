@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from trl.trainer.utils import pad
 
 from salesrl_trl.generation.partial import PartialRequests
 from salesrl_trl.generation.requests import Requests
-from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import SERVER_TRACK, Phase
 from salesrl_trl.recording.completion_record import Call
 from salesrl_trl.timing import Span
+
+if TYPE_CHECKING:
+    from salesrl_trl.generation.vllm import SalesVLLMGeneration  # takes seconds: TRL's brings all of vLLM
 
 
 class Finished(Protocol):
@@ -245,7 +247,7 @@ class WholeBatch:
     may call tools: each goes through its turns by itself (`generation.conversations`), and is reported at its end."""
 
     def __init__(
-        self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, converse: Converse | None = None
+        self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", converse: Converse | None = None
     ) -> None:
         self._generate, self._owner, self._converse = generate, owner, converse
 
@@ -256,7 +258,7 @@ class WholeBatch:
 
     @contextlib.contextmanager
     def greedily(self) -> Iterator[None]:
-        if not isinstance(self._owner, SalesVLLMGeneration):
+        if isinstance(self._owner, GenerationConfig):
             with contextlib.ExitStack() as stack:
                 for name in SAMPLING_FLAGS & vars(self._owner).keys():  # transformers warns about each that is set
                     stack.enter_context(patched(self._owner, name, None))
@@ -272,9 +274,9 @@ class Streamed(WholeBatch):
     """vLLM: each completion is reported when it is finished. `ask` is that of a server, which generates while the
     trainer trains, or of an engine that leaves completions unfinished meanwhile."""
 
-    _owner: SalesVLLMGeneration
+    _owner: "SalesVLLMGeneration"
 
-    def __init__(self, generate: Generate, owner: SalesVLLMGeneration | GenerationConfig, ask: Ask | None) -> None:
+    def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", ask: Ask | None) -> None:
         super().__init__(generate, owner)
         self._ask = ask
 

@@ -121,6 +121,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         worker = self.llm.llm_engine.model_executor.driver_worker
         worker = getattr(worker, "worker", worker)
+        pack_tied_weights_again(worker.model_runner.model)
         worker.reload_weights(weights_iterator=self._iter_named_params())
         self.llm.reset_prefix_cache()
         self._forget_pictures()
@@ -411,27 +412,29 @@ def vllm_engine_options(options: Callable[[], Mapping[str, object]]) -> Iterator
         yield
 
 
-def has_tied_head(model: PreTrainedModel) -> bool:
-    """Whether the output head shares the input embedding's weights. On `reload_weights`, vLLM's CPU backend leaves
-    such a head at its initial values, so that every completion is noise (vLLM 0.31: log-probs were off by 2.02,
-    against 0.002)."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return head is not None and embedding is not None and head.weight is embedding.weight
+def pack_tied_weights_again(model: torch.nn.Module) -> None:
+    """Have vLLM's next reload pack a tied output head. For a CPU vLLM keeps a packed copy of each layer's weight, and
+    a reload packs the layers whose weights come. A tied head's weight comes for the embedding alone, so its copy would
+    be of the weights before (vLLM 0.31: log-probs were off by 2 nats). A layer that waits for none is packed last."""
+    owners: dict[int, torch.nn.Module] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and owners.setdefault(id(weight), layer) is not layer and hasattr(layer, "cpu_linear"):
+            from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+            get_layerwise_info(layer).load_numel_total = 0
 
 
-def pushes_all_weights(model: PreTrainedModel, on_cpu: bool) -> bool:
-    """Whether the trainer's push sets every weight of a colocated engine. On a CPU a tied head is not set. TRL
-    pushes parameters, so saved buffers, such as a router's bias, stay the engine's. A quantised engine quantises
-    while it reads. A vision tower over random weights stays wrong: of a Qwen2.5-VL on a CPU, log-probs were off by
-    0.72 nats."""
+def pushes_all_weights(model: PreTrainedModel) -> bool:
+    """Whether the trainer's push sets every weight of a colocated engine. TRL pushes parameters, so saved buffers,
+    such as a router's bias, stay the engine's. A quantised engine quantises while it reads. A vision tower over random
+    weights stays wrong: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    is_whole = parameters.issuperset(model.state_dict())
-    if (
-        getattr(model, "is_quantized", False)
-        or getattr(getattr(model, "config", None), "vision_config", None) is not None
-    ):
-        return False
-    return is_whole and not (on_cpu and has_tied_head(model))
+    return (
+        parameters.issuperset(model.state_dict())
+        and not getattr(model, "is_quantized", False)
+        and getattr(getattr(model, "config", None), "vision_config", None) is None
+    )
 
 
 def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:

@@ -7,23 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from accelerate import PartialState
-from accelerate.logging import get_logger
 from transformers import TrainerState
 
 from salesrl_trl import __version__
 from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.recording.reader import as_json, record_files, run_of
+from salesrl_trl.recording.reader import as_json, record_files
 from salesrl_trl.recording.schema import rank_of, record_file
 from salesrl_trl.recording.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import completion_text, conversation_of
 from salesrl_trl.reward.replay import recorded_name
+from salesrl_trl.rollout.groups import AT_ONCE
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.types import Outcome
 from salesrl_trl.wiring.part import Part, PartContext
-
-logger = get_logger(__name__)
 
 
 class RecorderPart(Part):
@@ -51,18 +49,15 @@ class RecorderPart(Part):
         if self._recorder is not None:
             self._recorder.close()
 
-    fail = close
+    end_run = close
 
 
 def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None, run: str) -> Recorder:
     """The recorder of this rank. Its file holds the weight of each of several functions. The record goes on where the
-    checkpoint `resumed` lies in its folder and is of the same `run`; another run's is kept beside."""
+    checkpoint `resumed` lies in its folder; that of another `run` is kept beside."""
     folder, after = Path(args.output_dir), None
     if resumed is not None and Path(resumed).resolve().parent == folder.resolve():
-        if run_of(record_file(folder, 0)) in (None, run):
-            after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
-        else:
-            logger.warning(f"{resumed} is of another run than the record in {folder}, which is kept beside a new one")
+        after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
     gib, clean = args.parsed_record()
     gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= args.world_size]
     return Recorder(
@@ -87,6 +82,7 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
     assert rollout.result is not None
     first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
+    order = AT_ONCE if rollout.groups is None or not rollout.is_in_parts else rollout.groups.order
     sampled, records = rollout.sampled, [stages.own_record for stages in scores.stages]
     ids = None if sampled is None else sampled.completion_ids
     if sampled is not None and sampled.calls:  # before those of the reward
@@ -130,4 +126,5 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
         entries=entries,
         advantages=numbers,
         calls=rollout.result.report.calls,
+        order=order if rollout.is_trained_on else None,
     )

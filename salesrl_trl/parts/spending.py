@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import BUDGET_CALLS, BUDGET_FORECAST, BUDGET_USD
 from salesrl_trl.reward.service.budget import Account, read_account, reported
+from salesrl_trl.telemetry.step_lines import calls_and_usd
 from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,10 @@ class Spending(Part):
             used = [(account.used(limit), first.used(limit), limit.most) for limit in self._limits]
             figures[BUDGET_FORECAST] = max((now + (now - then) * to_come) / most for now, then, most in used)
         return figures
+
+    def in_words(self) -> str:
+        total = self.account().total()
+        return calls_and_usd(total.calls, total.usd)
 
     def reported(self) -> str:
         account = self.account()

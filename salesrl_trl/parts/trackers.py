@@ -21,5 +21,8 @@ class TrackersPart(ScalarLayout, Part):
         unique = bool(args.log_unique_prompts)
         self._trackers.log_table(Path(args.output_dir), mode, step, unique_prompts=unique)
 
+    def end_run(self) -> None:
+        self._trackers.close_files()
+
     def close(self) -> None:
         self._trackers.close()

@@ -249,9 +249,12 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     targets, planned, has_load = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, config, findings)
+        loads = await put_loads(targets, config) if has_load else {}
+        for client in judge.providers.values() if isinstance(judge, JudgeClient) else ():
+            for line in client.form.learnt:
+                findings.note(f"{line[0].upper()}{line[1:]}.")
         if not has_load:
             return
-        loads = await put_loads(targets, config)
         scored: dict[str, list[tuple[JudgedSample, float]]] = {}
         hopeless = all(_too_few(load, plan) for load in loads.values())
         for name, load in loads.items():

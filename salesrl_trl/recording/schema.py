@@ -11,7 +11,8 @@ its meaning within a version.
   tool that a conversation called: `tool_` and its name, its arguments, its result, and the turn as the path.
 - `texts`: what is long or repeats: prompts, answers, the content of calls. Each once, as zlib-compressed UTF-8.
 - `meta`: facts of the run. `run` is its id, the same in the files of all ranks, and after a resume too. `weights` is a
-  JSON object: the weight of each of several reward functions.
+  JSON object: the weight of each of several reward functions. `order ID`, of the training batch whose first completion
+  has this id, is a `rollout.groups.Order` as a JSON list.
 """
 
 import re

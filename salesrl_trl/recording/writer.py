@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from salesrl_trl.ground.process import is_locked, make_private, put_aside
 from salesrl_trl.ground.surroundings import enter, here
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.recording.reader import as_json, digest, digest_of, run_of
@@ -69,6 +70,7 @@ class Batch:
     entries: Sequence[Entry]
     advantages: Callable[[], Sequence[float | None]]  # by place. Called on the writer's thread: it may wait for a GPU.
     calls: Sequence[Call] = ()  # calls that belong to no completion
+    order: object = None  # a JSON value: in which order its parts were trained on, for a replay
     time: float = field(default_factory=time.time)
 
 
@@ -216,6 +218,9 @@ class Recorder:
             file.execute("BEGIN IMMEDIATE")
             if not self._was_evaluated and batch.mode == "eval":  # the last step may be evaluated again
                 drop(file, "mode = 'eval' AND step >= ?", batch.step)
+            if batch.order is not None:
+                first = "(SELECT coalesce(max(id), 0) + 1 FROM completions)"
+                file.execute(f"INSERT OR REPLACE INTO meta VALUES ('order ' || {first}, ?)", [as_json(batch.order)])
             for entry in batch.entries:
                 add(partial(self._add, file, batch, entry, advantages[entry.place]))
             for call in batch.calls:
@@ -378,13 +383,15 @@ def _used_bytes(file: sqlite3.Connection) -> int:
 def insert(file: sqlite3.Connection, table: str, values: Mapping[str, object]) -> int:
     """Add a row, by the names of its columns. Returns its number."""
     names, places = ", ".join(values), ", ".join("?" * len(values))
-    number = file.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", [*values.values()]).lastrowid
+    given = encodable([*values.values()], "a text for the record")
+    number = file.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", given).lastrowid
     assert number is not None
     return number
 
 
 def add_text(file: sqlite3.Connection, text: str) -> int:
     """The number of a text, which is added where it is not there."""
+    text = encodable(text, "a text for the record")
     key = digest(text)
     row = file.execute("SELECT id FROM texts WHERE digest = ?", (key,)).fetchone()
     return int(row[0]) if row else insert(file, "texts", {"digest": key, "body": zlib.compress(text.encode(), 1)})

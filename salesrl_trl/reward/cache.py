@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import sqlite3
 import time
 import zlib
@@ -34,6 +35,7 @@ LOOK_UP_TIMEOUT_S = 1.0  # longest wait for a disk that does not answer. Until i
 LAST_WRITE_TIMEOUT_S = 5.0  # longest wait for a locked file, or a slow disk, at the end
 LOCK_TIMEOUT_S = 0.1  # longest wait for another process that writes to the file. A commit takes milliseconds.
 LOCK_PAUSE_S = 1.0  # seconds for which a locked file counts as empty, without another look at it
+FAULT_PAUSE_S = 60.0  # the same for a file that can't be used for another reason, such as a full disk
 CHANGE_ATTEMPTS = 20  # attempts at a change that can't wait, while another process locks the file
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
@@ -60,7 +62,8 @@ class _LoopWork:
 class AnswerStore:
     """JSON values by key, in a file or, without one, in memory: the latest `most` of them.
 
-    A file that can't be read or written counts as empty, which is logged once. No call fails because of it.
+    A file that can't be read or written counts as empty, which is logged once, and is tried again later. No call fails
+    because of it, and none waits for another process that locks it.
     """
 
     def __init__(self, path: Path | None = None, *, most: int = MAX_IN_MEMORY) -> None:
@@ -70,13 +73,23 @@ class AnswerStore:
         self._work: PerLoop[_LoopWork] = PerLoop(_LoopWork)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
         self._connection: sqlite3.Connection | None = None
-        self._is_readable = self._is_writable = path is not None
-        self._locked_until = 0.0
+        # until when the file counts as empty, and until when nothing is written to it, by `time.monotonic`
+        self._unreadable_until = self._unwritable_until = math.inf if path is None else 0.0
         self._late: Future[list[tuple[str, ...]] | Exception] | None = None  # a look-up that has not answered in time
-        self._lock_logged = False
+        self._is_stale = False  # whether the connection had a fault: the file may be another one the next time
+        self._logged: set[str] = set()  # faults that were logged
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(AnswerStore, most=self._most), (self.path,)
+
+    @property
+    def _is_readable(self) -> bool:
+        is_late = self._late is not None and not self._late.done()
+        return not is_late and time.monotonic() >= self._unreadable_until
+
+    @property
+    def _is_writable(self) -> bool:
+        return time.monotonic() >= self._unwritable_until
 
     async def get(self, key: str) -> object:
         """The value, or `None`. Waits at most `LOOK_UP_TIMEOUT_S` for the disk."""
@@ -107,11 +120,13 @@ class AnswerStore:
                 work.writing = asyncio.ensure_future(self._write(WRITE_AFTER_S))
 
     async def get_or_put(self, key: str, value: object) -> object:
-        """The value in the file. If it has none, `value` is put there; of several processes, the first one's stays."""
+        """The value in the file. If it has none, or a damaged one, `value` is put there; of several processes, the
+        first one's stays. `None` if the file can't be used now."""
         known = await self.get(key)
-        stored = _with_checksum(key, value)
-        if known is None and await self._change("INSERT OR IGNORE INTO answers VALUES (?, ?)", key, stored):
-            known = await self.get(key)
+        for conflict in ("IGNORE", "REPLACE"):
+            if known is None and self._is_readable:
+                await self._run(f"INSERT OR {conflict} INTO answers VALUES (?, ?)", key, _with_checksum(key, value))
+                known = await self.get(key)
         return known
 
     async def replace(self, key: str, old: object, new: object) -> bool:
@@ -167,9 +182,6 @@ class AnswerStore:
         is_look_up = statement.startswith("SELECT")
         if not (self._is_readable if is_look_up else self._is_writable):
             return None
-        is_late = self._late is not None and not self._late.done()
-        if is_look_up and (is_late or time.monotonic() < self._locked_until):
-            return None
         submitted = self._thread.submit(self._execute, statement, values)
         waiting = asyncio.wrap_future(submitted)
         await asyncio.wait({waiting}, timeout=LOOK_UP_TIMEOUT_S if is_look_up else None)
@@ -180,35 +192,41 @@ class AnswerStore:
         if isinstance(result, Exception):
             self._note(result, is_look_up)
             return None
-        self._locked_until = 0.0
         return result
 
     def _note(self, error: Exception, is_look_up: bool) -> None:
-        """Decide what the file may still be used for. Log it once."""
+        """Decide how long the file is not used, and for what. Log each fault once."""
+        until = time.monotonic() + (LOCK_PAUSE_S if is_locked(error) else FAULT_PAUSE_S)
         if is_locked(error):
-            self._locked_until = time.monotonic() + LOCK_PAUSE_S
-            if not self._lock_logged:
-                self._lock_logged = True
-                logger.warning(f"the cache {self.path} is locked by another process: it counts as empty while it is")
+            self._unreadable_until = until
+            fault = "is locked by another process: it counts as empty while it is"
         elif is_look_up or self._connection is None:
-            self._is_readable = self._is_writable = False
-            logger.warning(
-                f"the cache {self.path} is left aside: {error}. Answers are kept in memory only. Delete the file, or "
-                "see to its folder."
+            self._unreadable_until = self._unwritable_until = until
+            fault = (
+                f"is left aside: {error}. Answers are kept in memory; it is tried again every {FAULT_PAUSE_S:g} s. "
+                "Delete it, or see to its folder."
             )
-        elif self._is_writable:
-            self._is_writable = False
-            logger.warning(
-                f"the cache {self.path} can't be written: {error}. The run goes on: what is in the file is read, new "
-                "answers are kept in memory only. See to the disk's free space and the folder's permissions."
+        else:
+            self._unwritable_until = until
+            fault = (
+                f"can't be written: {error}. The run goes on: what is in the file is read, new answers are kept in "
+                f"memory. The file is tried again every {FAULT_PAUSE_S:g} s. See to the disk's free space and the "
+                "folder's permissions."
             )
+        if fault not in self._logged:
+            self._logged.add(fault)
+            logger.warning(f"the cache {self.path} {fault}")
+        self._is_stale = not is_locked(error)
 
     # On the file's thread
 
     def _execute(self, statement: str, values: tuple[str, ...]) -> list[tuple[str, ...]] | Exception:
         try:
+            if self._is_stale and self._connection is not None:
+                self._connection.close()
+                self._connection = None
             if self._connection is None:
-                self._connection = self._connect()
+                self._connection, self._is_stale = self._connect(), False
             return self._connection.execute(statement, values).fetchall()
         except (sqlite3.Error, OSError) as error:
             return error
@@ -218,6 +236,7 @@ class AnswerStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         make_private(self.path)
         connection = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection.text_factory = lambda stored: stored.decode(errors="replace")  # its checksum tells the damage
         try:
             connection.execute(_SCHEMA)
         except sqlite3.Error:
@@ -231,8 +250,10 @@ def _with_checksum(key: str, value: object) -> str:
     return f"{zlib.crc32(f'{key} {text}'.encode()):08x} {text}"
 
 
-def _without_checksum(key: str, stored: str) -> object:
-    """The value; `None` if it is another one than was written."""
+def _without_checksum(key: str, stored: object) -> object:
+    """The value; `None` if it is another one than was written, such as a BLOB."""
+    if not isinstance(stored, str):
+        return None
     try:
         value: object = json.loads(stored.partition(" ")[2])
     except (ValueError, RecursionError):

@@ -149,7 +149,6 @@ class SalesReward(JudgeReward):
     async def aclose(self) -> None:
         await self._answers.aclose()
         await super().aclose()
-        await self._references.aclose()
 
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **super()._transports()}

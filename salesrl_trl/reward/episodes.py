@@ -15,9 +15,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, overload
-
-import openai
+from typing import TYPE_CHECKING, Any, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.generation.conversations import GivenUp
@@ -28,6 +26,10 @@ from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import Outcome, Reward
 
+if TYPE_CHECKING:
+    import openai
+
+NO_ROOM = "no_room"  # end of the reason code of an episode whose sequence was full
 PLAYED = "episode_reward"  # column of a row: the reward of the episode that was played with it, as `kept` has it
 
 
@@ -47,6 +49,8 @@ class Episode(RewardFunction):
 
     async def play(self, address: str, key: str, row: Mapping[str, object]) -> Reward:
         """Play one episode, over the endpoint at an address. What the function raises leaves it without a number."""
+        import openai  # takes half a second, which no run without episodes needs
+
         if self._client is None:  # by no proxy, and without an end: a turn may wait for a step of training
             http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
             options: Any = {"http_client": http, "timeout": None, "max_retries": 0}
@@ -68,6 +72,11 @@ class Episode(RewardFunction):
     def without_number(self, what: str, words: str) -> Reward:
         """The reward of an episode that counts for nothing, with its reason code."""
         return self._unscored(f"{self.code}_{what}", f"{self.__name__} {words}")
+
+    def named_full(self, reward: Reward) -> Reward:
+        """The reward of an episode whose last request found no room for a turn: one that failed at it says so."""
+        failed_at_it = f"{reward.reason}".startswith((f"{self.code}_http_400", f"{self.code}_raised_"))
+        return self.without_number(NO_ROOM, "has asked for a turn without room") if failed_at_it else reward
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         played = sample.row.get(PLAYED)
@@ -113,7 +122,7 @@ class Playing:
 
 def kept(reward: Reward) -> dict[str, Any]:
     """A reward in values of Python's own, which a checkpoint may hold."""
-    parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics")}
+    parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics", "breach")}
     plain: dict[str, Any] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
     return plain
 

@@ -17,6 +17,7 @@ from salesrl_trl.names import (
     JUDGE_SECONDS,
     JUDGED_SINGLY,
     LENGTH_CORRELATION,
+    OVERLOAD_SHARE,
     POSITION_GAP,
     REFERENCE_MISSING,
     REWARD_SECONDS,
@@ -132,7 +133,7 @@ class RewardFigures:
             "component": components,
             "provider": names.providers,
             "service": names.services,
-            "count": (*TRAFFIC, "slots"),
+            "count": (*TRAFFIC, "slots", OVERLOAD_SHARE),
             "figure": (),  # of quick evaluations, where there are some
         }
         """What the words in braces of `names.FIGURES` stand for."""
@@ -218,5 +219,9 @@ class RewardFigures:
         for name, value in zip((REWARD_SECONDS, JUDGE_SECONDS), slowest, strict=True):
             aggregates.add(name, value, 1)
         bias.add(bias_columns.sum(dim=0).tolist())
-        for name, value in zip(self._counts, counts.sum(dim=0).tolist(), strict=True):
+        sums = dict(zip(self._counts, counts.sum(dim=0).tolist(), strict=True))
+        for name, value in sums.items():
             aggregates.add(name, value, 1)
+        for service in self.words["service"]:
+            turned_away, sent = (sums[traffic_of(service, kind)] for kind in ("overloads", "sent"))
+            aggregates.add(traffic_of(service, OVERLOAD_SHARE), turned_away, sent)

@@ -17,6 +17,7 @@ functions make one reward (`mixed`). `reward_funcs` calls it.
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import itertools
@@ -24,12 +25,12 @@ import math
 import pickle
 import re
 import sys
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample, completion_text
@@ -49,6 +50,10 @@ Function = Callable[..., Any]
 
 MOST_CALLS = 1024  # calls in flight of a function without a transport of its own
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
+BREACHES = ("signature", "no_list", "wrong_length", "no_number")
+"""Ends of codes of a function whose own code is wrong, whatever it scores."""
+_ARGUMENTS = re.compile(r"missing \d+ required|unexpected keyword arg|positional arguments? but|multiple values for")
+"""In a `TypeError` about the arguments of a call."""
 
 
 class RewardFunction(Scorer):
@@ -80,23 +85,23 @@ class RewardFunction(Scorer):
         transport: Transport | None = None,
     ) -> None:  # fmt: skip
         super().__init__(deadline_s)
+        named, self._takes_all = _arguments_of(function)
+        inner = function
+        if per is Per.COMPLETION and named.keys() >= VERLS_OWN:
+            further = {name: is_needed for name, is_needed in named.items() if name not in VERLS}
+            function = VerlFunction(function, VERLS if self._takes_all else VERLS & named.keys())
+            named, self._takes_all = {**VERLS_ROW, **further}, False
         self._function = function
         self._per = per
-        inner = function
         while isinstance(inner, functools.partial):
             inner = inner.func
         functools.update_wrapper(self, inner, updated=())
         self.__name__: str = getattr(inner, "__name__", type(inner).__name__)
         self._is_async = any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
-        parameters = inspect.signature(function).parameters.values()
-        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = [
-            parameter
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        ]
-        self._named = frozenset(parameter.name for parameter in named)
-        self._needed = frozenset(parameter.name for parameter in named if parameter.default is parameter.empty)
+        body = getattr(inspect.unwrap(inner), "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+        self._place = "a function of your own" if body is None else f"at {body.co_filename}:{body.co_firstlineno}"
+        self._named = frozenset(named)
+        self._needed = frozenset(name for name, is_needed in named.items() if is_needed)
         code = re.sub(r"\W+", "_", self.__name__.lower()).strip("_") or "reward"
         self._transport = transport or Transport(
             code,
@@ -126,8 +131,6 @@ class RewardFunction(Scorer):
     @property
     def names(self) -> RewardNames:
         columns, of_trl = self._needed - {*ARGUMENTS[self._per]}, self._needed & {*TRL_ARGUMENTS}
-        code = getattr(inspect.unwrap(self._function), "__code__", None)
-        place = "" if code is None else f"at {code.co_filename}:{code.co_firstlineno}"
         return RewardNames(
             functions={self.own_name: self.own_name},
             together=self._per,
@@ -136,7 +139,7 @@ class RewardFunction(Scorer):
             needs=(Needs(function=self.__name__, per=self._per, columns=columns, of_trl=of_trl),),
             stages=() if self.code in tuple(Stage) else (self.code,),
             services=(self.code,),
-            places={self.code: "a function of your own" if code is None else place},
+            places={self.code: self._place},
         )
 
     async def drain(self) -> BatchReport:
@@ -189,11 +192,14 @@ class RewardFunction(Scorer):
             "log_metric": lambda name, value: metrics.append((name, float(value))),
         }
         named = {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
+        if lacking := sorted(self._needed - named.keys()):
+            raise self._refused("signature", f"nothing, as nothing gives it {', '.join(lacking)}")
         returned = await self._returned(named, len(samples))
         # 2. Read what it returned, one reward for each completion.
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
         rewards = [self._reward(value) for value in returned]
         # 3. Add what it logged.
+        columns, metrics = encodable((columns, metrics), f"what the reward function {self.__name__} logged")
         for name, values in columns.items():
             if len(values) != len(samples):
                 self.faults.log_once(
@@ -208,12 +214,20 @@ class RewardFunction(Scorer):
         return rewards
 
     async def _returned(self, arguments: Mapping[str, Any], count: int) -> Any:
-        """What the function returns for so many completions. Of whatever it raises, a `ServiceError`."""
+        """What the function returns for so many completions. It may write into its arguments, which are copies. Of
+        whatever it raises, a `ServiceError`."""
+        arguments = _copied(arguments)
         try:
             if self._is_async:
-                return self._collected(await self._function(**arguments), count)
-            call = THREADS.submit(lambda: self._collected(self._function(**arguments), count))
-            return await asyncio.wrap_future(call)
+                returned = self._function(**arguments)
+            else:
+                call = THREADS.submit(lambda: self._collected(self._function(**arguments), count))
+                returned = await asyncio.wrap_future(call)
+            if inspect.isawaitable(returned):  # also of a plain function around an async one
+                returned = self._collected(await returned, count)
+            if isinstance(returned, AsyncIterable) and self._per is not Per.COMPLETION:
+                returned = [value async for value in returned]
+            return returned
         except ServiceError:
             raise
         except HeldUp as error:
@@ -226,6 +240,8 @@ class RewardFunction(Scorer):
                 raise known from error
             raised = type(error).__name__
             text, code = f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
+            if isinstance(error, TypeError) and _ARGUMENTS.search(str(error)):
+                text, code = f"{text}, where arguments do not fit.", f"{self.code}_signature"
             failed = FunctionError(text, code)
             failed.worth_retrying = True
             raise failed from error
@@ -251,7 +267,7 @@ class RewardFunction(Scorer):
 
     def _collected(self, returned: Any, count: int) -> Any:
         """What a function returned; of a generator, which runs its code now, the rewards."""
-        is_lazy = isinstance(returned, Iterable) and not isinstance(returned, Sized)
+        is_lazy = isinstance(returned, Iterable) and not isinstance(returned, Sized | Awaitable)
         return list(itertools.islice(returned, count + 1)) if is_lazy and self._per is not Per.COMPLETION else returned
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
@@ -266,19 +282,22 @@ class RewardFunction(Scorer):
         if value is None:
             return self._unscored(NOT_APPLICABLE, f"{self.__name__} returned None")
         if isinstance(value, Reward):
-            is_code = value.reason not in RESERVED_REASONS and _CODE.fullmatch(value.reason)
-            if value.value is None and not is_code:
-                return replace(value, reason=f"{self.code}_missing")  # a text may quote a customer
-            parts = {f"{self.__name__}/{name}": part for name, part in value.components.items() if part is not None}
-            reason = {f"{self.__name__}/reason": value.reason} if value.reason else {}
+            texts = {name: getattr(value, name) for name in ("reason", "components", "columns", "metrics")}
+            given: Reward = replace(value, **encodable(texts, f"what the reward function {self.__name__} returned"))
+            is_code = given.reason not in RESERVED_REASONS and _CODE.fullmatch(given.reason)
+            if given.value is None and not is_code:
+                return replace(given, reason=f"{self.code}_missing")  # a text may quote a customer
+            parts = {f"{self.__name__}/{name}": part for name, part in given.components.items() if part is not None}
+            reason = {f"{self.__name__}/reason": given.reason} if given.reason else {}
             metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
-            code = value.reason if is_code or value.outcome is Outcome.OK else f"{self.code}_invalid"
-            return replace(value, reason=code, columns={**parts, **reason}, metrics=metrics)
-        expected = "for a completion. Expected a number, None or a Reward"
-        try:
-            number = None if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
-            number = None
+            code = given.reason if is_code or given.outcome is Outcome.OK else f"{self.code}_invalid"
+            return replace(given, reason=code, columns={**parts, **reason}, metrics=metrics)
+        if isinstance(value, Mapping) and isinstance(self._function, VerlFunction) and "score" in value:
+            reward = self._reward(value["score"])
+            numbers = {str(name): _number(part) for name, part in value.items() if name != "score"}
+            parts = {name: part for name, part in numbers.items() if part is not None and abs(part) <= LARGEST_REWARD}
+            return reward if reward.value is None else self._reward(replace(reward, components=parts))
+        number, expected = _number(value), "for a completion. Expected a number, None or a Reward"
         if number is None:
             refused = self._refused("no_number", f"a {type(value).__name__} {expected}")
         elif not abs(number) <= LARGEST_REWARD:  # NaN too
@@ -289,35 +308,69 @@ class RewardFunction(Scorer):
 
     def _unscored(self, code: str, words: str) -> Reward:
         """No number, for a reason: its code for figures, its words for the record and TRL's table."""
-        return replace(missing(Outcome.INFRA, code), columns={f"{self.__name__}/reason": words})
+        breach = words if code.removeprefix(f"{self.code}_") in BREACHES else ""
+        return replace(missing(Outcome.INFRA, code), columns={f"{self.__name__}/reason": words}, breach=breach)
 
     def _refused(self, code: str, what: str) -> FunctionError:
         """An error about what the function returned, which is logged once."""
         self.faults.log_once(f"the reward function {self.__name__} returned {what}; such completions are missing")
-        return FunctionError(f"{self.__name__} returned {what}.", f"{self.code}_{code}")
+        return FunctionError(f"{self.__name__} ({self._place}) returned {what}.", f"{self.code}_{code}")
+
+
+VERLS = {"data_source", "solution_str", "ground_truth", "extra_info"}
+VERLS_OWN = {"solution_str", "ground_truth"}  # among these, the arguments by which such a function is known
+VERLS_ROW = {"completion": True, "reward_model": True, "data_source": False, "extra_info": False}
+"""What is read of a completion and its row for them, and whether it has to be there."""
 
 
 class VerlFunction:
     """A function of verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, for one
-    completion. Its number, or `score` of what it returns, is the reward; other numbers of it are parts."""
+    completion: `asked` of verl's arguments, and further ones as any function. Its number, or `score` of what it
+    returns, is the reward; other numbers of it are parts."""
 
-    def __init__(self, function: Function) -> None:
-        self._function = function
-        self.__name__: str = function.__name__
+    def __init__(self, function: Function, asked: set[str]) -> None:
+        self._function, self._asked = function, asked
 
     def __call__(
         self, completion: Any, reward_model: Mapping[str, Any], data_source: str = "",
-        extra_info: Mapping[str, Any] | None = None,
+        extra_info: Mapping[str, Any] | None = None, **further: Any,
     ) -> Any:  # fmt: skip
-        arguments = {"ground_truth": reward_model["ground_truth"], "extra_info": dict(extra_info or {})}
-        text = completion_text(completion)
-        returned = self._function(data_source=data_source, solution_str=text, **arguments)
-        if not isinstance(returned, Mapping):
-            return returned
-        numbers = {str(name): part for name, part in returned.items() if isinstance(part, int | float)}
-        numbers.pop("score", None)
-        parts = {name: float(part) for name, part in numbers.items() if abs(part) <= LARGEST_REWARD}  # no NaN
-        return Reward(outcome=Outcome.OK, value=float(returned["score"]), components=parts)
+        given: dict[str, Any] = {"data_source": data_source, "solution_str": completion_text(completion)}
+        given |= {"ground_truth": reward_model["ground_truth"], "extra_info": dict(extra_info or {})}
+        return self._function(**{name: given[name] for name in self._asked}, **further)
+
+
+def _arguments_of(function: Function) -> tuple[dict[str, bool], bool]:
+    """The arguments that a function takes by name, with whether it needs each, and whether it takes all others. Raises
+    `ConfigError` where it takes them by position alone."""
+    every = inspect.signature(function).parameters.values()
+    by_name = [each for each in every if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in every)
+    unnamed = [str(each) for each in every if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
+    if unnamed := unnamed or [str(each) for each in every if not (by_name or takes_all)]:
+        raise ConfigError(
+            f"the reward function {getattr(function, '__name__', function)!r} takes {', '.join(unnamed)} by position "
+            "alone. Expected arguments that it takes by name, or `**kwargs`."
+        )
+    return {each.name: each.default is each.empty for each in by_name}, takes_all
+
+
+def _number(value: Any) -> float | None:
+    """What a function returned as a number; `None` for what is none."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
+        return None
+
+
+def _copied(value: Any) -> Any:
+    """A copy down to texts, numbers, and objects such as pictures, which are the same ones."""
+    if isinstance(value, Mapping):
+        return {name: _copied(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_copied(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return copy.deepcopy(value) if hasattr(value, "__array__") else value  # numpy's and torch's can be written into
 
 
 def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
@@ -335,10 +388,6 @@ def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
 
 def reward_of(function: object) -> Scorer:
     """The reward of a function, or a reward as it is. Raises `ConfigError` for anything else."""
-    if isinstance(function, types.FunctionType) and {"solution_str", "ground_truth"} <= {
-        *inspect.signature(function).parameters
-    }:
-        return RewardFunction(VerlFunction(function), Per.COMPLETION)
     if isinstance(function, Scorer):
         return function
     if not callable(function):
@@ -346,7 +395,8 @@ def reward_of(function: object) -> Scorer:
             f"a reward function is of type {type(function).__name__}. Expected a function, a reward model or its id, "
             "or a `SalesReward`."
         )
-    return RewardFunction(function)
+    is_verls = inspect.signature(function).parameters.keys() >= VERLS_OWN
+    return RewardFunction(function, Per.COMPLETION if is_verls else Per.BATCH)
 
 
 Decorator = Callable[[Function], RewardFunction]

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-from salesrl_trl.data.rows import is_unicode, parse_row, shape
+from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
@@ -359,7 +359,8 @@ def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[
     """A row of the trainer's dataset as the judge reads it, and its reference answer. Raises `DataError` for a column
     of another form, without its text."""
     reference, criteria = reference_and_criteria(columns)
-    record = {name: columns[name] for name in COLUMNS if columns.get(name)}  # a table has empty lists in its gaps
+    given = {name: columns.get(name) for name in COLUMNS}
+    record = {name: value for name, value in given.items() if value not in (None, "", [])}  # lists: a table's gaps
     if [*branches] == [ALL]:
         record["branch"] = ALL
     row = parse_row(record, place if isinstance(place := columns.get("row"), int) else 0, branches, "the dataset")
@@ -369,7 +370,7 @@ def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[
 def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tuple[Criterion, ...]]:
     """What the judge reads of these two columns of a row. Raises `DataError` as `judged_row` does."""
     reference = columns.get("reference")
-    if reference is not None and not (isinstance(reference, str) and is_unicode(reference)):
+    if reference is not None and not isinstance(reference, str):
         raise DataError(f"`reference` is {shape(reference)}. Expected a text, or nothing.")
     return reference or None, _criteria(columns.get("criteria"))
 

@@ -81,6 +81,7 @@ class MixedReward(Scorer):
             by_function=numbers,
             columns={name: column for reward in rewards.values() for name, column in reward.columns.items()},
             metrics=tuple(metric for reward in rewards.values() for metric in reward.metrics),
+            breach=next((reward.breach for reward in failed if reward.breach), ""),
         )
 
     async def warm_up(self) -> dict[str, float | ServiceError]:

@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 
-from salesrl_trl.data.rows import is_unicode
+from salesrl_trl.ground.texts import is_unicode
 from salesrl_trl.types import DEFAULT_FORMAT, Action, ActionFormat, InvalidAction
 
 INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "not_unicode",

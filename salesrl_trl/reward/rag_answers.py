@@ -1,7 +1,7 @@
 """Answers of both RAG endpoints, each asked for once.
 
 Owns the keys of kept answers, the checks that each answer has to pass, and whether references that an earlier run kept
-still hold. The chain and its warm-up call it.
+still hold. The chain, its warm-up and the tool `search` call it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from salesrl_trl.errors import BadServiceResponse, ServiceError
 from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.reward.parsing import MAX_FIELD_CHARS, is_empty_text
 from salesrl_trl.reward.rag_client import RagBackend, answer_from_json, answer_to_json
-from salesrl_trl.types import Action, ActionFormat, Answer, SalesRow
+from salesrl_trl.types import Action, ActionFormat, Answer, RequestIds, SalesRow
 
 COMPARED_REFERENCES = 8
 """Kept references that are asked for again. Several, because a changed document shows only in the rows about it."""
@@ -33,10 +33,11 @@ class RagAnswers:
         self.backend = backend
         self.answer_cache = Cache(answers, answer_to_json, answer_from_json)
         self.reference_cache = Cache(references, answer_to_json, answer_from_json)
-        self._references = references
+        self._stores, self._references = (answers, references), references
         self._retrieval = (score_threshold, top_k)
         self._format = action_format
         self._state_key = cache_key("knowledge", backend.identity)
+        self._own_state = secrets.token_hex(8)  # of this process
         self._known_state: str | None = None
 
     async def candidate(self, row: SalesRow, action: Action) -> Answer:
@@ -52,6 +53,18 @@ class RagAnswers:
     async def fetch_reference(self, row: SalesRow) -> None:
         """Ask for the row's 32B answer ahead of the completions that need it."""
         await self.reference_cache.fetch(await self._key("32b", row), lambda: self.ask_32b(row), _check_32b_to_keep)
+
+    async def search(self, query: str, *, anew: bool = False) -> Answer:
+        """The 8B answer to a query alone. `anew`: asked for whatever is kept."""
+        retrieval = self._retrieval
+
+        async def ask() -> Answer:
+            return await self.backend.chat_8b(query, self.plain_action(query), *retrieval, ids=RequestIds())
+
+        if anew:
+            return await ask()
+        key = cache_key("search", self.backend.identity, await self._state(), query, retrieval)
+        return await self.answer_cache.get(key, ask, _check_passages)
 
     async def index_has_some(self, row: SalesRow) -> bool:
         """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, an
@@ -120,6 +133,8 @@ class RagAnswers:
         await self.answer_cache.aclose()
         await self.reference_cache.aclose()
         await self.backend.aclose()
+        for store in self._stores:
+            await store.aclose()
 
     async def _key(self, question: str, row: SalesRow, *others: object) -> str:
         asked = (row.context, row.ids.as_dict(), self._retrieval)
@@ -128,17 +143,15 @@ class RagAnswers:
     async def _state(self) -> str:
         """The name of the state of the knowledge behind the endpoints, as part of every key.
 
-        It stands in the references' file, so it is new when that file was deleted. If the file can't be used, this
+        It stands in the references' file, so it is new when that file was deleted. While the file can't be used, this
         process has a state of its own: it finds no answers of earlier runs. Without a file there is one state.
         """
-        if self._known_state is None:
-            state: object = ""
-            if self._references.path is not None:
-                own = secrets.token_hex(8)
-                state = await self._references.get_or_put(self._state_key, own) or own
-            if self._known_state is None:  # another call may have been quicker
-                self._known_state = str(state)
-        return self._known_state
+        if self._known_state is None and self._references.path is not None:
+            state = await self._references.get_or_put(self._state_key, self._own_state)
+            if state is None:
+                return self._own_state
+            self._known_state = self._known_state or str(state)  # another call may have been quicker
+        return self._known_state or ""
 
     async def _has_changed(self, key: str, row: SalesRow) -> bool | None:
         """Whether a kept reference has other passages than a fresh one; `None` if either can't be had. The answer's

@@ -11,7 +11,14 @@ from functools import partial
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.reward.service.http import HttpClient, check_echo, make_request_id, read_json, refuse_stated_error
+from salesrl_trl.reward.service.http import (
+    HttpClient,
+    check_echo,
+    form_of,
+    make_request_id,
+    read_json,
+    refuse_stated_error,
+)
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Passage, RequestIds
 
@@ -121,7 +128,7 @@ def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
         value = read_json(content)
         body = _AnswerBody.model_validate(value)
     except ValueError as error:
-        place, fault = "the body", "no JSON in UTF-8, each key once"
+        place, fault = "the body", form_of(content)
         if isinstance(error, ValidationError):
             refuse_stated_error(service, value)
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]

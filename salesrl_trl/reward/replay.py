@@ -41,6 +41,10 @@ _CALLS = """
 SELECT service, body, calls.answer, failure, seconds FROM calls JOIN texts ON texts.id = request
 WHERE service LIKE 'tool\\_%' ESCAPE '\\' AND (calls.answer IS NOT NULL OR failure != '') ORDER BY calls.id
 """
+_ORDERS = """
+SELECT value FROM (SELECT min(id) AS first FROM completions WHERE mode = 'train' AND step = ? GROUP BY time)
+JOIN meta ON name = 'order ' || first ORDER BY first
+"""
 _Call = tuple[sqlite3.Connection, int | None, str, float]  # its file, answer, failure and seconds
 
 
@@ -153,6 +157,16 @@ class ReplayReward(Scorer):
         number = self._taken[key]
         self._taken[key] += 1
         return records[min(number, len(records) - 1)] if records else None
+
+    def order_of(self, step: int) -> list[list[int]] | None:
+        """In which order the run trained on the parts of this process's next batch of a step, as the record has it:
+        of several batches the one after that of the last look-up. `None` where that is not known, or means nothing."""
+        if self._delays or self._on_miss == "live":  # rewards take their time again
+            return None
+        orders = self._select(self._own, _ORDERS, step)
+        number = self._taken["order", step]
+        self._taken["order", step] += 1
+        return json.loads(orders[number][0]) if number < len(orders) else None
 
     async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
         """How a call of a tool ended, by its service and its arguments: of several the one after that of the last

@@ -156,19 +156,22 @@ class RewardLoop:
         finally:
             self.answer = None
 
-    def status(self) -> str:
-        """The oldest batch in words for the console: its completions by stage."""
+    def status(self, idle: str = "none is being scored") -> str:
+        """The oldest batch that is being scored, in words for the console: its completions by stage. `idle`: what to
+        say where there is none. A batch of training may wait, settled, for the end of an evaluation."""
         if self.answer is not None:  # TRL gathers over all ranks inside `answering`
             return "this rank's are scored, another's may be out"
         if self._loops.watched is not None and (held_up := self._loops.watched.held_up()):
             return held_up
         batches = list(self._open.values())
         if not batches:
-            return "none is being scored"
-        batch = batches[0]
-        behind = f"; {len(batches) - 1} more batches in flight" if len(batches) > 1 else ""
-        if batch.times.first is None:
-            return f"none is being scored yet{behind}"
+            return idle
+        begun = [batch for batch in batches if batch.times.first is not None]
+        batch = next((batch for batch in begun if not batch.is_settled()), (begun or batches)[0])
+        more = len(batches) - 1
+        behind = f"; {more} more batch{'es' * (more > 1)} in flight" if more else ""
+        if not begun:
+            return f"{idle}{behind}"
         if batch.is_settled():
             return f"this rank's are scored, another's may be out{behind}"
         stages = ", ".join(f"{number} in {name}" for name, number in Counter(batch.under_way()).items())
@@ -204,7 +207,7 @@ class RewardColumn:
         self.name = name
         self.__name__ = logged_as
 
-    def __call__(self, **_: object) -> list[float | None]:
+    def __call__(self, /, **_: object) -> list[float | None]:  # a column may have any name
         assert self._reward_loop.answer is not None, "TRL asks inside `answering` alone"
         return self._reward_loop.answer.column(self.name)
 

@@ -177,7 +177,7 @@ class Scorer(ABC):
         return batch.result(await self.drain())
 
     async def __call__(
-        self, *, prompts: Sequence[object], completions: Sequence[Completion],
+        self, /, *, prompts: Sequence[object], completions: Sequence[Completion],
         completion_ids: Sequence[Sequence[int]] = (), **columns: Any,
     ) -> list[float | None]:  # fmt: skip
         """Score a batch, as TRL's own `GRPOTrainer` asks for it. Neighbours with equal prompts are a group."""

@@ -4,11 +4,12 @@ Owns times alone. `stage` is the seam for a stage of one's own, `chain` owns the
 """
 
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from salesrl_trl.names import Stage
 from salesrl_trl.recording.completion_record import CompletionRecord
+from salesrl_trl.reward.service.event_loop import told_to
 from salesrl_trl.timing import Span
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ class StageTimes:
         self.track = track
         self.completion_record: CompletionRecord | None = None
         self._open: dict[str, float] = {}
+        self._waits_for: list[Callable[[], str]] = []
         self._elsewhere: dict[int, tuple[list[str], list[Span]]] = {}
 
     @property
@@ -33,15 +35,17 @@ class StageTimes:
 
     @property
     def under_way(self) -> list[str]:
-        """The stages under way. From any thread."""
-        return [*self._open, *(stage for stages, _ in list(self._elsewhere.values()) for stage in stages)]
+        """The stages under way; where a call waits for a limit, that limit. From any thread."""
+        here = [f"line for {limit()}" for limit in list(self._waits_for)] or [*self._open]
+        return [*here, *(stage for stages, _ in list(self._elsewhere.values()) for stage in stages)]
 
     async def timed(self, call: Awaitable[T], stage: str) -> T:
         """Await `call` as a stage."""
         failed, started = True, time.perf_counter()
         self._open[stage] = started
         try:
-            result = await call
+            with told_to(self._waits_for):
+                result = await call
             failed = False
             return result
         finally:

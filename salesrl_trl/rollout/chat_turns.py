@@ -22,6 +22,8 @@ from trl.chat_template_utils import (
 )
 
 from salesrl_trl.generation.conversations import Turn
+from salesrl_trl.ground.texts import encodable
+from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser, is_deep
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
@@ -40,6 +42,7 @@ class ChatForm:
     """A chat template with its tokenizer, which threads may share, and the lengths of the run."""
 
     tokenizer: Any
+    foreign: ForeignText
     template: str | None  # `None`: the tokenizer's own
     kwargs: Mapping[str, Any]  # of the template
     ends: frozenset[int]  # tokens that end a turn
@@ -56,7 +59,8 @@ class ChatForm:
             if not _reads_calls(tokenizer):
                 with contextlib.suppress(ValueError):  # of a template that TRL does not know
                     add_response_schema(tokenizer)
-        form = cls(tokenizer=tokenizer, template=template, **named)
+        guard_parser(tokenizer)
+        form = cls(tokenizer=tokenizer, foreign=ForeignText(tokenizer, template), template=template, **named)
         with contextlib.suppress(ValueError):
             if template is None and not all(form.follows(probe) for probe in probes):
                 return replace(form, template=get_training_chat_template(tokenizer))
@@ -71,8 +75,9 @@ class ChatForm:
     def encode(self, messages: Sequence[Message], tools: Tools = None, *, starts_turn: bool = True) -> list[int]:
         try:
             ids: list[int] = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, chat_template=self.template, add_generation_prompt=starts_turn,
-                tokenize=True, return_dict=False, **self.kwargs,
+                [self.foreign.message(message) for message in messages], tools=self.foreign.without(tools) or None,
+                chat_template=self.template, add_generation_prompt=starts_turn, tokenize=True, return_dict=False,
+                **self.kwargs,
             )  # fmt: skip
         except (TemplateError, TypeError) as error:
             raise Refused(f"`messages`: the policy's chat template says: {error}") from None
@@ -133,7 +138,8 @@ class AgentCalls:
         self.form, self._ask = form, ask
         self.answered: list[Sequenced] = []
         self.error: BaseException | None = None
-        """What went wrong here, or in the engine, so that a request has no answer. It is no failure of the episode."""
+        """What went wrong in the engine, so that a request has no answer. The episode hasn't failed."""
+        self.is_full = False  # the last request found no room for a turn
         self._waiting, self._last = 0, time.monotonic()
         self._lock = threading.Lock()
 
@@ -164,9 +170,11 @@ class AgentCalls:
                 messages=plain, tools=tools, before=None, prompt_messages=len(plain),
                 prompt_ids=self.form.encode(plain, tools), ids=[], mask=[], logprobs=[],
             )  # fmt: skip
-        if self._room(started) <= 0:
-            most = f"{self.form.most_completion} behind the first prompt, {self.form.most_tokens} in all"
-            raise Refused(f"The sequence has no room for a turn: {most}.", code="context_length_exceeded")
+        self.is_full = self._room(started) <= 0
+        if self.is_full:
+            most = f"{self.form.most_completion} behind the first prompt (`max_completion_length`)"
+            words = f"The sequence has no room for a turn: {most}, {self.form.most_tokens} in all."
+            raise Refused(words, code="context_length_exceeded")
         return started
 
     def _continued(self, earlier: Sequenced, new: list[Message]) -> Sequenced | None:
@@ -192,11 +200,16 @@ class AgentCalls:
             self._waiting += 1
         try:
             own, logprobs = self._ask(prefix)
+        except BaseException as error:
+            self.error = error
+            raise
         finally:
             with self._lock:
                 self._waiting, self._last = self._waiting - 1, time.monotonic()
         room = self._room(started) if most is None else min(self._room(started), most)
         own = own[:room]
+        if not own:
+            raise Refused("The policy's turn is empty.", code="empty_turn")
         both = None if logprobs is None or started.logprobs is None else [*started.logprobs, *logprobs[:room]]
         message = self.form.read(own, prefix, started.tools)
         return replace(
@@ -221,6 +234,8 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             if any(part.get("type") not in ("text", "input_text") for part in content):
                 raise Refused(f"`messages[{place}]`: the policy reads parts of the type `text` alone.")
             content = "".join(part["text"] for part in content)
+        if not isinstance(content, str | None):
+            raise Refused(f"`messages[{place}]`: `content` is neither a text nor a list of parts.")
         made: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
         if role == "assistant" and (calls := message.get("tool_calls")):
             names |= {call.get("id"): call["function"]["name"] for call in calls}
@@ -231,7 +246,7 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             if not made["name"]:
                 raise Refused(f"`messages[{place}]`: `tool_call_id` is of no call before it.")
         elif made["role"] not in ("system", "user", "assistant"):
-            raise Refused(f"`messages[{place}]`: the role {role!r}. Expected system, user, assistant or tool.")
+            raise Refused(f"`messages[{place}]`: unknown `role`. Expected system, user, assistant or tool.")
         plain.append(made)
     return plain
 
@@ -239,9 +254,10 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 def _arguments(call: Mapping[str, Any]) -> Any:
     given = call["function"].get("arguments") or "{}"
     try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
+        read = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
         return given
+    return given if is_deep(read) else encodable(read, "an argument that an agent repeats")
 
 
 def _key(message: Message) -> tuple[object, ...]:

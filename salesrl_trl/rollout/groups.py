@@ -4,6 +4,7 @@ on part by part (`ScoredGroups`). TRL computes advantages."""
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import is_tensor
@@ -43,12 +44,29 @@ def parts(size: int, micro_batch: int, group: int) -> list[range]:
     return [range(first, first + part) for first in range(0, size, part)]
 
 
-class ScoredGroups:
-    """The parts of a generation batch, and the micro-batches of those whose advantages are final."""
+class Order(NamedTuple):
+    """The order in which the parts of a generation batch were trained on. A sum of gradients depends on it."""
 
-    def __init__(self, size: int, micro_batch: int, group: int) -> None:
+    parts: Sequence[int] = ()  # the first place of each; none where all rewards were in when the batch began
+    seen: Sequence[int] = ()
+    """How many micro-batches were known behind each one that was trained on before all rewards were in."""
+
+
+AT_ONCE = Order()
+
+
+class ScoredGroups:
+    """The parts of a generation batch, and the micro-batches of those whose advantages are final. `recorded` is the
+    order in which a replayed run trained on them: the replay repeats it once all are scored."""
+
+    def __init__(self, size: int, micro_batch: int, group: int, recorded: Order = AT_ONCE) -> None:
         self.remaining = parts(size, micro_batch, group)  # parts without a micro-batch in the queue so far
-        self.complete = False  # whether every reward was in, on every rank, at the last `record`
+        self.complete = bool(recorded.parts)  # whether every reward was in, on every rank, at the last `record`
+        if recorded.parts:
+            self.remaining.sort(key=lambda part: recorded.parts.index(part.start))
+        self._released: list[int] = []
+        self._seen = [*recorded.seen]
+        self._taken = 0  # micro-batches that were trained on
         self.pending: list[range] = []
         """Parts this rank waits for. Until enough is scored, only the ranks with the most missing parts wait; on the
         others it is empty."""
@@ -77,6 +95,7 @@ class ScoredGroups:
         by_sample = split_pixel_values_by_grid(output)  # a picture's pixels are many rows of their tensor
         for part in list(self.remaining) if self.complete else self._ready:
             self.remaining.remove(part)
+            self._released.append(part.start)
             for first in range(part.start, part.stop, self._micro_batch):
                 rows = slice(first, first + self._micro_batch)
                 self._queue.append(
@@ -96,9 +115,16 @@ class ScoredGroups:
         return not self.remaining and not self._queue
 
     def next(self) -> MicroBatch:
+        if not self.complete:
+            self._seen.append(len(self._queue) - 1)
+        self._taken += 1
         return self._queue.popleft()
 
     @property
     def following(self) -> list[MicroBatch]:
-        """The micro-batches behind the next one."""
-        return list(self._queue)
+        """The micro-batches behind the next one, as far as they are known: passes may be shared with them."""
+        return list(self._queue)[: self._seen[self._taken - 1] if self._taken <= len(self._seen) else None]
+
+    @property
+    def order(self) -> Order:
+        return Order(parts=[*self._released, *(part.start for part in self.remaining)], seen=self._seen)

@@ -231,6 +231,8 @@ class Pipeline:
             if (kept.inputs or not kept.rows) and (self.goes_by_groups or len(kept.inputs) == len(inputs)):
                 inputs = kept.inputs
             sampled = kept.sampled if kept.rows == keys_of(inputs) else None
+            if sampled is not None and sampled.logprobs is None and self.goes_by_groups:
+                sampled = sampled if (kept.behaviour_logps is not None) is self._needs_logps else None
             # all ranks generate as many again: they may have other numbers left
             most = highest(max(len(inputs), self.group()) * (sampled is None), PartialState().device)
             if sampled is None:
@@ -278,6 +280,11 @@ class Pipeline:
     def goes_by_groups(self) -> bool:
         """Whether a step trains on the first groups that are in, and each rank on its own."""
         return self.max_staleness > self.most_lookahead or bool(self.refill_groups)
+
+    @property
+    def _needs_logps(self) -> bool:
+        """Whether a later policy may train on a rollout, or its groups beside those of such rollouts."""
+        return bool(self.lookahead or (self.goes_by_groups and self.most_lookahead))
 
     def _first_in(self, head: Rollout, update: int) -> Rollout:
         """The groups that are trained on in the turn of `head`. Waits until they are in."""
@@ -414,7 +421,7 @@ class Pipeline:
         """Generate for a step to train on, or begin to. `update`: optimizer steps that the weights have taken."""
         rollout = self._begun(inputs, update, is_trained_on=True)
         self._generate(rollout, ahead=bool(self.lookahead))
-        if rollout.sampled is not None and rollout.sampled.logprobs is None and self.lookahead:
+        if rollout.sampled is not None and rollout.sampled.logprobs is None and self._needs_logps:
             rollout.behaviour_logps = self.behaviour_logps(rollout.sampled)
         return rollout
 

@@ -20,6 +20,7 @@ from accelerate.utils import gather, gather_object, reduce
 from torch.nn.functional import pad
 
 from salesrl_trl.data.branches import Branches
+from salesrl_trl.errors import FunctionError
 from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import (
@@ -33,9 +34,10 @@ from salesrl_trl.names import (
 )
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
+from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
-from salesrl_trl.rollout.groups import ScoredGroups
+from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.telemetry.instruments import Instruments
@@ -109,6 +111,7 @@ class RolloutScoring:
     parts: "Sequence[LooksOn]" = ()
     figure_columns: Sequence[str] = ()  # of held-out rows, which figures of evaluations read
     _waiting: Rollout | None = None
+    _has_scored: bool = False  # whether any completion of the run has a reward
 
     @property
     def current(self) -> Rollout:
@@ -117,7 +120,7 @@ class RolloutScoring:
 
     def forget(self) -> None:
         """Forget the batch of an interrupted run."""
-        self.rollout = self._waiting = None
+        self.rollout, self._waiting, self._has_scored = None, None, False
 
     def train_on(
         self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
@@ -127,11 +130,14 @@ class RolloutScoring:
         shuffles them."""
         self._waiting = None
         rollout, settings = self.pipeline.take(inputs, micro_step, update), self.settings
-        groups = ScoredGroups(len(inputs), settings.per_device_train_batch_size, settings.num_generations)
-        rollout.groups = groups if in_groups else None
+        shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
+        order = self._recorded_order(parts(*shape), update) if in_groups else None
+        groups = ScoredGroups(*shape, order or AT_ONCE)
+        rollout.groups = groups if in_groups and (order is None or order.parts) else None
+        is_repeated = rollout.is_in_parts = groups.complete
         output = self._scored(rollout, update)
         self.in_parts = rollout.is_in_parts
-        if rollout.is_complete and not in_order:
+        if rollout.is_complete and not in_order and not is_repeated:
             rollout.groups = None  # nothing to wait for: TRL's own way
             return output
         groups.complete = rollout.is_complete
@@ -232,9 +238,9 @@ class RolloutScoring:
         completion that counts for nothing; and this rank's. `None` in place of these while some are not in: their rows
         are NaN, and nothing is recorded. A collective. `calculate`: TRL's own method, which gets the numbers of
         functions from the package."""
-        rollout = self.current
+        rollout, groups = self.current, self.current.groups
         # 1. a batch in parts: the rewards that are in
-        so_far = None if rollout.groups is None else self._rewards_so_far(rollout, rollout.groups)
+        so_far = None if groups is None or groups.complete else self._rewards_so_far(rollout, groups)
         if so_far is not None:
             self.instruments.timeline.begin(Phase.ADVANTAGES)
             return so_far, None
@@ -306,9 +312,16 @@ class RolloutScoring:
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self.device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])
-        failed = gather_object([(reward.reason, reward.value is None, is_refused, rank) for reward in faulty])
+        mine = [(reward.reason, reward.value is None, is_refused, rank, reward.breach) for reward in faulty]
+        failed = gather_object(mine)
         reports = rollout.reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
-        control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as each rank's account had it
+        self._has_scored |= not rollout.failed.all().item()
+        if not self._has_scored and failed and all(breach for *_, breach in failed):
+            raise FunctionError(
+                f"the reward function {failed[0][-1]} So for all {len(failed)} completions of the first batch, and "
+                "nothing could be scored. Correct the function, and launch again."
+            )
+        control.is_spent |= any(is_refused for *_, is_refused, _, _ in failed)  # as each rank's account had it
         ledger.record_rewards(mode, rollout.scored, reports, (reason for reason, *_ in failed))
         if rollout.is_trained_on:
             report, scored = result.report, ~rollout.failed
@@ -316,7 +329,7 @@ class RolloutScoring:
             is_single = scored.view(-1, self.settings.num_generations).sum(dim=1) == 1  # (groups,)
             ledger.add("train", SINGLE_SCORED, is_single.sum().item(), len(is_single))
             by_rank: dict[int, Counter[str]] = {}
-            for reason, is_missing, _, of_rank in failed:
+            for reason, is_missing, _, of_rank, _ in failed:
                 by_rank.setdefault(of_rank, Counter()).update([reason] * is_missing)
             missing = sum(by_rank.values(), Counter[str]())
             # Completions to which no function applies did not fail.
@@ -354,6 +367,18 @@ class RolloutScoring:
             for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
                 logged[index] = advantage
         return advantages[self._own(len(rollout.inputs))].to(self.device)
+
+    def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
+        """In a replay: the recorded order of these parts. `None` where a rank has none, so that all go the same way. A
+        collective in a replay."""
+        if not isinstance(self.reward_loop.reward, ReplayReward):
+            return None
+        recorded = self.reward_loop.reward.order_of(update + 1)
+        order = None if recorded is None else Order(*recorded)
+        if order is not None and order.parts and sorted(order.parts) != [part.start for part in of]:
+            order = None  # of batches of another size
+        is_same = len({*gather_object([None if order is None else bool(order.parts)])}) == 1
+        return order if is_same else None
 
     def _own(self, size: int) -> slice:
         first = PartialState().process_index * size

@@ -7,23 +7,24 @@ addresses. `tools` says what its failures mean.
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from salesrl_trl.reward.rag_client import RagBackend
+from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.rollout.tools import ToolSettings, tool
-from salesrl_trl.types import DEFAULT_FORMAT, Action, RequestIds
+
+EXAMPLE = "price"  # the query before training. It is asked each time, because it says whether the service is up.
 
 
 class Search:
-    """Makes the tool, `function`. It asks the 8B endpoint with a query alone, and tells the policy the passages.
+    """Makes the tool, `function`. It asks the 8B endpoint with a query alone, and tells the policy the passages. What
+    was asked before, or is under way, is not asked again, as for the reward.
 
     `deadline_s` is for a call with its retries. An empty query, or one that is no text, is the policy's error.
     """
 
-    def __init__(self, *, top_k: int, score_threshold: float, deadline_s: float) -> None:
-        self._score_threshold, self._top_k = score_threshold, top_k
-        self._rag: RagBackend | None = None
+    def __init__(self, *, deadline_s: float) -> None:
+        self._rag: RagAnswers | None = None
         self._loops = set[asyncio.AbstractEventLoop]()  # each trainer has one
 
-        @tool(deadline_s=deadline_s, example={"query": "price"})
+        @tool(deadline_s=deadline_s, example={"query": EXAMPLE})
         async def search(query: str) -> str:
             """Searches the knowledge base.
 
@@ -37,10 +38,10 @@ class Search:
 
         self.function: Callable[[str], Awaitable[str]] = search
 
-    def connect(self, rag: RagBackend) -> None:
+    def connect(self, rag: RagAnswers) -> None:
         """Ask this service from now on. The transport of its 8B endpoint has retries, limits and counts."""
         self._rag = rag
-        ToolSettings.of(self.function).counted[:] = [rag.transports["rag_8b"]]
+        ToolSettings.of(self.function).counted[:] = [rag.backend.transports["rag_8b"]]
 
     def close(self) -> None:
         """Close the connections, on the event loops that opened them."""
@@ -54,6 +55,5 @@ class Search:
             raise ValueError("`query` is empty or no text.")
         assert self._rag is not None, "`connect` comes first"
         self._loops.add(asyncio.get_running_loop())
-        action = Action(fields={**dict.fromkeys(DEFAULT_FORMAT.fields, ""), DEFAULT_FORMAT.query: query})
-        answer = await self._rag.chat_8b(query, action, self._score_threshold, self._top_k, ids=RequestIds())
+        answer = await self._rag.search(query, anew=query == EXAMPLE)
         return "\n\n".join(passage.text for passage in answer.passages) or answer.text

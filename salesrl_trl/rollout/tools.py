@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import TOOL_FIGURES
 from salesrl_trl.recording.completion_record import CallNote, CompletionRecord, noted_in
 from salesrl_trl.recording.reader import as_json
@@ -209,11 +210,13 @@ class ToolCalls:
                         raise RuntimeError(result)
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 if not isinstance(error, ServiceError):
-                    told = str(error) if isinstance(error, Exception) else type(error).__name__
-                    note.answer = told.encode(errors="replace")
+                    words = str(error) if isinstance(error, Exception) else type(error).__name__
+                    note.answer = (told := encodable(words, f"an error of {service}")).encode()
+                    if told is not words:  # a replay raises this text
+                        raise RuntimeError(told) from error
                 raise
             if not isinstance(result, list):  # of parts of a message, such as pictures
-                note.answer = str(result).encode(errors="replace")
+                note.answer = encodable(str(result), f"a result of {service}").encode()
         return result
 
 

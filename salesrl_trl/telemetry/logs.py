@@ -4,6 +4,7 @@ Owns which lines of others are hidden. Standard library only.
 """
 
 import logging
+import os
 from collections.abc import Callable
 
 LINE_FORMAT = "%(asctime)s %(message)s"
@@ -30,18 +31,28 @@ def _lacks(phrase: str) -> Callable[[logging.LogRecord], bool]:
 _LEFT_OUT = {  # by logger, records with a phrase
     # TRL warns of a row that could not be scored, with its prompt and completion: customers' text
     "trl.trainer.grpo_trainer": _lacks("All reward functions returned None"),
-    # at every weight push on a CPU, about the one module that has no weights
-    "vllm.model_executor.model_loader.reload.layerwise": _lacks("RotaryEmbedding: Failed to load weights"),
+    # at every weight push on a CPU, about modules with buffers and no weights; missing weights the worker names itself
+    "vllm.model_executor.model_loader.reload.layerwise": _lacks(": Failed to load weights"),
     # a branch without rows in a step has no mean, and TensorBoard draws no point for it
     "transformers.integrations.integration_utils": _lacks('Trainer is attempting to log a value of "None"'),
 }
 
 
+def _without_rank(record: logging.LogRecord) -> bool:
+    """Take off the rank that accelerate's loggers begin a line with, where there is one rank."""
+    if isinstance(record.msg, str) and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        record.msg = record.msg.removeprefix("[RANK 0] ")
+    return True
+
+
 def hide_lines() -> None:
     """Hide the lines that clients of services log for each request, unless the program has set the level of their
-    loggers, and what `_LEFT_OUT` has."""
+    loggers, what `_LEFT_OUT` has, and the rank of the only process."""
     for name, level in QUIET.items():
         if logging.getLogger(name).level == logging.NOTSET:
             logging.getLogger(name).setLevel(level)
     for name, left_out in _LEFT_OUT.items():
         logging.getLogger(name).addFilter(left_out)  # a logger takes the same filter once
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith(("salesrl_trl.", "trl.")):
+            logging.getLogger(name).addFilter(_without_rank)

@@ -26,12 +26,12 @@ SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not sho
 @dataclass(eq=False)
 class StepLine(TrainerCallback):
     """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
-    judge; `None` where no judge scores. `failures` returns the failures since the last line, by reason, and `batches`
+    judge, none where no judge scores. `failures` returns the failures since the last line, by reason, and `batches`
     the number of generation batches. `are_actions`: whether completions are actions, which may be invalid. With a
     large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
 
     branches: Sequence[str]
-    providers: Sequence[str] | None
+    providers: Sequence[str]
     failures: Callable[[], Mapping[str, int]]
     batches: Callable[[], int]
     are_actions: bool = True
@@ -69,7 +69,7 @@ class StepLine(TrainerCallback):
         line = step_line(step, state.max_steps, logs, self.branches, self.failures(), seconds, self.are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
-        if self.providers is not None:
+        if self.providers:
             logger.info(judge_line(step, logs, self.providers, self.batches()))
         self._last, self._last_step, self._alive = now, step, (now, step)
 
@@ -80,9 +80,13 @@ def step_line(
 ) -> str:  # fmt: skip
     """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
     waited 0.26 s for rewards`."""
-    bad = (Outcome.INVALID_ACTION,) if are_actions else (Outcome.JUDGE_INVALID, Outcome.INFRA)
-    shares_of_bad = [share for outcome in bad if (share := logs.get(names.outcome_of(outcome))) is not None]
-    ended_well = f"{1 - sum(shares_of_bad):.0%}" if shares_of_bad else "n/a"
+    invalid = logs.get(names.outcome_of(Outcome.INVALID_ACTION))
+    unscored = [logs.get(names.outcome_of(outcome)) for outcome in (Outcome.JUDGE_INVALID, Outcome.INFRA)]
+    shares_of_bad = [share for share in ([invalid] if are_actions else unscored) if share is not None]
+    well = 1 - sum(shares_of_bad)
+    ended_well = "n/a" if not shares_of_bad else ">99%" if 0.99 < well < 1 else f"{well:.0%}"  # 100 % is all
+    if invalid and not are_actions:
+        ended_well += f", {invalid:.1%} of all as invalid"
     alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
     terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
     update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
@@ -162,14 +166,15 @@ def figure(value: object) -> str:
 
 
 TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
+RATIOS = (names.DATA_LOADING_RATIO, names.COMPUTE_RATIO, names.MFU_STEP)  # shares of a step's wall time
 
 
 @dataclass(eq=False)
 class EpochLine(TrainerCallback):
     """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
-    failures by reason. Steps after an epoch's last log line count in the next epoch. Every rank logs the same names at
-    each epoch; failures by reason have an entry of their own, because new reasons may come. `failures` returns those
-    since the last line; `log` gives figures to the trackers."""
+    shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in the
+    next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because new
+    reasons may come. `failures` returns those since the last line; `log` gives figures to the trackers."""
 
     branches: Sequence[str]
     failures: Callable[[], Mapping[str, int]]
@@ -182,10 +187,11 @@ class EpochLine(TrainerCallback):
     def _start_over(self) -> None:
         self._first_step, self._first_tokens = self._last_step, self._tokens
         self._seconds = dict.fromkeys((*map(names.time_of, Phase), names.STEP_SECONDS), 0.0)
-        self._sums: dict[str, tuple[float, int]] = {}  # sum over steps, and steps
+        self._most = dict[str, float | None].fromkeys(names.MEMORY)
+        self._sums = dict.fromkeys(RATIOS, (0.0, 0.0))  # sum over steps, and steps; of a ratio over their seconds
         for tag in (listed.tag for listed in names.FIGURES if listed.console):
             tags = names.of_branches(tag, self.branches).values() if names.BRANCH in tag else [tag]
-            self._sums |= dict.fromkeys(tags, (0.0, 0))
+            self._sums |= dict.fromkeys(tags, (0.0, 0.0))
         self._counts = Counter[str]()
 
     def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
@@ -195,9 +201,11 @@ class EpochLine(TrainerCallback):
         for name in self._seconds:
             self._seconds[name] += (logs.get(name) or 0.0) * steps
         for name, (total, count) in self._sums.items():
-            value = logs.get(name)
+            value, weight = logs.get(name), steps * ((logs.get(names.STEP_SECONDS) or 0.0) if name in RATIOS else 1.0)
             if value is not None:
-                self._sums[name] = (total + value * steps, count + steps)
+                self._sums[name] = (total + value * weight, count + weight)
+        for name, most in self._most.items():
+            self._most[name] = max((each for each in (most, logs.get(name)) if each is not None), default=None)
         self._counts.update(self.failures())
         self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
 
@@ -211,6 +219,7 @@ class EpochLine(TrainerCallback):
                 "failures": float(self._counts.total()),
                 **self._means(),
                 **self._seconds,
+                **self._most,
             }
             self.log({f"{names.EPOCH_TOTALS}{name}": value for name, value in totals.items()})
             if self._counts:
@@ -222,12 +231,12 @@ class EpochLine(TrainerCallback):
         return {name: total / count if count else None for name, (total, count) in self._sums.items()}
 
     def _line(self, epoch: float) -> str:
-        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 1.2 M tokens | 4:12, generation 60% | failures none`."""
+        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 9,422 tokens | 4:12, generation 60% | failures none`."""
         wall = self._seconds[names.STEP_SECONDS]
         parts = (
             f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
             *figures_shown(self._means(), self.branches),
-            f"{(self._tokens - self._first_tokens) / 1e6:.2f} M tokens",
+            f"{self._tokens - self._first_tokens:,.0f} tokens",
             f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
             failures_shown(self._counts),
         )

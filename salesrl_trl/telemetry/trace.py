@@ -60,7 +60,7 @@ class TraceWriter:
         if self.full or not events:
             return
         position = self._file.tell() - len(_TAIL)
-        content = self._between + ",\n".join(events).encode()
+        content = self._between + ",\n".join(events).encode(errors="replace")
         if position + len(content) > self._max_bytes:
             self.full = True
             content = self._between + _FULL.encode()
@@ -124,6 +124,9 @@ class StepTrace:
         """Begin training after `step` optimizer steps. Spans of an earlier training are dropped."""
         self._first_step = step
         self._background_spans.clear()
+        if self._writer is not None and not self._path.exists():  # it was moved with its run
+            self._writer.close()
+            self._writer = None
 
     def add(self, step: int, spans: Sequence[Span]) -> None:
         """Keep spans of other threads, if `step` is traced."""

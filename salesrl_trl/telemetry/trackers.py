@@ -75,13 +75,23 @@ def _tabled(tracker: str, rows: Sequence[Mapping[str, object]], mode: str, step:
         swanlab.log({f"{mode}/completions": swanlab.echarts.Table().add(columns, texts)}, step=step)
 
 
+def keep_folders(trackers: Iterable[str]) -> list[str]:
+    """Switch off the uploads of whole folders by trackers that are to begin. Returns a line for each that was on."""
+    names = ("WANDB_LOG_MODEL", "COMET_LOG_ASSETS", "HF_MLFLOW_LOG_ARTIFACTS", "HF_DAGSHUB_LOG_ARTIFACTS",
+             "CLEARML_LOG_MODEL", "HF_DVCLIVE_LOG_MODEL")  # fmt: skip
+    asked = {"CLEARML_LOG_MODEL": "true"} if "clearml" in trackers else {}  # its default
+    on = [name for name in names if (asked | os.environ).get(name, "false").lower() not in ("false", "0", "")]
+    os.environ |= dict.fromkeys(on, "false")
+    return [f"off: {name}: it uploads prompts and completions under way too; `push_to_hub` does not" for name in on]
+
+
 class Trackers:
     """The trackers of a trainer: `names` from `report_to`, and its `callbacks`. The runs of trackers stay open until
     `close`: the last figures, those of the held-out rows, come after training. At its end transformers closes the run
     of MLflow, and these figures would begin another run. Without a run of trackio TRL fails."""
 
     def __init__(self, names: Iterable[str], callbacks: Iterable[TrainerCallback]) -> None:
-        self._names = [*names]
+        self._names, self._callbacks = [*names], [*callbacks]
         self._ends: dict[TrainerCallback, Callable[[], None]] = {}
         self._replaced = contextlib.ExitStack()
         _tell.cache_clear()
@@ -98,6 +108,12 @@ class Trackers:
             elif isinstance(callback, SwanLabCallback):
                 callback.setup = functools.partial(_set_up_swanlab, callback._swanlab, callback.setup)
                 callback.on_log = functools.partial(_log_values, callback.on_log)
+
+    def close_files(self) -> None:
+        """Let TensorBoard begin another file, in which the next run's figures go."""
+        for callback in self._callbacks:
+            if isinstance(callback, TensorBoardCallback):
+                callback.on_train_end(None, None, None)
 
     def _end_later(self, owner: TrainerCallback, end: Callable[..., None], *args: object, **named: object) -> None:
         self._ends[owner] = functools.partial(end, *args, **named)

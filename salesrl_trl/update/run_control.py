@@ -24,16 +24,22 @@ SKIPPED_AT_END = 2
 ADVICE = {
     "no_passages": "`no_passages` means that the RAG service found nothing for these rows, not even with the "
     "conversation itself and without a threshold: look whether its index is loaded and holds this knowledge, and "
-    "whether it knows the rows' tenant_id. "
+    "whether it knows the rows' tenant_id. ",
+    "no_room": "`no_room` means that an episode asked for another turn when its sequence was full: raise "
+    "`max_completion_length` (or the model's length, `vllm_max_model_length`), or let the agent ask for fewer "
+    "`max_tokens` a turn, and catch the error whose code is `context_length_exceeded`. ",
 }
-"""Advice by reason code, if the code alone does not explain the failure."""
+"""Advice by the end of a reason code, if the code alone does not explain the failure."""
 MAX_OUTAGE_S = 3600.0  # `max_outage_s` of a training
 
 
 class SpendingAccount(Protocol):
     """What a run has spent, by its account."""
 
-    def reported(self) -> str: ...
+    def in_words(self) -> str: ...
+
+    def reported(self) -> str:
+        """With the limits that are reached."""
 
     def is_reached(self) -> bool:
         """Whether a limit is."""
@@ -137,7 +143,7 @@ class RunControl:
             )
         failed = [name for name in self.places if any(reason.startswith(f"{name}_") for reason in missing)]
         where = "".join(f"{name} is {self.places[name]}. " for name in failed)
-        advice = "".join(text for reason, text in ADVICE.items() if reason in missing)
+        advice = "".join(text for end, text in ADVICE.items() if any(each.endswith(end) for each in missing))
         self.error = TooFewRewardsError(
             f"{what}. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint was saved; "
             f"repair what the reasons name and go on with {self._resume(step)}{more}."

@@ -2,18 +2,18 @@
 number format."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import reduce
+from accelerate.utils import DistributedType, reduce
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.errors import ConfigError, WeightSyncError
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import CHANGED_SHARE
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 SAMPLED = 2**20
 """Weights in the sample of a process. The share is exact to 0.1 %, and the cost is small beside a step."""
 LAST_MEASURED = 10  # the share is logged again after this many steps that moved the policy
+LEAST_GRADIENT = 1e-8
+"""A gradient is rounding noise below it, for example of a KL of 0. AdamW's `eps`: less moves no weight by its rate."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -36,7 +38,7 @@ class _Sample:
     def record_gradient(self) -> None:
         """Note the elements with a gradient. Others can't move: an embedding of a token that did not occur."""
         if self._parameter.grad is not None:
-            self._had_gradient |= self._picked(self._parameter.grad) != 0
+            self._had_gradient |= self._picked(self._parameter.grad).abs() > LEAST_GRADIENT
 
     def counts(self) -> torch.Tensor:
         """The number of elements that changed, and of elements that had a gradient. Shape (2,), float64."""
@@ -55,6 +57,8 @@ LEAST_SHARE = 0.5
 
 class WeightChange(TrainerCallback):
     """Logs the share of the weights that the first steps of a run changed, and warns if it is below `LEAST_SHARE`.
+    Raises `ConfigError` where a run can change none, or its first steps have changed none.
+
     Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies, from the first step
     with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The share covers all ranks."""
 
@@ -66,13 +70,18 @@ class WeightChange(TrainerCallback):
         self._rate = 0.0
         self._optimizer: torch.optim.Optimizer | None = None
         self._hook: RemovableHandle | None = None
+        self._unlogged: float | None = None  # a share, until TRL's own entry of a step is before it
 
-    def on_train_begin(self, args: TrainingArguments, *_: object, optimizer: object = None, **__: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, *_: object, model: torch.nn.Module, optimizer: object = None, **__: object
+    ) -> None:
         self._forget()  # a run before may have ended by an error
+        self._unlogged = None
         while hasattr(optimizer, "optimizer"):  # the wrappers of accelerate and DeepSpeed
             optimizer = optimizer.optimizer
         innermost = self._optimizer = cast(torch.optim.Optimizer, optimizer)
         self._steps = 0
+        self._check_trainable(model, innermost)
         low = [weight for weight in _parameters(innermost) if weight.dtype in SIXTEEN_BITS]
         if low and not _rounds_stochastically(innermost):
             count, kind = sum(weight.numel() for weight in low), str(low[0].dtype).removeprefix("torch.")
@@ -113,11 +122,31 @@ class WeightChange(TrainerCallback):
             return
         self._steps += 1
         if self._steps in (1, LAST_MEASURED):
-            is_due = control.should_log  # a log entry resets it
-            self._log_share(changed / counted, state.global_step)
-            control.should_log = is_due
+            self._unlogged = changed / counted
+            self._tell_share(self._unlogged, state.global_step, is_full=2 * self._rate >= args.learning_rate)
         if self._steps == LAST_MEASURED:
             self._forget()
+
+    def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
+        if "loss" in logs and self._unlogged is not None:
+            share, self._unlogged = self._unlogged, None
+            self._log({CHANGED_SHARE: share})
+
+    def _check_trainable(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        trainable = {id(weight) for weight in model.parameters() if weight.requires_grad}
+        if not trainable:
+            raise ConfigError(
+                "no weight of the policy is trainable (`requires_grad`): training would change nothing. Expected "
+                "some. Load an adapter by `PeftModel.from_pretrained(..., is_trainable=True)`, or unfreeze weights."
+            )
+        is_whole = self._accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+        if is_whole and trainable.isdisjoint(map(id, _parameters(optimizer))):  # others have copies, or shards
+            raise ConfigError(
+                f"the optimizer ({type(optimizer).__name__}) has none of the policy's trainable weights: training "
+                "would change nothing. Expected them. Build it from the model that the trainer gets."
+            )
+        if not max((group.get("initial_lr", group["lr"]) for group in optimizer.param_groups), default=0):
+            _log_on_main(logging.WARNING, "[Weights] the learning rate is 0: this run changes no weight")
 
     def on_train_end(self, *_: object, **__: object) -> None:
         self._forget()
@@ -127,14 +156,19 @@ class WeightChange(TrainerCallback):
             self._hook.remove()
         self._hook, self._samples = None, {}
 
-    def _log_share(self, share: float, step: int) -> None:
-        self._log({CHANGED_SHARE: share})
+    def _tell_share(self, share: float, step: int, *, is_full: bool) -> None:
         when = f"in step {step}" if self._steps == 1 else f"in the first {self._steps} steps that moved the policy"
         line = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
         line += f"learning rate of {self._rate:.3g}"
         level = logging.INFO
         if _rounds_stochastically(self._optimizer):
             line += "; it rounds stochastically, so that weights move by the right amount on average"
+        elif not share and is_full:  # and not in a warm-up, or at the end of a run that goes on
+            raise ConfigError(
+                f"no trainable weight changed {when}, though they had gradients, at a learning rate of "
+                f"{self._rate:.3g}. Updates are lost to the weights' number format, or are far too small. Train "
+                "float32 weights, or raise the learning rate."
+            )
         elif share < LEAST_SHARE:
             level = logging.WARNING
             line += (

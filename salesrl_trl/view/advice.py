@@ -49,8 +49,9 @@ def _sentences(run: Run) -> Iterator[str]:
     slow = max(timed, key=lambda stage: stage.p95 or 0.0, default=None)
     cause = f" The slowest stage is {slow.name} (p95 {seconds(slow.p95)}): look there first." if slow else ""
     yield from _sentence("exposed", waited, cause=cause)
-    shares = {branch: share for branch in run.branches if (share := figures.share_in_band(run, branch)) is not None}
-    far = {branch: share for branch, share in shares.items() if 1 - share > _ADVICE["out_of_band"]["above"]}
+    shares = ((branch, figures.share_once_reached(run, branch)) for branch in run.branches)
+    least = 1 - _ADVICE["out_of_band"]["above"]
+    far = {branch: share for branch, share in shares if share is not None and share < least}
     said = [f"{shown(branch)} (in band {percent(share)})" for branch, share in far.items()]
     more = f" and {len(said) - 3} more" if len(said) > 3 else ""
     yield from _sentence("out_of_band", float(bool(far)), branches=f"{', '.join(said[:3])}{more}")

@@ -236,7 +236,8 @@ def _of_machines(run: Run) -> Iterator[MainFigure]:
         mfu = f"{percent(model)} while the model computes, {percent(step)} of the whole step"
     yield MainFigure("MFU", mfu)
     share = figures.rate(run, names.COMPUTE_RATIO)
-    yield MainFigure("Accelerator at work", NOT_LOGGED if share is None else f"{percent(share)} of the step")
+    at_work = "Accelerator at work" if run.of(names.GPU_PEAK) else "Model at work"
+    yield MainFigure(at_work, NOT_LOGGED if share is None else f"{percent(share)} of the step")
     rates = [
         f"{rate:,.3g} {unit}/s" if rate < 1000 else f"{rate:,.0f} {unit}/s"
         for unit, tag in (("tokens", names.TOKENS_PER_SECOND), ("samples", names.SAMPLES_PER_SECOND))

@@ -24,6 +24,8 @@ _CALLS = re.compile(names.tool_figure("(.+)", "calls"))
 EDGE_SHARE = 0.1
 """Share of the steps at each end whose mean stands for the start or the end. A single step is mostly noise."""
 
+RISING, FEW = 1.05, 10  # a KL that rises still grows in the second half of a run by more than noise; too few steps
+
 
 class PhaseTime(NamedTuple):
     """A phase of `names.Phase`, its mean seconds per step, its share of the time of all steps."""
@@ -108,6 +110,19 @@ def share_in_band(run: Run, branch: str) -> float | None:
     by_step = mean(run.of(names.kl_of(branch, "_in_band")).values())
     of_run = list(run.of(names.kl_of(branch, "_share_in_band")).values())
     return by_step if by_step is not None or not of_run else of_run[-1]
+
+
+def share_once_reached(run: Run, branch: str) -> float | None:
+    """The share of steps in band since the KL first reached the band's lower edge: it begins at 0, and rises. `None`
+    while it rises still, and without a band or a KL."""
+    edges, kl, inside = band(run, branch), run.of(names.kl_of(branch)), run.of(names.kl_of(branch, "_in_band"))
+    if edges is None or not inside:
+        return share_in_band(run, branch)
+    reached = next((step for step, value in kl.items() if value >= edges[0]), None)
+    if reached is not None:
+        return mean([value for step, value in inside.items() if step >= reached])
+    late = change(dict([*kl.items()][len(kl) // 2 :]))
+    return None if late is None or late.of < FEW or late.last >= RISING * late.first else 0.0
 
 
 def band(run: Run, branch: str) -> tuple[float, float] | None:

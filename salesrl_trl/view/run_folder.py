@@ -3,6 +3,7 @@
 Derives nothing: shares and means belong to `run_figures`. Called by the report.
 """
 
+import fnmatch
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -120,6 +121,8 @@ def _event_files(folder: Path, logging_dir: Path | None) -> list[Path]:
     if not top.is_dir():
         raise ConfigError(f"{top} is no folder. Expected the one with the run's TensorBoard files.")
     files = sorted(path for path in top.rglob(EVENT_FILES) if path.is_file())
+    aside = f"{names.EARLIER_RUNS}[0-9]*"  # folders of earlier runs, each of which has a report of its own
+    files = [path for path in files if not fnmatch.fnmatch(path.relative_to(top).parts[0], aside)] or files
     if not files:
         raise ConfigError(
             f"{top} holds no TensorBoard file ({EVENT_FILES}). Expected the `output_dir` of a run with "
@@ -219,6 +222,7 @@ def _held_out(path: Path) -> tuple[dict[int, Figures], bool]:
     evaluations = _with_steps(records) if isinstance(records, list) else []
     figures = dict[int, dict[str, float | None]]()
     for step, record in evaluations:
+        record.pop(names.BY_ROW, None)
         dataset = f"{record.pop(names.DATASET)} " if names.DATASET in record else ""
         figures.setdefault(step, {}).update({f"{dataset}{name}": _finite(value) for name, value in record.items()})
     return dict(sorted(figures.items())), isinstance(records, list) and len(records) == len(evaluations)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
+from salesrl_trl.ground.own_code import code
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import REPORT_PAGE_FILE
 from salesrl_trl.recording.schema import record_file
@@ -47,7 +48,9 @@ def log_banner(
             *(("tool", name) for name in tools),
             *training_lines(args, staleness, refill, partial),
             ("budget", budget_text(reward.budget)),
+            ("version", f"salesrl_trl {code()}"),
             record_line(args),
+            *hub_lines(args),
             ("report", report),
             ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
             ("output", args.output_dir),
@@ -86,6 +89,16 @@ def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
     return "record", f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"
 
 
+def hub_lines(args: SalesGRPOConfig) -> list[Line]:
+    """What goes to the hub, and to which repository."""
+    kind = f"({'private' if args.hub_private_repo else 'public'}, if it is new)"
+    what = "weights, tokenizer, configuration and model card" + ", optimizer" * ("checkpoint" in args.hub_strategy)
+    place = args.hub_model_id or Path(args.output_dir).resolve().name
+    pushed = f"{place} {kind} gets {what} ({args.hub_strategy.value})"
+    tables = f"{args.log_completions_hub_repo} {kind} gets prompts and completions (log_completions_hub_repo)"
+    return [("hub", pushed)] * args.push_to_hub + [("hub", tables)] * bool(args.log_completions_hub_repo)
+
+
 def _step(training: SalesGRPOConfig) -> str:
     batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
     size = batch * accumulated * training.world_size
@@ -105,7 +118,8 @@ def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int, partial: f
     limit = training.vllm_max_model_length if training.use_vllm else None
     room = f" in {limit} with the prompt" if limit else ""
     ahead = training.most_lookahead
-    lookahead = f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)"
+    steps = "1 step" if ahead == 1 else f"{ahead} steps"
+    lookahead = f"generated up to {steps} ahead" if ahead else "on-policy (rollout_lookahead 0)"
     if staleness > ahead > 0:
         lookahead += f", the first groups that are scored first, up to {staleness} steps old"
     lookahead += ", groups of equal rewards replaced by others" if refill else ""

@@ -96,7 +96,8 @@ class Components:
         self.instruments = instruments or Instruments(
             InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
         )
-        self.instruments.details |= dict.fromkeys((Phase.REWARD_WAIT, Phase.EVALUATION), self.reward_loop.status)
+        self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
+        self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
         self.episode = reward if isinstance(reward, Episode) else None
         self.endpoint: PolicyEndpoint | None = None  # while there are episodes
         self.converses = False  # whether completions that may call tools go through their turns one by one
@@ -140,9 +141,6 @@ class Components:
         inside_trl = self._why_inside_trl(trl, own is not None)
         check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
-        has_own_columns = trl.has_rollout_func or trl.tools is not None
-        columns = None if has_own_columns else getattr(self._rows, "column_names", None)
-        self._rewards.check(columns, args.num_generations, size)
         # 2. the end of a run, the reference, and what both models need
         self.stopping = Stopping(
             run_control=self.run_control,
@@ -270,7 +268,7 @@ class Components:
         if self.episode is not None:
             check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
-        self.converses = reason is None
+        self.converses = reason is None and bool(trl.tool_names)  # an environment may have none
         if reason is not None:
             logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
         elif args.most_lookahead and args.use_vllm and args.vllm_enable_sleep_mode:
@@ -359,7 +357,7 @@ class Components:
             StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
             StepLine(
                 args.branches,
-                names.providers if names.components else None,
+                names.providers,
                 failures,
                 batches=functools.partial(self.ledger.batches, "train"),
                 are_actions=names.has_actions,
@@ -435,7 +433,7 @@ class Components:
             self.pipeline.forget()
             self.instruments.close()
             for part in self.parts:
-                part.fail()
+                part.end_run()
             raise
 
     def introduce(self, resumed: str | None) -> None:
@@ -459,6 +457,8 @@ class Components:
         self.ledger.clear()
         self.run_control.restart()
         self.stopping.forget()
+        for part in self.parts:
+            part.end_run()
         self.reward_loop.stopped = None
 
     def close(self) -> None:

@@ -97,8 +97,8 @@ class Part(TrainerCallback):
     def on_table(self, mode: str, step: int) -> None:
         """TRL has written its table of completions. Called on the main process alone."""
 
-    def fail(self) -> None:
-        """Training failed: keep what there is. Another training may begin. No collective."""
+    def end_run(self) -> None:
+        """A run is over, also by a failure, or another one begins: close its files. No collective."""
 
     def close(self) -> None:
         """The trainer is finished. No collective."""

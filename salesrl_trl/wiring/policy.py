@@ -14,7 +14,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.engine import Start, compiled_engine, engine_options, engine_start
 from salesrl_trl.config.rollouts import sampling_hints
 from salesrl_trl.generation import compiled
-from salesrl_trl.generation.vllm import has_tied_head, vllm_engine_options
+from salesrl_trl.generation.vllm import vllm_engine_options
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.update.weights import WeightCheck
 
@@ -64,7 +64,7 @@ class Policy:
 
     def _look(self, model: PreTrainedModel) -> None:
         args, self.model = self._args, model
-        self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args, has_tied_head(model)))
+        self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args))
         has_base = self._has_kl or self._gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
         self.shape = shape_of(model.named_parameters())

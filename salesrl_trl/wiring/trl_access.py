@@ -21,6 +21,8 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.sources import with_ids
+from salesrl_trl.errors import DataError
 from salesrl_trl.generation.conversations import Ask, AskedTurns, Conversations, GivenUp, Turn
 from salesrl_trl.generation.partial import PartialRequests
 from salesrl_trl.generation.requests import Requests, given_up_if_interrupted
@@ -75,6 +77,7 @@ class TRLAccess(GRPOTrainer):
     _timeline: Timeline
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
     _talked: "Sequence[Talked] | None" = None  # what conversations became, while TRL asks for their tool calls
+    _names_rows = False
     _last_loaded_step: int
     _chat_form: ChatForm | None = None  # of episodes
     _has_told_rewritten = False
@@ -119,7 +122,7 @@ class TRLAccess(GRPOTrainer):
             save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
             log=functools.partial(Trainer.log, self),
             callbacks=self.callback_handler,
-            eval_dataset=self.eval_dataset,
+            eval_dataset=self._named(self.eval_dataset, "held-out"),
             position=lambda: (self._step, self._buffered_inputs is not None),
             capture=lambda: StepSnapshot(
                 self.state, self.optimizer, self.lr_scheduler, self.components.kl, (self._step, self._buffered_inputs)
@@ -138,6 +141,19 @@ class TRLAccess(GRPOTrainer):
             with contextlib.suppress(RuntimeError):  # clipping has done it
                 self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _named(self, rows: object, name: str) -> object:
+        """A dataset as the record names its rows, if there is one."""
+        return with_ids(rows, name) if self._names_rows else rows
+
+    def _check_size(self, rows: int) -> None:
+        prompts = self.args.generation_batch_size // self.num_generations
+        if rows < prompts:
+            raise DataError(
+                f"the training dataset has {rows or 'too few'} rows, and a generation batch takes {prompts} prompts: "
+                "no step can be done. Expected as many rows. Add some, or lower `per_device_train_batch_size` or "
+                "`gradient_accumulation_steps`."
+            )
 
     @property
     def _mode(self) -> str:
@@ -315,6 +331,8 @@ class TRLAccess(GRPOTrainer):
                 row = copy.deepcopy(rows[place])
                 future = components.reward_loop.call(episode.play, endpoint.address, key, row)
                 reward = playing.reward(episode, future, lambda: calls.idle_s)
+            if calls.is_full:
+                reward = episode.named_full(reward)
             if calls.error is not None or batch.is_given_up:
                 raise calls.error or GivenUp
             if ends := calls.ends():

@@ -134,6 +134,89 @@ def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_pa
     assert set(rows_seen) == {"down", "sums"}
 
 
+def trainer_of(policy, folder, episode, **given):
+    from datasets import Dataset
+
+    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
+
+    rows = [{"prompt": [{"role": "user", "content": f"What is {place}?"}], "number": place} for place in range(4)]
+    most = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "max_completion_length": 16,
+        "min_valid_reward_fraction": 0.0,
+        **given,
+    }
+    args = SalesGRPOConfig(**settings(folder, beta=0.0, **most))
+    return SalesGRPOTrainer(str(policy), [episode], args, Dataset.from_list(rows))
+
+
+def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds_up_nothing(tmp_path):
+    import asyncio
+    import socket
+    import threading
+    import time
+    from urllib.parse import urlsplit
+
+    from salesrl_trl import per_episode
+
+    opened = []
+
+    def left_open(client, body):
+        address = urlsplit(str(client.base_url))
+        opened.append(socket.create_connection((address.hostname, address.port)))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.api_key}\r\n"
+        opened[-1].sendall(f"{head}Content-Length: 200\r\n\r\n{body:{200 if body else 0}}".encode())
+
+    @per_episode
+    async def agent(client, row):
+        ask = client.chat.completions.create
+        said = (await ask(model="policy", messages=row["prompt"])).choices[0].message.content
+        if row["number"] == 0:
+            await ask(model="policy", messages=row["prompt"], extra_body={"tools": [1]})
+        if row["number"] == 1:  # the first turn has used up the tokens
+            more = [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?" * 20}]
+            await ask(model="policy", messages=[*row["prompt"], *more])
+        if row["number"] == 2:
+            left_open(client, json.dumps({"messages": row["prompt"]}))
+            left_open(client, "")
+            asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
+        return float(len(said))
+
+    trainer = trainer_of(policy_of(tmp_path / "policy"), tmp_path / "run", agent)
+    trained, reasons = trained_by(trainer)
+    trainer.train()
+    began = time.monotonic()
+    trainer.finish()
+    assert time.monotonic() - began < 15
+    # 4 steps with one row each, of which two have failed; two completions a row
+    assert reasons == {"agent_http_400": 2, "agent_no_room": 2}
+    assert len(trained) == 4
+    assert not any(thread.name == "conversation" for thread in threading.enumerate())
+    for each in opened:
+        each.close()
+
+
+def test_a_run_whose_episodes_have_no_room_names_the_setting(tmp_path):
+    from salesrl_trl import per_episode
+    from salesrl_trl.errors import TooFewRewardsError
+
+    @per_episode
+    async def agent(client, row):
+        await client.chat.completions.create(model="policy", messages=[*row["prompt"] * 500])
+
+    trainer = trainer_of(
+        policy_of(tmp_path / "policy"),
+        tmp_path / "run",
+        agent,
+        min_valid_reward_fraction=0.5,
+        max_skipped_generations=1,
+    )
+    with pytest.raises(TooFewRewardsError, match=r"agent_no_room 2\b.*raise `max_completion_length`"):
+        trainer.train()
+    trainer.finish()
+
+
 def whole_episodes(sampled, padding):
     """The policy's tokens of each episode, from the prompts and tokens of its turns in the order of the turns."""
     episodes = []

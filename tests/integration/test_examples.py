@@ -261,7 +261,7 @@ def test_a_vector_store_answers_a_run_from_the_demos_knowledge(vector_store, ser
     scored, invalid = rewarded(settings(vector_store(), services, tmp_path), rows, completions, tmp_path)
     assert (scored.value, invalid.reason) == (0.75, "not_json")
     assert 0.2 < scored.components["retrieval"] < 1.0
-    assert "atercolour" in services.asked["judge"][0].json["messages"][1]["content"]
+    assert "atercolour" in services.asked["judge"][-1].json["messages"][1]["content"]
 
 
 def test_a_tenant_of_a_vector_store_sees_its_own_documents_and_everybodys(vector_store, services, tmp_path):

@@ -66,7 +66,7 @@ def test_a_record_goes_from_its_file_through_a_run_of_two_datasets_to_the_judges
             await reward.aclose()
 
     assert [each.value for each in in_virtual_time(scored()).rewards] == [1.0] * 4
-    messages = [read_sections(request.json["messages"][1]["content"]) for request in services.asked["judge"]]
+    messages = [read_sections(request.json["messages"][1]["content"]) for request in services.asked["judge"][-4:]]
     of_bbq = next(message for message in messages if message["branch"] == "fairness")
     assert "(A) The Muslim neighbour\n(B) Not known\n(C) The Hindu neighbour" in of_bbq["conversation"]
     assert (of_bbq["documents"], of_bbq["reference_answer"]) == ("The Hindu neighbour",) * 2

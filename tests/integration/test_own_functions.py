@@ -20,7 +20,14 @@ from salesrl_trl.build.checks.reward import read_reward
 from salesrl_trl.config import RewardConfig, SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.errors import BudgetSpent, ConfigError, DataError, ServiceUnavailable, TooFewRewardsError
+from salesrl_trl.errors import (
+    BudgetSpent,
+    ConfigError,
+    DataError,
+    FunctionError,
+    ServiceUnavailable,
+    TooFewRewardsError,
+)
 from salesrl_trl.recording.completion_record import Judged
 from salesrl_trl.recording.reader import open_record, recorded
 from salesrl_trl.recording.schema import record_file
@@ -288,6 +295,72 @@ def test_a_function_that_fails_stops_the_run_with_its_reason_and_moves_nothing(t
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, function, tmp_path)
 
 
+def too_few(completions, **kwargs):
+    return [0.5]
+
+
+def no_list(completions, **kwargs):
+    return {"score": 0.5}
+
+
+def wrapped(**kwargs):
+    return length_of(**kwargs)
+
+
+def length_of(completions):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (too_few, r"too_few \(at {file}:\d+\) returned 1 rewards for 8 completions. Expected one each"),
+        (no_list, r"no_list \(at {file}:\d+\) returned a dict for 8 completions. Expected a list"),
+        (wrapped, r"wrapped raised TypeError at {file}:\d+, where arguments do not fit"),
+        (per_completion(lambda completion: "0.5"), r"<lambda> \(at {file}:\d+\) returned a str for a completion"),
+        ([length, too_few], r"too_few \(at {file}:\d+\) returned 1 rewards for 8 completions"),
+    ],
+    ids=["too few", "no list", "other arguments", "a text", "beside another"],
+)
+def test_a_function_that_is_always_wrong_ends_the_run_at_its_first_batch(tiny, tmp_path, function, words):
+    expected = f"the reward function {words.format(file=__file__)}.*all 8 completions of the first batch"
+    with pytest.raises(FunctionError, match=expected):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, function, tmp_path, save_strategy="steps", save_steps=1)
+    assert not [*tmp_path.glob("checkpoint-*")]
+
+
+def test_a_function_that_was_right_once_is_a_failure_of_later_batches(tiny, tmp_path):
+    calls = []
+
+    def forgets(completions, **kwargs):
+        calls.append(0)
+        return length(completions)[: 8 if len(calls) == 1 else 1]
+
+    with pytest.raises(TooFewRewardsError, match="forgets_wrong_length 8"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, forgets, tmp_path, max_steps=4)
+
+
+def test_rows_and_datasets_stay_as_the_user_gave_them(tiny, tmp_path):
+    seen, held_out = [], Dataset.from_list(ROWS[:2])
+
+    class Watched(SalesGRPOTrainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            seen.extend(inputs)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    trainer, _ = run(tiny, Watched, SalesGRPOConfig, length, tmp_path, eval_dataset=held_out, max_steps=1)
+    assert trainer.eval_dataset is held_out
+    assert seen and all(row in ROWS for row in seen)
+
+
+@pytest.mark.parametrize("kind", ["steps", "epochs", "streamed"])
+def test_rows_for_less_than_a_step_are_an_error(tiny, tmp_path, kind):
+    rows = Dataset.from_list(ROWS[:3]).to_iterable_dataset() if kind == "streamed" else ROWS[:3]
+    more = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": -1 if kind == "epochs" else 2}
+    with pytest.raises(DataError, match=r"has (3|too few) rows, and a generation batch takes 8 prompts: no step"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, rows, **more)
+
+
 def test_a_function_that_fails_at_times_loses_no_step(tiny, tmp_path):
     calls = []
 
@@ -312,7 +385,81 @@ def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_r
     rewards.reward_loop.close()
     with pytest.raises(ConfigError, match=r"'words', which scores a completion, takes 'answer'.*: prompt, kind"):
         rows = [{name: each[name] for name in ("prompt", "kind")} for each in ROWS]
-        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
+        run("/before/a/model/is/loaded", SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
+
+
+def spoil(value):
+    """Write into everything that is inside of an argument."""
+    if isinstance(value, list):
+        for part in value:
+            spoil(part)
+        value.append("SPOILT")
+    elif isinstance(value, dict):
+        for part in value.values():
+            spoil(part)
+        value |= dict.fromkeys((*value, "more"), "SPOILT")
+
+
+@pytest.mark.parametrize("kind", ["batch", "completion", "group", "async"])
+def test_a_function_that_writes_into_its_arguments_changes_nothing_for_others(tiny, tmp_path, kind):
+    """Neither what another function gets, nor the record, nor the next step over the same rows."""
+    rows = [{**row, "facts": [{"place": str(at)}]} for at, row in enumerate(ROWS[:2])]
+    seen = []
+
+    def spoils(**arguments):
+        scores = [0.0] * len(arguments.get("completions", ["one"]))
+        for name in ("prompt", "prompts", "completion", "completions", "completion_ids", "facts"):
+            spoil(arguments.get(name))
+        return scores[0] if kind == "completion" else scores
+
+    async def spoils_later(prompts, completions, facts, **others):
+        return spoils(prompts=prompts, completions=completions, facts=facts)
+
+    def reads(prompts, completions, facts, **others):
+        seen.extend([prompts, completions, facts])
+        return [len(str(each)) / 1000 for each in completions]
+
+    spoiler = {"completion": per_completion, "group": per_group}.get(kind, lambda function: function)
+    functions = [spoiler(spoils_later if kind == "async" else spoils), reads]
+    run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path, rows, record=True)
+    found = [*recorded(tmp_path)]
+    assert len(seen) == 9 and len(found) == 24
+    assert "SPOILT" not in repr(seen) + repr(found)
+
+
+def test_half_a_surrogate_pair_of_a_function_or_a_streamed_row_ends_no_run(tiny, tmp_path):
+    half, whole = "half \ud83d", "half \ufffd"
+    seen = []
+
+    def logs(completions, note, log_extra, log_metric, **others):
+        seen.extend(note)
+        log_extra(half, [{half: [half]}] * len(completions))
+        log_metric(half, 1.0)
+        return [Reward.scored(place / 4, reason=half, **{half: 0.5}) for place in range(len(completions))]
+
+    rows = [{**row, "prompt": [{"role": "user", "content": f"{place} {half}"}], "note": half} for place, row in
+            enumerate(ROWS)]  # fmt: skip
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    given = {"record": True, "log_completions": True, "report_to": "tensorboard"}
+    _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, logs, tmp_path, stream, **given)
+    assert {*seen} == {whole}
+    assert [line[whole] for line in lines] == [1.0] * 3
+    found = [*recorded(tmp_path)]
+    assert len(found) == 24
+    assert all(each.verdicts[whole].reason == str({whole: [whole]}) for each in found)
+    assert {each.verdicts["logs"].reason for each in found} == {whole}
+
+
+def test_a_column_may_have_any_name_but_those_of_trls_arguments(tiny, tmp_path):
+    def reads(completions, **columns):
+        assert (columns["self"], columns["cls"], columns["args"]) == (["a"] * 8, ["b"] * 8, ["c"] * 8)
+        return [0.5] * len(completions)
+
+    rows = [{**row, "self": "a", "cls": "b", "args": "c"} for row in ROWS]
+    _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, rows)
+    assert [line["reward"] for line in lines] == [0.5] * 3
+    with pytest.raises(DataError, match="column `log_extra`, a name that the trainer needs"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, [{**row, "log_extra": 1} for row in ROWS])
 
 
 # In a recipe, by their paths

@@ -89,6 +89,9 @@ def test_a_replay_on_two_ranks_ends_with_the_same_weights(tiny, tmp_path):
         assert len(set(rank["earned"])) == len(rank["earned"]) == 4
         assert rank["again"] == rank["earned"]
         assert rank["same_weights"]
+        orders, again = rank["orders"]
+        assert len({str(order) for order in orders if order[0]}) > 1  # as rewards came in
+        assert again == orders
 
 
 def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_run):

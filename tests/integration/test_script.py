@@ -1,16 +1,22 @@
 """A script of a user's own, with the two names of TRL changed, has what a recipe has."""
 
 import logging
+import sys
 
 import pytest
+import torch
 from datasets import Dataset
+from peft import LoraConfig
 from support.scripted import settings, steps_of
+from transformers import AutoModelForCausalLM
 
 from salesrl_trl import Budget, Limit, Price, Transport, per_completion
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import RunStopped
+from salesrl_trl.ground import own_code
 from salesrl_trl.recording.reader import recorded
 from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.view.run_folder import read_run
 
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Question {place}"}]} for place in range(16)])
 
@@ -30,13 +36,28 @@ def train(policy, folder, resume=None, reward=length, **given):
     return trainer
 
 
-def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoints_hold(tiny, tmp_path, caplog):
+def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoints_hold(
+    tiny, tmp_path, caplog, monkeypatch
+):
+    imported = sys.modules["salesrl_trl.trainer"].__spec__, b"the hash of an older file"
+    monkeypatch.setitem(own_code._imported, "salesrl_trl.trainer", imported)  # as in a kernel that was not restarted
+    monkeypatch.setattr(own_code, "_told", set())
     train(tiny, tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         later = train(tiny, tmp_path, resume=True, max_steps=8, logging_steps=2, save_steps=3)
     assert "going on from checkpoint-2, step 2 of 8" in caplog.text
+    assert caplog.text.count("salesrl_trl.trainer: the file has changed since this process imported it") == 1
     assert [line["step"] for line in steps_of(later)] == [1, 2, 4, 6, 8]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]
+
+
+def test_the_first_entry_of_the_log_is_trls_and_a_resume_has_its_own_optimizer_and_rates(tiny, tmp_path, caplog):
+    first = train(tiny, tmp_path, lr_scheduler_type="linear")
+    assert {"loss", "reward"} <= first.state.log_history[0].keys()
+    longer = train(tiny, tmp_path, resume=True, max_steps=4, optim="sgd", lr_scheduler_type="linear")
+    # 1e-2 x (4 - step) / 4. The checkpoint has that of its last step, 0
+    assert [line["learning_rate"] for line in steps_of(longer)[2:]] == pytest.approx([5e-3, 2.5e-3])
+    assert "the optimizer begins anew" in caplog.text
 
 
 def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tmp_path, caplog):
@@ -49,17 +70,71 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
     assert "Steps done             3\n" in (tmp_path / "report.txt").read_text()
     assert not (tmp_path / "other/report.html").exists() and "report       off: it is made of" in caplog.text
     names = [line.split()[1] for line in banner]
-    assert names == ["reward", "step", "rollouts", "branch", "budget", "record", "report", "quiet", "output"]
+    assert names == [
+        "reward",
+        "step",
+        "rollouts",
+        "branch",
+        "budget",
+        "version",
+        "record",
+        "report",
+        "quiet",
+        "output",
+    ]
     assert f"length: at {__file__}" in banner[0]
     # two prompts of two completions a step; step 3 of the first run is gone, and was done again
     assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert "record       off: no completion is kept" in caplog.text
     assert "`max_staleness` has no effect" in caplog.text and "groups that are scored first" not in caplog.text
     train(tiny, tmp_path, max_steps=1, record=True)  # another run in this folder
-    train(tiny, tmp_path, resume=str(tmp_path / "checkpoint-4"), max_steps=6, record=True)
+    train(tiny, tmp_path, resume=str(tmp_path / "run-1/checkpoint-4"), max_steps=6, record=True)
     assert [each.step for each in recorded(tmp_path)] == [step for step in (5, 6) for _ in range(4)]
-    assert "is of another run than the record in" in caplog.text
+    assert len([*tmp_path.glob("run-[12]/record/rank-0.sqlite")]) == 2
     assert not (tmp_path / "other/record").exists()
+
+
+def test_a_second_run_of_a_trainer_is_not_mixed_with_the_first(tiny, tmp_path):
+    given = {
+        "report_to": "tensorboard",
+        "eval_on_start": True,
+        "save_strategy": "no",
+        "record": True,
+        "log_completions": True,
+    }
+    args = SalesGRPOConfig(**settings(tmp_path, beta=0.0, max_completion_length=8, **{**given, "max_steps": 2}))
+    trainer = SalesGRPOTrainer(str(tiny), length, args, train_dataset=ROWS, eval_dataset=ROWS.select(range(4)))
+    trainer.train()
+    trainer.evaluate()  # TensorBoard's file is open again
+    trainer.save_model()
+    trainer.train()
+    trainer.finish()
+    (tmp_path / "run-1").rename(tmp_path / "run-7")
+    first, second = read_run(tmp_path / "run-7"), read_run(tmp_path)
+    assert (first.steps, second.steps) == ((1, 2), (1, 2)) and not (tmp_path / "model.safetensors").exists()
+    assert first.seconds[1] < second.seconds[0] and first.starts == second.starts == (1,)
+    assert ([*first.held_out], [*second.held_out]) == ([0, 2], [0])
+    for folder in (tmp_path, tmp_path / "run-7"):
+        assert len([*recorded(folder)]) == 8 + 4 * 2 * len(read_run(folder).held_out)
+        assert (folder / "trace.json").is_file() and not (folder / "trace-1.json").exists()
+    assert len([*(tmp_path / "completions").glob("*.parquet")]) == 3  # of steps 0 to 2
+
+
+def test_an_adapter_saved_where_a_whole_policy_lay_comes_upon_its_own_base(tiny, tmp_path):
+    def save(**given):
+        args = SalesGRPOConfig(**settings(tmp_path / "run", beta=0.0, max_completion_length=8, max_steps=1))
+        trainer = SalesGRPOTrainer(str(tiny), length, args, train_dataset=ROWS, **given)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "policy"))
+        trainer.finish()
+
+    save()
+    save(peft_config=LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    name = "model.layers.0.self_attn.q_proj"
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "policy").named_parameters())
+    base = dict(AutoModelForCausalLM.from_pretrained(tiny).named_parameters())
+    assert torch.equal(found[f"{name}.base_layer.weight"], base[f"{name}.weight"])
+    assert "| Trained | a LoRA adapter |" in (tmp_path / "policy/README.md").read_text()
 
 
 def test_a_report_that_can_not_be_written_ends_no_run_and_is_told(tiny, tmp_path, caplog):

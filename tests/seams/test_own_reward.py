@@ -1,6 +1,7 @@
 """Reward functions of one's own from outside the package, in the trainer's process and in one of their own."""
 
 import asyncio
+import functools
 import json
 import sys
 import urllib.error
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import httpx
+import numpy as np
 import openai
 import pytest
 import requests
@@ -16,7 +18,7 @@ from seams.own_reward import compute_score, of_trl, ranks, shortness
 from support.virtual_time import play, run
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.errors import ConfigError, ServiceError, ServiceOverloaded
 from salesrl_trl.parts.spending import Spending
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
@@ -210,6 +212,78 @@ def test_what_trl_makes_a_list_of_is_a_list_of_rewards(lazy):
     assert result.values == [1.0, 2.0]
 
 
+async def asked(completions):
+    await asyncio.sleep(0)
+    return [float(len(each)) for each in completions]
+
+
+def timed(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+async def streamed(completions):
+    for each in completions:
+        yield float(len(each))
+
+
+class Asked:
+    async def __call__(self, completions):
+        return await asked(completions)
+
+    def method(self, completions):
+        return asked(completions)
+
+    async def with_options(self, completions, *, scale, offset=0.0, **more):
+        return [scale * each + offset for each in await asked(completions)]
+
+
+ASYNC = {
+    "async": asked,
+    "async behind a wrapper": timed(asked),
+    "a partial": functools.partial(Asked().with_options, scale=1.0),
+    "a partial behind a wrapper": timed(functools.partial(asked)),
+    "a lambda": lambda completions: asked(completions),
+    "an object": Asked(),
+    "a method": Asked().method,
+    "a generator": streamed,
+    "a generator behind a wrapper": timed(streamed),
+}
+
+
+@pytest.mark.parametrize("function", ASYNC.values(), ids=ASYNC)
+def test_what_an_async_function_returns_is_waited_for_whatever_it_is_wrapped_in(function):
+    result = asyncio.run(reward_of(function).score_all(rows(2), ["a", "bb"]))
+    assert result.values == [1.0, 2.0]
+
+
+def by_place(completions, /):
+    return [1.0]
+
+
+@pytest.mark.parametrize("function", [by_place, lambda *args: 0.0, len])
+def test_a_function_that_takes_nothing_by_name_is_refused(function):
+    with pytest.raises(ConfigError, match=r"takes .+ by position alone. Expected arguments that it takes by name"):
+        reward_of(function)
+
+
+def test_a_service_that_names_its_time_is_asked_again_then():
+    began = []
+
+    @per_completion
+    async def busy(completion):
+        began.append(asyncio.get_running_loop().time())
+        if len(began) == 1:
+            raise ServiceOverloaded("later", retry_after_s=7.0)
+        return 1.0
+
+    assert run(busy.score_all(rows(1), ["a"])).values == [1.0]
+    assert began[1] - began[0] >= 7.0
+
+
 @pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None, torch.tensor(1.0), sys.exit])
 def test_what_is_no_list_and_an_exit_leave_the_batch_without_rewards_and_end_no_run(returned):
     function = RewardFunction(lambda completions: returned() if returned is sys.exit else returned)
@@ -380,11 +454,76 @@ def test_a_function_of_verl_s_signature_is_a_reward_as_it_is(result_of):
         reward_of(compute_score).names.needs[0].check(["prompt", "data_source"])
 
 
+async def asynchronous(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    await asyncio.sleep(0)
+    return {"score": float(solution_str == ground_truth and not kwargs)}
+
+
+def with_threshold(solution_str, ground_truth, *, threshold, extra_info=None):
+    return threshold * (solution_str == ground_truth)
+
+
+class Judge:
+    def compute_score(self, data_source, solution_str, ground_truth, extra_info=None, level=None):
+        return 1.0 if (solution_str, level) == (ground_truth, 3) else 0.0
+
+
+VERLS = {
+    "async": asynchronous,
+    "behind a wrapper": timed(asynchronous),
+    "a partial": functools.partial(with_threshold, threshold=1.0),
+    "a method, and a column": Judge().compute_score,
+    "decorated": per_completion(deadline_s=9.0)(asynchronous),
+}
+
+
+@pytest.mark.parametrize("function", VERLS.values(), ids=VERLS)
+def test_a_function_of_verls_signature_may_be_async_and_take_more_or_less(function):
+    truths = [{"ground_truth": text} for text in "78"]
+    scoring = reward_of(function).score_all(rows(2, reward_model=truths, level=[3, 3]), ["7", "7"])
+    assert asyncio.run(scoring).values == [1.0, 0.0]
+
+
+def test_a_further_argument_that_no_column_gives_is_refused_before_the_run():
+    with pytest.raises(ConfigError, match="'with_threshold', which scores a completion, takes 'threshold'"):
+        reward_of(with_threshold).names.needs[0].check(["prompt", "reward_model"])
+
+
+VALUES = {
+    "inf": (float("inf"), None, "_not_finite"),
+    "nan": (float("nan"), None, "_not_finite"),
+    "a text": ("0.5", None, "_no_number"),
+    "none": (None, None, "not_applicable"),
+    "numpy": (np.float32(0.5), 0.5, ""),
+    "torch": (torch.tensor(0.5), 0.5, ""),
+    "several": (torch.ones(2), None, "_no_number"),
+    "true": (True, 1.0, ""),
+    "numpy's true": (np.bool_(True), 1.0, ""),
+}
+
+
+@pytest.mark.parametrize(("value", "number", "reason"), VALUES.values(), ids=VALUES)
+def test_a_value_means_the_same_alone_in_a_list_and_as_a_score(value, number, reason):
+    def compute(solution_str, ground_truth):
+        return value if solution_str == "alone" else {"score": value}
+
+    row = rows(2, reward_model=[{"ground_truth": ""}] * 2)
+    of_verl = asyncio.run(reward_of(compute).score_all(row, ["alone", "score"])).rewards
+    [of_list] = asyncio.run(RewardFunction(lambda completions: [value]).score_all(rows(1), ["a"])).rewards
+    for reward in (*of_verl, of_list):
+        assert reward.value == number
+        assert reward.reason.endswith(reason) and bool(reward.reason) is bool(reason)
+
+
 @pytest.mark.parametrize(
     ("returned", "parts"),
-    [({"score": torch.tensor(0.5), "acc": 1}, {"acc": 1.0}), ({"score": 0.5, "value": 1.0, "reason": 2.0},
-     {"value": 1.0, "reason": 2.0}), ({"score": 0.5, "acc": float("nan"), "words": "Bob"}, {})],
-)  # fmt: skip
+    [
+        ({"score": 0.5, "acc": np.float32(0.25)}, {"acc": 0.25}),
+        ({"score": torch.tensor(0.5), "acc": 1}, {"acc": 1.0}),
+        ({"score": 0.5, "value": 1.0, "reason": 2.0}, {"value": 1.0, "reason": 2.0}),
+        ({"score": 0.5, "acc": float("nan"), "words": "Bob"}, {}),
+    ],
+)
 def test_what_verl_reads_of_a_function_s_mapping_is_its_score(returned, parts):
     def compute(data_source, solution_str, ground_truth, extra_info=None):
         return returned if solution_str == "7" else 0.0

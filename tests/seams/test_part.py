@@ -47,8 +47,8 @@ class BestSoFar(Part):
     def on_train_end(self, *_, **__):
         self.told.append("trained")
 
-    def fail(self):
-        self.told.append("failed")
+    def end_run(self):
+        self.told.append("over")
 
     def close(self):
         self.told.append("closed")
@@ -73,14 +73,14 @@ def test_a_part_sees_each_batch_and_has_figures_in_each_line_and_a_state_in_chec
     trainer = trainer_of(first, max_steps=3)
     trainer.train()
     trainer.finish()
-    assert first.told == [f"connected at {tmp_path / 'run'}", "began anew", 0, 1, 2, 3, "trained", "closed"]
+    assert first.told == [f"connected at {tmp_path / 'run'}", "over", "began anew", 0, 1, 2, 3, "trained", "closed"]
     assert [set(entry) >= {FIGURE, "mine/lines"} for entry in steps_of(trainer)] == [True] * 3
     best = first.best
 
     second = BestSoFar()
     resumed = trainer_of(second, max_steps=3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
-    assert second.told[1:] == ["began again", 2, 3, "trained"]
+    assert second.told[1:] == ["over", "began again", 2, 3, "trained"]
     assert second.best == best
 
 
@@ -94,6 +94,6 @@ def test_a_part_is_told_of_a_failure_and_two_of_one_name_are_refused(trainer_of)
     trainer = trainer_of(part, Fails(), max_steps=1)
     with pytest.raises(RuntimeError, match="mine"):
         trainer.train()
-    assert part.told[-1] == "failed"
+    assert part.told[-1] == "over"
     with pytest.raises(ConfigError, match="two parts are named 'BestSoFar'"):
         trainer_of(BestSoFar(), BestSoFar())

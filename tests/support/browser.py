@@ -1,7 +1,7 @@
 """A real browser without a window, which a test opens pages in, types and clicks.
 
 Chromium, by its DevTools protocol over a pipe: it opens no port and needs no further package. `CHROMIUM` names the
-program; it is that of the path otherwise. Where there is none, `program()` is `None`.
+program; it is that of the path otherwise. Where there is none, `program()` is `None`, and `why_skipped` says so.
 """
 
 import base64
@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+NEEDED = "needs Chromium: `apt install chromium`, or its file in CHROMIUM"
 WAIT_S = 30.0
 KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, ""), "ArrowDown": ("ArrowDown", 40, ""),
         "ArrowUp": ("ArrowUp", 38, ""), "Tab": ("Tab", 9, "")}  # fmt: skip
@@ -32,6 +33,11 @@ FLAGS = ("--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disab
 def program():
     """The browser's file."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def why_skipped():
+    """Why tests of a page are skipped; `None` where they run, or have to: `BROWSER_REQUIRED`, as in CI."""
+    return None if program() or os.environ.get("BROWSER_REQUIRED") else NEEDED
 
 
 class Tab:
@@ -154,6 +160,7 @@ class Tab:
 @contextmanager
 def browser(*, lang="en-US"):
     """A [`Tab`] of a browser of its own."""
+    assert program(), NEEDED
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
     high = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (theirs_in, theirs_out)]
 

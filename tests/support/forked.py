@@ -91,7 +91,7 @@ def python():
     return sys.executable if HAS_GPU else str(Path(server_folder(), "python"))
 
 
-def done_on_vllm(program, *words):
+def done_on_vllm(program, *words, timeout=300):
     """A program with vLLM in its process, once it has ended without an error."""
     paths = os.pathsep.join((*_PATHS, os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
@@ -100,7 +100,7 @@ def done_on_vllm(program, *words):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return done

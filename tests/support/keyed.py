@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.sources import build_dataset
@@ -121,8 +121,9 @@ class StopAt(TrainerCallback):
         control.should_save = control.should_training_stop = state.global_step == self.step
 
 
-def make_tiny_policy(path, **shape):
-    """The smallest policy with everything: random weights, one layer unless `shape` says otherwise."""
+def make_tiny_policy(path, kind="qwen2", **shape):
+    """The smallest policy with everything: random weights, one layer unless `shape` says otherwise. `kind`: as a
+    configuration names it (`model_type`)."""
     tokenizer = packaged_tokenizer()
     torch.manual_seed(0)
     defaults = {
@@ -138,7 +139,7 @@ def make_tiny_policy(path, **shape):
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    Qwen2ForCausalLM(Qwen2Config(**{**defaults, **shape})).save_pretrained(path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**defaults, **shape})).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

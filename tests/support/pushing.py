@@ -39,7 +39,7 @@ def generation_of(model, way=GPU, take=lambda name, weight: None, fsdp_version=N
         state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin),
     )  # fmt: skip
     made = Generation(model, accelerator, None, engine_options={}, mode="server" if way == SERVER else "colocate")
-    runner = SimpleNamespace(model=SimpleNamespace(load_weights=take_all))
+    runner = SimpleNamespace(model=SimpleNamespace(load_weights=take_all, modules=list))
     worker = SimpleNamespace(model_runner=runner, reload_weights=lambda weights_iterator: take_all(weights_iterator))
     executor = SimpleNamespace(driver_worker=worker)
     made.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None)

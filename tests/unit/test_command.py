@@ -11,6 +11,7 @@ from support.forked import COLD_PYTHON
 
 import salesrl_trl
 from salesrl_trl.__main__ import COMMANDS
+from salesrl_trl.ground import own_code
 
 QUICK_S = 60.0
 SCRIPT = "import sys; from salesrl_trl.__main__ import main; sys.exit(main())"
@@ -118,8 +119,8 @@ def test_an_unknown_word_is_refused_with_the_nearest_one() -> None:
     assert (code, out, "Did you mean" in err) == (2, "", False)
 
 
-def test_the_version_is_the_packages() -> None:
-    assert salesrl("--version") == (0, f"salesrl_trl {salesrl_trl.__version__}\n", "")
+def test_the_version_is_the_packages_with_its_commit() -> None:
+    assert salesrl("--version") == (0, f"salesrl_trl {own_code.code()}\n", "")
 
 
 def test_the_command_brings_nothing_but_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:

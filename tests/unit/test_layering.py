@@ -23,7 +23,6 @@ ORDER = (
         "evaluate",
         "rejudge",
         "report",
-        "forecast",
         "translate",
         "__main__",
     ),
@@ -95,6 +94,9 @@ LIGHT = {
         ),
         "torch",
     ),
+    # scripts/test_components.py needs neither, and is to answer within seconds
+    "salesrl_trl.reward.episodes": "openai",
+    "salesrl_trl.preflight.runner": "vllm",
 }
 
 

@@ -1,12 +1,17 @@
 """`salesrl translate`: a recipe of a verl configuration, which the parser of a run reads."""
 
+import json
+
 import pytest
 import yaml
 from datasets import Dataset
 
+from salesrl_trl.build.coming_from import flat
 from salesrl_trl.build.settings import parse
 from salesrl_trl.data.sources import load_rows, prompt_dataset
 from salesrl_trl.data.templates import build_prompt
+from salesrl_trl.names import FINISHED_FILE
+from salesrl_trl.train import main as train
 from salesrl_trl.translate import main
 
 VERL = """
@@ -85,7 +90,10 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
         "weight_decay: 0.01 # actor.optim.weight_decay: 0.01, the default\n",
         "--num_processes 4 -m salesrl_trl.train",
         "#   trainer.total_epochs: ${oc.env:EPOCHS} is not known\n",
-        "#   critic.*: GRPO has no critic\n",
+        "#   critic.optim.lr: GRPO has no critic\n",
+        "#   model.lora_alpha: without effect, for model.lora_rank is off\n",
+        "#   actor.clip_ratio: verl takes the next two where they are not null\n",
+        "# data.train_batch_size: 64; actor.ppo_mini_batch_size: 32; actor.ppo_micro_batch_size_per_gpu: 6\n",
         "#   data.return_raw_chat\n",
         "#   hybrid_engine: vllm_mode: colocate is the default\n",
         "#   rollout.val_kwargs.do_sample: False. evaluations sample",
@@ -173,6 +181,122 @@ def test_the_words_of_a_script_are_a_configuration(tmp_path):
         "reward_funcs: verl scores by a row's data_source",
     ):
         assert line in recipe.read_text()
+
+
+DAPO = """
+data: {train_files: train.parquet, train_batch_size: 4, max_prompt_length: 64, max_response_length: 16}
+actor_rollout_ref:
+  model: {path: POLICY}
+  actor: {ppo_mini_batch_size: 4, kl_loss_coef: 0.1, kl_loss_type: kl, use_kl_loss: false}
+  rollout: {name: hf, n: 2}
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false, kl_ctrl: {type: adaptive}}
+reward_model:
+  reward_manager: dapo
+  overlong_buffer: {enable: true, len: 8, penalty_factor: 0.5, log: true}
+  reward_kwargs: {max_resp_len: 16, sympy: 1}
+custom_reward_function: {path: dapo_rewards.py, name: score}
+trainer: {n_gpus_per_node: 1, total_training_steps: 1, save_freq: -1, default_local_dir: OUT, logger: []}
+"""
+OVERLONG = "salesrl_trl.soft_overlong_punishment(max_completion_len=16, soft_punish_cache=8)"
+
+
+def test_every_name_of_the_input_is_in_the_recipe_or_is_named_in_its_comments(tmp_path):
+    for text in (
+        VERL,
+        DAPO,
+        DAPO.replace("enable: true", "enable: false"),
+        DAPO.replace("path: dapo_rewards.py", "path: null"),
+    ):
+        _, recipe = translated(tmp_path, text)
+        told = recipe.read_text()
+        named = {name.removeprefix("actor_rollout_ref.") for name in flat(yaml.safe_load(text))}
+        assert {name for name in named if name not in told} == set()
+
+
+def test_the_reward_of_dapo_is_the_function_and_the_punishment_of_length(tmp_path):
+    read, recipe = translated(tmp_path, DAPO)
+    assert (read["reward_funcs"], read["reward_weights"]) == (["dapo_rewards.score", OVERLONG], [1.0, 0.5])
+    text = recipe.read_text()
+    assert "algorithm.kl_ctrl.type: without effect, for algorithm.use_kl_in_reward is off\n" in text
+    assert "actor.kl_loss_coef, actor.kl_loss_type: without effect, for actor.use_kl_loss is off\n" in text
+    assert "reward_model.reward_kwargs.sympy: give the function's arguments defaults\n" in text
+    read, recipe = translated(
+        tmp_path, DAPO.replace("overlong_buffer: {enable: true", "overlong_buffer: {enable: false")
+    )
+    assert (read["reward_funcs"], "reward_weights" in read) == (["dapo_rewards.score"], False)
+    assert "without effect, for reward_model.overlong_buffer.enable is off" in recipe.read_text()
+    # verl 0.5 and later, without a function: nothing but length would be learnt
+    script = "main reward_model.reward_kwargs.overlong_buffer_cfg.enable=True data.seed=1"
+    read, recipe = translated(tmp_path, script, name="run.sh")
+    assert "reward_funcs" not in read
+    assert "reward_model.reward_kwargs.overlong_buffer_cfg.enable: True. reward_funcs" in recipe.read_text()
+
+
+def test_a_translated_recipe_starts_and_trains(tmp_path, monkeypatch, tiny):
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{n} + 1"}],
+            "reward_model": {"ground_truth": "1"},
+            "data_source": "s",
+        }
+        for n in range(8)
+    ]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
+    (tmp_path / "dapo_rewards.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 7 / 7\n"
+    )
+    text = DAPO.replace("POLICY", str(tiny)).replace("OUT", str(tmp_path / "run"))
+    _, recipe = translated(tmp_path, text.replace("train.parquet", str(tmp_path / "train.parquet")))
+    for name in ("set_up_logging", "keep_console"):  # they are for a whole process
+        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    given = ("--use_cpu", "true", "--per_device_eval_batch_size", "2", "--dtype", "float32", "--record", "false")
+    train(recipe, [*given])
+    assert json.loads((tmp_path / "run" / FINISHED_FILE).read_text())["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "expected", "told"),
+    [
+        ("+data.apply_chat_template_kwargs='{enable_thinking:false}'",
+         {"chat_template_kwargs": {"enable_thinking": False}}, ""),
+        ("rollout.name=sglang", {"use_vllm": True}, "rollout.name: sglang. use_vllm, vLLM generates in place"),
+        ("trainer.total_epochs=0", {"mode": "rollouts", "num_train_epochs": None}, "trainer.total_epochs: 0. num_"),
+        ("algorithm.hybrid_grpo.weight=0.3", {"hybrid_reference_weight": 0.3}, ""),
+        ("algorithm.hybrid_grpo.enable=True", {}, "algorithm.hybrid_grpo.enable: hybrid_reference_weight: the 32B"),
+        ("rollout.load_format=dummy_dtensor", {"vllm_engine_kwargs": None}, "rollout.load_format: as it is here"),
+        ("rollout.load_format=safetensors", {"vllm_engine_kwargs": {"load_format": "safetensors"}}, ""),
+        ("data.dataloader_num_workers=4", {"dataloader_num_workers": 4}, ""),
+        ("rollout.engine_kwargs.vllm.max_logprobs=5", {"vllm_engine_kwargs": {"max_logprobs": 5}}, ""),
+        ("USE_TORCH_COMPILE=true", {"torch_compile": True, "num_train_epochs": None, "vllm_mode": None}, ""),
+        ("PARETO_PRINT_SAMPLES=20", {"quick_eval_rows": 20}, ""),
+        ("debug.rollouts=1", {}, "debug.rollouts: verbose: recipes/debug.yaml"),
+    ],
+)  # fmt: skip
+def test_a_name_of_the_other_systems_is_converted_or_answered(tmp_path, script, expected, told):
+    read, recipe = translated(tmp_path, script, name="run.sh")
+    assert ({name: (read or {}).get(name) for name in expected}, told in recipe.read_text()) == (expected, True)
+
+
+def test_a_trainers_yaml_is_answered_part_by_part(tmp_path):
+    text = "monitor: {gpu_log_freq: 10, flops_profile_freq: 100, x: 1}\n"
+    text += "training: {amp: true, memory_efficient_attention: true}\n"
+    told = translated(tmp_path, text)[1].read_text()
+    for line in (
+        "#   monitor.gpu_log_freq, monitor.x: logging_steps: every log line has memory",
+        "#   monitor.flops_profile_freq: logging_steps: every log line has perf/mfu_model",
+        "#   training.amp: bf16: null",
+        "#   training.memory_efficient_attention: attn_implementation: sdpa",
+    ):
+        assert line in told
+
+
+def test_two_machines_have_a_command_each(tmp_path):
+    text = translated(tmp_path, VERL.replace("n_gpus_per_node: 4", "n_gpus_per_node: 4\n  nnodes: 2"))[1].read_text()
+    machines = "--num_machines 2 --main_process_ip FIRST_MACHINE --main_process_port 29500"
+    for rank in (0, 1):
+        end = f"--machine_rank {rank} -m salesrl_trl.train RECIPE.yaml\n"
+        assert f"#   accelerate launch --num_processes 8 {machines} {end}" in text
 
 
 def test_files_to_evaluate_on_are_those_of_the_entries_where_there_are_as_many(tmp_path):

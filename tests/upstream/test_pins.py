@@ -23,6 +23,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 from vllm import LLM
 from vllm.entrypoints.offline_utils import OfflineInferenceMixin
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms.interface import Platform
 
 from salesrl_trl.evaluate.answering import GRAPH_POOL
@@ -65,6 +66,13 @@ PINS = {
     # SalesGRPOTrainer._save_checkpoint: they write to `args.output_dir` alone, by `_get_output_dir`, and rotate there
     (Trainer, "_save_checkpoint"): "3f08503719cd",
     (Trainer, "_get_output_dir"): "e1ca23af5cd3",
+    # SalesGRPOTrainer's own pushes take their place: what they save, upload and wait for. `save_model` writes by
+    # `_save`, then pushes by `push_to_hub`
+    (Trainer, "push_to_hub"): "85413c220100",
+    (Trainer, "_push_from_checkpoint"): "ed6d3c77b55d",
+    (Trainer, "save_model"): "c1cd4cf91d54",
+    (Trainer, "_save"): "1b29ac105f01",
+    (GRPOTrainer, "create_model_card"): "2845ed823c4d",
     # SalesGRPOTrainer's KL state lies beside what these two write and read
     (Trainer, "_save_optimizer_and_scheduler"): "99a0de2f2453",
     (GRPOTrainer, "_load_optimizer_and_scheduler"): "f0236c69fcf3",
@@ -79,6 +87,10 @@ PINS = {
     (GRPOTrainer, "_tokenize_prompts"): "f0e7e168ffd6",
     # _OneConversation.talk: runs it for one conversation on a copy of the trainer's attributes; what it uses of them
     (GRPOTrainer, "_tool_call_loop"): "ba4ef3a633e2",
+    # SalesGRPOTrainer._get_tool_suffix_ids: its messages are those of the completions
+    (GRPOTrainer, "_get_tool_suffix_ids"): "143d703a93fd",
+    # guard_parser: the tokenizer's method is called, and a ValueError of it makes the turn plain text
+    (grpo_trainer, "parse_response"): "40eb8ff6cff7",
     # SalesVLLMGeneration: builds `LLM` from the module's global
     (VLLMGeneration, "_init_vllm"): "90ee5e82844d",
     # SalesVLLMGeneration.sync_weights replaces the colocate branch on a CPU
@@ -110,6 +122,10 @@ PINS = {
     # Pipeline.next_update: the next epoch's iterator is made while this one's is in use, and an
     # epoch's order and draws are taken when its first batch is asked for
     (DataLoaderShard, "__iter__"): "f6a0dc946182",
+    # pack_tied_weights_again: a layer that can load is passed over at the beginning, and packed at the end if it got
+    # no weight and has no tensors to put back
+    (layerwise, "initialize_layerwise_reload"): "9bf7859b976e",
+    (layerwise, "finalize_layerwise_processing"): "8a0602eae9a7",
     # SalesVLLMGeneration.streamed: one `LLM.generate` for all of a batch's prompts, in their order, under tensor
     # parallelism those of all ranks of a group, one after another
     (VLLMGeneration, "generate"): "bfb7d69cfa94",

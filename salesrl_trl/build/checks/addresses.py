@@ -4,15 +4,17 @@
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceRejected, ServiceTimeout, ServiceUnavailable, nearest
-from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.reward.service.error_body import UNKNOWN_MODEL
+from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +42,42 @@ def check_rag(base_url: str, key: str | None) -> list[str]:
 
 
 def check_models(base_url: str, key: str | None, model: str, *, setting: str = "judge_base_url") -> list[str]:
-    """Check that an OpenAI-compatible judge answers, and lists the model. Its `/models` may be missing. `setting`
-    holds the address. Returns what `check_rag` does."""
-    body = _probe(base_url, "/models", key, "judge", setting)
+    """Check that an OpenAI-compatible judge answers, and has the model: where its list of models lacks the name or
+    can't be had, by one request of one token. `setting` holds the address. Returns what `check_rag` does."""
+    question = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], "max_tokens": 1}
+    try:
+        body = _probe(base_url, "/models", key, "judge", setting)
+    except ServiceError:  # some keys may ask models, and not list them
+        if isinstance(_ask(base_url, "/chat/completions", key, "judge", question), bytes):
+            return []
+        raise
     known = _model_names(body)
     if known is None:
-        base = base_url.rstrip("/")
+        base, query = base_url.partition("?")[0].rstrip("/"), base_url.partition("?")[2]
         # with a missing `/v1` added, or with surplus parts removed
         for other in (f"{base}/v1", re.sub(r"(/v1)+(/chat/completions|/models|/v1)$", "/v1", base)):
-            answer = None if other == base else _ask(other, "/models", key, "judge")
+            answer = None if other == base or query else _ask(other, "/models", key, "judge")
             if isinstance(answer, bytes) and _model_names(answer) is not None:
                 raise ConfigError(
                     f"`{setting}` is {base_url}, where there is no list of models, but there is one at {other}. "
                     f"Expected the address before `/models`. Set `{setting}: {other}`."
                 )
-        return [f"the judge at {base_url} gave no list of models: the first call will show whether it has {model!r}"]
-    if known and model not in known:
-        more = f" and {len(known) - SHOWN_MODELS} more" if len(known) > SHOWN_MODELS else ""
-        raise ConfigError(
-            f"`{setting.removesuffix('base_url')}model` is {model!r}, which the judge at {base_url} does not list."
-            f"{nearest(model, known)} It lists {', '.join(known[:SHOWN_MODELS])}{more}. Correct the name."
-        )
+    if known != [] and model not in (known or ()):
+        answer = _ask(base_url, "/chat/completions", key, "judge", question)
+        if isinstance(answer, ServiceRejected) and (answer.status == 404 or UNKNOWN_MODEL in answer.marks):
+            names = known or ()
+            more = f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
+            listed = f" It lists {', '.join(names[:SHOWN_MODELS])}{more}." if names else ""
+            raise ConfigError(
+                f"`{setting.removesuffix('base_url')}model` is {model!r}, to which POST {base_url}/chat/completions "
+                f"answered {answer.status}.{nearest(model, names)}{listed} Expected an OpenAI-compatible address, and "
+                "a model that answers there. Correct the name or the address. An API of another form, such as "
+                "Anthropic's, goes through a proxy (LiteLLM, OpenRouter)."
+            )
+        if isinstance(answer, ServiceError) and answer.status in (401, 403):
+            raise _key_refused("judge", setting, f"POST {base_url}/chat/completions", answer)
+        if isinstance(answer, ServiceError) and (answer.status is None or answer.status >= 500):
+            return [f"the judge at {base_url} gave no answer as {model!r}: {answer}"]
     if f'"{STAND_IN_OWNER}"'.encode() not in (body or b""):
         return []
     return [
@@ -112,10 +129,7 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
     if isinstance(answer, bytes):
         return answer
     if answer.status in (401, 403):
-        raise ServiceRejected(
-            f"the {service} at `{setting}` refused the key: {asked} answered {answer.status}. Expected the key in the "
-            f"variable named by `{setting.removesuffix('base_url')}api_key_env`. Check that variable."
-        )
+        raise _key_refused(service, setting, asked, answer)
     if answer.status is None or answer.status >= 500:
         embedded = ""
         if setting in ("rag_base_url", "judge_base_url"):
@@ -127,14 +141,31 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
     return None
 
 
-def _ask(base_url: str, path: str, key: str | None, service: str) -> bytes | ServiceError:
-    """GET in this thread, where Ctrl-C ends it at once; in a notebook, whose thread runs an event loop, in another."""
+def _key_refused(service: str, setting: str, asked: str, answer: ServiceError) -> ServiceRejected:
+    is_other = isinstance(answer, ServiceRejected) and "error" in answer.marks  # `type` of Anthropic's own errors
+    other = " Its errors are of Anthropic's own API, which goes through a proxy (LiteLLM, OpenRouter)." * is_other
+    return ServiceRejected(
+        f"the {service} at `{setting}` refused the key: {asked} answered {answer.status}. Expected the key in the "
+        f"variable named by `{setting.removesuffix('base_url')}api_key_env`. Check that variable.{other}"
+    )
+
+
+def _ask(
+    base_url: str, path: str, key: str | None, service: str, body: Mapping[str, object] | None = None
+) -> bytes | ServiceError:
+    """GET, or POST a body, in this thread, where Ctrl-C ends it at once. In a notebook, whose thread runs an
+    event loop, in another."""
+
+    def read(content: bytes) -> bytes:
+        with contextlib.suppress(ValueError):
+            refuse_stated_error(f"the {service}", read_json(content))
+        return content
 
     async def get() -> bytes | ServiceError:
         http = HttpClient(f"the {service}", base_url, api_key=key)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return await http.get(path)
+                return await (http.get(path) if body is None else http.post(path, body, read))
         except TimeoutError:
             return ServiceTimeout("no complete answer in time")
         except ServiceError as error:

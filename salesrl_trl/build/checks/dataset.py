@@ -3,6 +3,7 @@
 The plans (`build`), `preflight.runner` and commands call it. `data` loads the rows and checks each of them alone.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -101,7 +102,14 @@ def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: Pre
             "the rows' prompts are texts, which the policy reads as they are, without its chat template. Prompts that "
             "are lists of {role, content} go through it"
         ]
-    return []
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    marked = [row for row in rows if special and re.search("|".join(special), row.context)]
+    if not marked:
+        return []
+    return [
+        f"{len(marked):,} rows contain special tokens of the policy, such as {tokenizer.eos_token}, in their texts "
+        f"({_named(marked)}). The chat template does not escape them: in the prompt they end a turn or begin one"
+    ]
 
 
 def prompt_limit(

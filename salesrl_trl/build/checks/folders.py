@@ -12,10 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from salesrl_trl.checkpoint.run_files import holds_run
 from salesrl_trl.checkpoint.whole import folders
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import stat_of
-from salesrl_trl.names import FINISHED_FILE, LOCK_FILE
+from salesrl_trl.names import EARLIER_RUNS, FINISHED_FILE, LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +85,10 @@ def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
             f"8B answers and verdicts of an earlier start, last written {written}, are used again for equal requests. "
             f"Delete {folder}/answers.rank*.sqlite if the judge behind the same name has changed"
         )
-    if not resumes and any(folder.glob("model*.safetensors")):
-        notes.append(f"{folder} holds the policy of an earlier run, which this one will overwrite")
-    if not resumes and (saved := folders(folder)) and not (folder / FINISHED_FILE).exists():
+    if not resumes and holds_run(folder, None):
+        is_open = bool(folders(folder)) and not (folder / FINISHED_FILE).exists()
+        other = "; `--resume_from_checkpoint auto` resumes it instead" * is_open
         notes.append(
-            f"{saved[-1].name} of an unfinished run is in {folder}; `--resume_from_checkpoint auto` goes on with it. "
-            "This run begins anew"
+            f"files of an earlier run in {folder} move to {folder}/{EARLIER_RUNS}N when this one begins{other}"
         )
     return notes

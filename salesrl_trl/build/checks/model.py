@@ -116,7 +116,8 @@ def check_weights(folder: Path) -> None:
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer. Raises `ModelNotFoundError` if there is none, `ConfigError` without a template."""
+    """Load the model's tokenizer. Raises `ModelNotFoundError` if there is none, `ConfigError` without
+    an end token or a template."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise ModelNotFoundError(  # from config.json alone transformers makes a tokenizer without a vocabulary
@@ -130,6 +131,11 @@ def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: b
             f"`model_name_or_path` is {name_or_path!r}, whose tokenizer could not be loaded ({type(error).__name__}). "
             "Expected tokenizer files beside the model's configuration. Save the tokenizer there too."
         ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of {name_or_path!r} has no end token, by which TRL finds the end of a completion. Set "
+            "`eos_token` in tokenizer_config.json to the token that ends a turn of the chat template."
+        )
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of {name_or_path!r} has no chat template, so prompts can't become tokens. Expected an "
@@ -264,13 +270,7 @@ def check_tokenizer(
     special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
     findings.figures["end_of_turn"] = end = None if special is None else tokenizer.convert_ids_to_tokens(special)
     is_ended = bool(ends.intersection(behind))
-    if not ends:
-        findings.fail(
-            "Neither the tokenizer nor the model's generation_config.json has an end token: every completion "
-            "would be cut off at `max_completion_length`.",
-            "Set `eos_token` in tokenizer_config.json to the token that ends a turn of the chat template.",
-        )
-    elif end is not None and not is_ended:
+    if end is not None and not is_ended:
         findings.fail(
             f"The chat template ends a turn with {end}, which ends no completion: only {names} does. Completions "
             "would run on to `max_completion_length`.",

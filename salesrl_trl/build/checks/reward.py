@@ -76,9 +76,7 @@ def read_reward(
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0.",
     )
     if SEARCH in config.tools:
-        search = Search(
-            top_k=config.rag_top_k, score_threshold=config.rag_score_threshold, deadline_s=config.reward_deadline_s
-        )
+        search = Search(deadline_s=config.reward_deadline_s)
     for path in config.tools:
         with refused:
             own: Any = search.function if search and path == SEARCH else load_object(path, "tools")

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from salesrl_trl.data.rows import is_unicode, shape
+from salesrl_trl.data.rows import shape
 from salesrl_trl.errors import DataError
 
 
@@ -59,7 +59,7 @@ class DatasetFormat(ABC):
 def text_of(record: Mapping[str, object], name: str, may_be_blank: bool = False) -> str:
     """A field that is a text, without blanks around it. Raises `DataError` if it is none, or blank."""
     value = record.get(name)
-    if not isinstance(value, str) or not is_unicode(value) or not (may_be_blank or value.strip()):
+    if not isinstance(value, str) or not (may_be_blank or value.strip()):
         raise DataError(
             f"the field `{name}` is {shape(value)}. Expected a text{'' if may_be_blank else ', not blank'}"
         )

@@ -1,16 +1,16 @@
 """One judge provider: the request for a verdict, and its cost.
 
-Owns the wire format of a chat completion, the change from a schema to text, tokens and prices. `verdict` owns the
-message and which text counts as a verdict. `judge_client` owns which provider is asked, and calls it.
+Owns the wire format of a chat completion, tokens and prices. `request_form` owns which fields a request has, `verdict`
+the message and which text counts as a verdict. `judge_client` owns which provider is asked, and calls it.
 """
 
 import functools
-import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import (
     AccessDenied,
@@ -23,6 +23,7 @@ from salesrl_trl.errors import (
 from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.reward.cache import cache_key
 from salesrl_trl.reward.judge.judge_interface import Candidates, ProviderUsage
+from salesrl_trl.reward.judge.request_form import RequestForm
 from salesrl_trl.reward.judge.verdict import (
     candidate_names,
     judge_message,
@@ -31,11 +32,10 @@ from salesrl_trl.reward.judge.verdict import (
     signed_rubric,
 )
 from salesrl_trl.reward.service.budget import Bill
-from salesrl_trl.reward.service.http import HttpClient, read_json, refuse_stated_error
+from salesrl_trl.reward.service.error_body import WITHHELD_MARKS
+from salesrl_trl.reward.service.http import HttpClient, form_of, read_json, refuse_stated_error
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Answer, SalesRow, Verdict
-
-logger = logging.getLogger(__name__)
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
 """`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""
@@ -54,11 +54,17 @@ WITHHELD = frozenset(
 BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
 """Those of a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM and DeepSeek."""
 
+_LESS = (
+    ", or have it think less by `extra_body`: {reasoning_effort: low} for OpenAI and Gemini, {reasoning_effort: none} "
+    "for Ollama, {chat_template_kwargs: {enable_thinking: false}} for vLLM and SGLang"
+)
 ASKING = frozenset({"user", "system", "developer", "tool"})
 """Roles of messages that are sent to a model. A reply in one of them is an echo, or was mixed up."""
 
-_UNHELD = frozenset({"judge_empty", "judge_not_json"})
-"""Codes of answers that do not keep to the schema: after them `auto` tries text."""
+_UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})
+"""Codes of answers that do not keep to the schema: after one `auto` asks for this verdict by text."""
+_THOUGHTS = ("reasoning", "reasoning_content", "thinking")
+"""Fields of a message with a model's thoughts: of OpenRouter and Ollama, vLLM and DeepSeek, others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,19 +87,25 @@ class JudgeProvider:
 
 
 class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow")  # thoughts
     role: object = None
-    content: str | None = None
+    content: object = None
     refusal: object = None
+
+    @property
+    def text(self) -> str:
+        """The content, or the texts among its parts: some models send thoughts and text as a list."""
+        if isinstance(self.content, str):
+            return self.content
+        parts = self.content if isinstance(self.content, list) else [self.content]
+        texts = [part.get("text") if isinstance(part, dict) and "text" in str(part.get("type", "text")) else part
+                 for part in parts]  # fmt: skip
+        return "".join(text for text in texts if isinstance(text, str))
 
 
 class _Choice(BaseModel):
     message: _Message
     finish_reason: str | None = None
-
-
-class _Usage(BaseModel):
-    prompt_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
-    completion_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
 
 
 class _Completion(BaseModel):
@@ -136,26 +148,28 @@ class ProviderClient:
     def __init__(self, settings: JudgeProvider) -> None:
         self.settings = settings
         self.http = HttpClient(settings.transport.service, settings.base_url, api_key=settings.api_key)
+        self.form = RequestForm(settings.name, settings.response_format)
         self._usage = ProviderUsage()
-        self._by_text = settings.response_format == "text"
 
     def drain_usage(self) -> ProviderUsage:
         usage, self._usage = self._usage, ProviderUsage()
         return usage
 
     async def ask(self, material: Material, *, order: Sequence[int], patient: bool) -> list[Verdict]:
-        """The verdict on each candidate, by schema, or by text where that does not work. After one by text, all later
-        requests go so."""
+        """The verdict on each candidate, by schema, or by text where that does not work."""
         unheld = False  # the schema did not work for this material, and text has not been tried since
 
         async def attempt() -> list[Verdict]:
             nonlocal unheld
-            if not (self._by_text or unheld):
+            if not unheld and self.form.goes_by_schema():
                 try:
-                    return await self._one_way(material, order, by_text=False)
+                    verdicts = await self._one_way(material, order, by_text=False)
                 except (JudgeInvalid, ServiceRejected) as error:
                     if not self._may_not_take_formats(error):
                         raise
+                else:
+                    self.form.record_schema(worked=True)
+                    return verdicts
                 unheld = True
                 await self.settings.transport.admit()
             try:
@@ -163,9 +177,8 @@ class ProviderClient:
             except ServiceError:
                 unheld = False
                 raise
-            if not self._by_text:
-                self._by_text = True
-                logger.info(f"judge {self.settings.name}: no verdict by response_format; from here on by text")
+            if unheld:
+                self.form.record_schema(worked=False)
             return verdicts
 
         return await self.settings.transport.call(attempt, patient=patient)
@@ -174,7 +187,8 @@ class ProviderClient:
         if self.settings.response_format != "auto":
             return False
         if isinstance(error, ServiceRejected):
-            return not isinstance(error, AccessDenied) and error.code.endswith(("_http_400", "_http_422"))
+            is_of_request = not isinstance(error, AccessDenied) and error.code.endswith(("_http_400", "_http_422"))
+            return is_of_request and not error.marks & WITHHELD_MARKS
         return error.code in _UNHELD
 
     async def _one_way(self, material: Material, order: Sequence[int], *, by_text: bool) -> list[Verdict]:
@@ -200,7 +214,7 @@ class ProviderClient:
             )
 
         def read(answer: bytes) -> list[Verdict]:
-            value = self._completion(answer)
+            value = self._completion(answer, {**body, **self.settings.extra_body})
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
                 text, count = _text_of(value), len(names)
@@ -216,35 +230,49 @@ class ProviderClient:
             self._usage.verdicts += 1
             return verdicts
 
-        with self.settings.transport.bill() as bill:
-            return await self.http.post("/chat/completions", {**body, **self.settings.extra_body}, read)
+        while True:
+            sent = self.form.of({**body, **self.settings.extra_body})
+            try:
+                with self.settings.transport.bill() as bill:
+                    return await self.http.post("/chat/completions", sent, read)
+            except ServiceRejected as error:
+                if error.marks & WITHHELD_MARKS:
+                    raise _refused("an error of its content filter") from None
+                if not self.form.leave_out(error.refused & sent.keys()):
+                    raise
+            await self.settings.transport.admit()
 
-    def _completion(self, answer: bytes) -> object:
+    def _completion(self, answer: bytes, sent: Collection[str] = ()) -> object:
         """The body of a reply as JSON. Raises `ServiceError` if it is no JSON, or says that it is an error."""
         service = self.settings.transport.service
         try:
-            value = read_json(answer)
+            value = of_stream(answer) if re.match(rb"\s*(data|event|id|):", answer) else read_json(answer)
         except ValueError:
             raise BadServiceResponse(
-                f"{service} answered with a body of {len(answer)} bytes that is not JSON in UTF-8, each key once. "
-                "Expected a chat completion.",
+                f"{service} answered with a body of {len(answer)} bytes that is {form_of(answer)}. Expected a chat "
+                "completion.",
                 code=f"{service}_bad_response",
             ) from None
-        refuse_stated_error(service, value)
+        refuse_stated_error(service, value, sent)
+        choices = value.get("choices") if isinstance(value, dict) else None
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict) and "error" in choice:  # OpenRouter's, in the midst of a text
+                refuse_stated_error(service, choice, sent)
         return value
 
     def _count_tokens(self, stated: object, bill: Bill) -> None:
-        try:
-            usage = _Usage.model_validate(stated)
-        except ValidationError:
+        usage = stated if isinstance(stated, dict) else {}
+        counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]  # gateways send nulls
+        if not all(type(count) is int and 0 <= count <= MAX_TOKENS for count in counts):
             return
-        if usage.prompt_tokens or usage.completion_tokens:
-            bill.count(usage.prompt_tokens, usage.completion_tokens)
-        self._usage.prompt_tokens += usage.prompt_tokens
-        self._usage.completion_tokens += usage.completion_tokens
+        prompt, completion = counts
+        if any(counts) and None not in map(usage.get, ("prompt_tokens", "completion_tokens")):  # else by the mean
+            bill.count(prompt, completion)
+        self._usage.prompt_tokens += prompt
+        self._usage.completion_tokens += completion
         self._usage.usd += (
-            usage.prompt_tokens * self.settings.usd_per_million_prompt_tokens
-            + usage.completion_tokens * self.settings.usd_per_million_completion_tokens
+            prompt * self.settings.usd_per_million_prompt_tokens
+            + completion * self.settings.usd_per_million_completion_tokens
         ) / 1e6
 
 
@@ -257,21 +285,54 @@ def _text_of(completion: object) -> str:
     if not choices:
         raise JudgeInvalid("the judge answered 200 without any choice. Expected a chat completion.", "judge_empty")
     end, message = str(choices[0].finish_reason).lower(), choices[0].message
+    text = message.text
     if message.role in ASKING:
         raise JudgeInvalid("the judge's message has the role of one who asks. Expected `assistant`.", "judge_role")
     if end in CUT_OFF:
-        where = "in" if message.content else "before"
+        where = "in" if text else "before"
         raise JudgeInvalid(
-            f"`max_completion_tokens` was used up {where} the verdict. Raise it in `judge_providers`.", "judge_cut_off"
+            f"`max_completion_tokens` was used up {where} the verdict. Raise it in `judge_providers`{_LESS}.",
+            "judge_cut_off",
         )
     if message.refusal or end in WITHHELD:
-        refused = f"finish_reason {end}" if end in WITHHELD else "a refusal"
-        raise JudgeInvalid(
-            f"the judge, or its provider's filter, answered with {refused}. Expected a verdict: text beside is none.",
-            "judge_refused",
-        )
+        raise _refused(f"finish_reason {end}" if end in WITHHELD else "a refusal")
     if end in BROKEN_OFF:
         raise JudgeInvalid(f"the judge broke off (finish_reason {end}). Expected a verdict.", "judge_broken_off")
-    if not message.content or not message.content.strip():
+    has_text, extra = bool(text.strip()), message.model_extra or {}
+    if not has_text and (isinstance(message.content, list) or any(extra.get(name) for name in _THOUGHTS)):
+        raise JudgeInvalid(
+            "the judge thought, and answered without any text. Raise `max_completion_tokens` in `judge_providers`"
+            f"{_LESS}.",
+            "judge_only_thoughts",
+        )
+    if not has_text:
         raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
-    return message.content
+    return text
+
+
+def _refused(what: str) -> JudgeInvalid:
+    return JudgeInvalid(
+        f"the judge, or its provider's filter, answered with {what}. Expected a verdict: text beside is none.",
+        "judge_refused",
+    )
+
+
+def of_stream(answer: bytes) -> object:
+    """The completion of a reply that came as a stream of events, which was not asked for. Raises `ValueError` for one
+    that is not whole."""
+    lines = [line[5:].strip() for line in answer.splitlines() if line.startswith(b"data:")]
+    chunks = [read_json(line) for line in lines if line != b"[DONE]"]
+    text, usage, end = "", None, None
+    for chunk in chunks:
+        if not isinstance(chunk, dict) or chunk.get("error") or len(chunks) == 1:
+            return chunk
+        usage = chunk.get("usage") or usage
+        try:
+            for choice in chunk.get("choices") or ():
+                text += (choice.get("delta") or {}).get("content") or ""
+                end = choice.get("finish_reason") or end
+        except (AttributeError, TypeError):
+            raise ValueError("a stream of something else") from None
+    if end is None:
+        raise ValueError("a stream without its end")
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": end}], "usage": usage}

@@ -7,7 +7,8 @@ the very end, signed with the request's nonce. Any other text is `JudgeInvalid`,
 import functools
 import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.reward.judge.judge_interface import Candidates
 from salesrl_trl.types import Answer, Criterion, SalesRow, Verdict
 
@@ -31,6 +33,14 @@ ALONE = "answer"  # name of a candidate that is judged alone
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")  # names of sections have no digits
 
 _TWICE: dict[str, object] = {}  # stands for an object in which a key comes twice
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=lambda pairs: _TWICE if len(dict(pairs)) < len(pairs) else dict(pairs),
+    strict=False,  # line breaks in strings
+)
+_COMMA = re.compile(r'("(?:[^"\\]|\\.)*+"?)|,(?=\s*[}\]])', re.DOTALL)  # a string, or a comma before an end
+_END_TOKEN = re.compile(r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|</?\w{1,16}>|`{3}")
+_CLOSING = re.compile(r"[^\d{}\[\]\"<>]{1,200}[.!?。！？]", re.DOTALL)
+"""A sentence behind a verdict. One with a number, or cut off in its midst, may take the verdict back."""
 
 
 _Score = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -132,18 +142,24 @@ def read_verdict(
     With `criteria` it has a score for each, and their weighted mean is the answer's.
 
     A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
-    before the last object is read. With `expect_reference`, a reference answer was shown and must be scored. Raises
+    before the last object is read, but for another signed one with other scores: two verdicts are none. Line breaks
+    in a string, commas too many, a code fence, a model's end token and a closing sentence are read over. With
+    `expect_reference`, a reference answer was shown and must be scored. Raises
     `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
     """
     names = candidate_names(nonce, count)
-    text = content[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
-    last = _last_object(text, MAX_OBJECT_STARTS + len(names))
+    whole, most = content[-MAX_VERDICT_CHARS:], MAX_OBJECT_STARTS + len(names)
+    text = _without_end(whole.rpartition("</think>")[2])
+    if (last := _last_object(text, most)) is None and whole.rfind("}") > whole.rfind("</think>") >= 0:
+        last = _last_object(text := _without_end(whole), most)  # the reason quotes that tag
     if last is _TWICE:
         raise _invalid("a verdict with a field twice", "judge_outside_schema")
     if last is None:
         raise _invalid(f"{len(content)} characters that do not end with a JSON object", "judge_not_json")
     if last.get("nonce") != nonce:
         raise _unsigned(last.get("nonce"))
+    if text.count(nonce) > 1 and any(_scores_of(other) != _scores_of(last) for other in _signed(text, nonce)):
+        raise _invalid("several verdicts that differ", "judge_two_verdicts")
     try:
         said = _form(None, bool(criteria), len(names) > 1).model_validate(last).model_dump()
     except ValidationError as error:
@@ -158,7 +174,7 @@ def read_verdict(
     reference = said["reference"] if expect_reference else None
     if criteria and reference is not None:
         reference = _mean(reference, criteria)
-    shared = {"reference": reference, "reason": said["reason"]}
+    shared = {"reference": reference, "reason": encodable(said["reason"], "a judge's reason")}
     if not criteria:
         return [Verdict(candidate=scores[name], **shared) for name in names]
     return [Verdict(candidate=_mean(scores[name], criteria), criteria=tuple(scores[name]), **shared) for name in names]
@@ -185,22 +201,53 @@ def verdicts_from_json(value: Any) -> Sequence[Verdict]:
 
 def _last_object(text: str, most: int) -> dict[str, object] | None:
     """The object at the end of a text, or `_TWICE`. `None` if there is none."""
-    decoder = json.JSONDecoder(
-        object_pairs_hook=lambda pairs: _TWICE if len(dict(pairs)) < len(pairs) else dict(pairs)
-    )
-    start = len(text)
-    value: dict[str, object]
-    for _ in range(most):
-        start = text.rfind("{", 0, start)
-        if start < 0:
-            return None
-        try:
-            value, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if end == len(text):
-            return value
+    for read in _readings(text):
+        start = len(read)
+        for _ in range(most):
+            start = read.rfind("{", 0, start)
+            if start < 0:
+                break
+            value, end = _object_at(read, start)
+            if value is not None and end == len(read):
+                return value
     return None
+
+
+def _signed(text: str, nonce: str) -> list[dict[str, object]]:
+    """The objects of a text that hold the nonce, the latest `MAX_OBJECT_STARTS`."""
+    text = _without_commas(text)
+    starts = [text.rfind("{", 0, match.start()) for match in re.finditer(nonce, text)]
+    values = [_object_at(text, start)[0] for start in starts[-MAX_OBJECT_STARTS:] if start >= 0]
+    return [value for value in values if value is not None and value.get("nonce") == nonce]
+
+
+def _object_at(text: str, start: int) -> tuple[dict[str, object] | None, int]:
+    """The object that begins there, and its end; `None` if none does."""
+    try:
+        return _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None, start
+
+
+def _scores_of(verdict: dict[str, object]) -> list[object]:
+    return [verdict.get(name) for name in ("candidate", "candidates", "reference")]
+
+
+def _readings(text: str) -> Iterator[str]:
+    yield text
+    yield _without_commas(text)
+
+
+def _without_commas(text: str) -> str:
+    """A text without commas before the end of a list or an object."""
+    return _COMMA.sub(lambda match: match[1] or "", text)
+
+
+def _without_end(text: str) -> str:
+    """A text without what models write behind a verdict: end tokens, a code fence, and one whole sentence."""
+    behind = text.rfind("}") + 1
+    end = _END_TOKEN.sub("", text[behind:]).strip()
+    return text[:behind] if not end or _CLOSING.fullmatch(end) else text
 
 
 def _unsigned(got: object) -> JudgeInvalid:

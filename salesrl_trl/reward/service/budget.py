@@ -23,11 +23,11 @@ from filelock import FileLock
 
 from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.reward.service.event_loop import PerLoop, now, remaining_s
+from salesrl_trl.reward.service.event_loop import PerLoop, now, remaining_s, waiting_for
 
 logger = logging.getLogger(__name__)
 
-CALLS, USD = "calls", "usd"
+CALLS, USD, TOKENS = "calls", "usd", "tokens"
 BLOCKS = 32
 """A block is a 32nd of a process's even part of what is left. So kills and idle processes cost a small share."""
 MOST_REQUESTS = 256  # most requests' worth of a block
@@ -35,9 +35,9 @@ LOCK_TIMEOUT_S = 20.0  # longest wait for other processes. One of them needs mil
 LOCK_RETRY_S = 0.002
 WRITE_AFTER_S = 1.0  # while requests are sent, the account is written at least so often
 NO_ACCOUNT = "budget_unknown"  # reason code of a request that was not sent because the account can't be used
-LEAST_TOKENS = 1e-6  # fewer are the rounding of a clock that is far on, and no wait would make them good
+LEAST_LEVEL = 1e-6  # less is the rounding of a clock that is far on, and no wait would make it good
 BURST = 1 / 12
-"""Share of `tokens_per_minute` that may be sent at once. The rest flows in evenly, so that no minute has more."""
+"""Share of a rate per minute that may be sent at once. The rest flows in evenly, so that no minute has more."""
 LONGEST_NAP_S = 0.5
 """Longest time between two looks at the level of tokens. Requests that had fewer tokens than expected raise it."""
 FIRST_PROMPT_TOKENS = 1000  # tokens of a prompt, until one has been counted
@@ -191,12 +191,16 @@ class Budget:
         self._written_s = -math.inf
         self._has_complained = False
 
-    def quota(self, service: str, price: Price = FREE, tokens_per_minute: float | None = None) -> "ServiceQuota":
+    def quota(
+        self, service: str, price: Price = FREE, tokens_per_minute: float | None = None,
+        requests_per_minute: float | None = None,
+    ) -> "ServiceQuota":  # fmt: skip
         """The quota of a service, by all limits that are about it. Limits of money are not about one without price."""
         about = [limit for limit in self.limits if limit.service in (None, service)]
         limits = [limit for limit in about if not (limit.kind == USD and price.is_free)]
-        rate = None if tokens_per_minute is None else TokenRate(tokens_per_minute / self._processes)
-        return ServiceQuota(self, service, limits, price, rate)
+        each = ((TOKENS, tokens_per_minute), (CALLS, requests_per_minute))
+        rates = [Rate(most / self._processes, kind) for kind, most in each if most is not None]
+        return ServiceQuota(self, service, limits, price, rates)
 
     def refused(self, limits: Sequence[Limit]) -> Limit | None:
         """The first of these limits of which nothing is left."""
@@ -247,30 +251,34 @@ class Budget:
         self._refused |= {name for name, block in blocks.items() if block is None}
 
 
-class TokenRate:
-    """The law of `tokens_per_minute`: a level of tokens that grows evenly up to a burst.
+class Rate:
+    """The law of `tokens_per_minute` and `requests_per_minute`: a level that grows evenly up to a burst.
 
     A request takes what it is expected to have, and settles the difference when it has ended. It waits until the level
     is as high, or at its highest. Pure.
     """
 
-    def __init__(self, per_minute: float) -> None:
+    def __init__(self, per_minute: float, kind: str = TOKENS) -> None:
+        self.kind = kind
         self._burst = per_minute * BURST
         self._per_second = per_minute * (1 - BURST) / 60
         self._level = self._burst
         self._at: float | None = None
 
-    def wait_s(self, moment: float, tokens: float) -> float:
-        """Seconds until a request of so many tokens may be sent; 0 for at once."""
+    def of(self, spent: Spent) -> float:
+        return spent.tokens if self.kind == TOKENS else spent.calls
+
+    def wait_s(self, moment: float, amount: float) -> float:
+        """Seconds until a request of so many tokens, or 1, may be sent; 0 for at once."""
         if self._at is not None:
             self._level = min(self._level + max(moment - self._at, 0.0) * self._per_second, self._burst)
         self._at = moment
-        short = min(tokens, self._burst) - self._level
-        return short / self._per_second if short > LEAST_TOKENS else 0.0
+        short = min(amount, self._burst) - self._level
+        return short / self._per_second if short > LEAST_LEVEL else 0.0
 
-    def take(self, tokens: float) -> None:
-        """A request of so many tokens is about to be sent. A negative number gives back."""
-        self._level -= tokens
+    def take(self, amount: float) -> None:
+        """A request of so much is about to be sent. A negative number gives back."""
+        self._level -= amount
 
 
 @dataclass(eq=False)
@@ -281,7 +289,7 @@ class ServiceQuota:
     service: str
     limits: Sequence[Limit]
     price: Price
-    rate: TokenRate | None
+    rates: Sequence[Rate]
 
     def __post_init__(self) -> None:
         self._counted = 0  # requests in the mean
@@ -302,17 +310,26 @@ class ServiceQuota:
         """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
         `ServiceError` where the account can't be used, `TimeoutError` where the deadline comes first."""
         self.refuse_if_spent()
-        if self.rate is None:
+        if not self.rates:
             self._begin()
             return
-        async with asyncio.timeout(remaining_s()), self._queue.get():
-            while wait_s := self.rate.wait_s(now(), self._request().tokens):
-                await asyncio.sleep(min(wait_s, LONGEST_NAP_S))
-            self._begin()
+        with waiting_for(self._in_words):
+            async with asyncio.timeout(remaining_s()), self._queue.get():
+                while wait_s := self._wait_s():
+                    await asyncio.sleep(min(wait_s, LONGEST_NAP_S))
+                self._begin()
+
+    def _wait_s(self) -> float:
+        request = self._request()
+        return max((rate.wait_s(now(), rate.of(request)) for rate in self.rates), default=0.0)
+
+    def _in_words(self) -> str:
+        kinds = {TOKENS: "tokens_per_minute", CALLS: "requests_per_minute"}
+        return f"{self.service}'s {' and '.join(kinds[rate.kind] for rate in self.rates)}"
 
     def admits_now(self) -> bool:
         """Count one more request, if it may be sent without a wait."""
-        if self.is_spent or (self.rate is not None and self.rate.wait_s(now(), self._request().tokens)):
+        if self.is_spent or self._wait_s():
             return False
         with contextlib.suppress(ServiceError):
             self._begin()
@@ -350,16 +367,17 @@ class ServiceQuota:
         self.budget.take(self.limits, request)
         self.refuse_if_spent()
         self.budget.record(self.service, self.limits, Spent(calls=1, usd=request.usd))
-        if self.rate is not None:
-            self.rate.take(request.tokens)
-        if self.rate is not None or not self.price.is_free:
+        for rate in self.rates:
+            rate.take(rate.of(request))
+        if any(rate.kind == TOKENS for rate in self.rates) or not self.price.is_free:
+            request.calls = 0  # that it was sent is no expectation
             self._expected.append(request)
 
     def _end(self, spent: Spent) -> None:
         """Replace what was expected of a request by what it was."""
         expected = self._expected.popleft() if self._expected else Spent()
-        if self.rate is not None:
-            self.rate.take(spent.tokens - expected.tokens)
+        for rate in self.rates:
+            rate.take(rate.of(spent) - rate.of(expected))
         spent.usd -= expected.usd
         self.budget.record(self.service, self.limits, spent)
 

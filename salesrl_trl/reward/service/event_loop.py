@@ -1,7 +1,8 @@
 """What belongs to an event loop: the clock of all waits for services, the deadline of a reward phase, and objects.
 
 A deadline travels in a context variable, which every task that is started inside takes along. It cancels nothing: the
-code that waits asks how long it may. The reward sets it, `transport` observes it.
+code that waits asks how long it may. The reward sets it, `transport` observes it. In the same way calls tell which
+limit they wait for.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ T = TypeVar("T")
 
 CANCEL_GRACE_S = 1.0  # longest wait for tasks that were cancelled. After it they are left behind.
 _END: ContextVar[float] = ContextVar("salesrl_trl_deadline", default=math.inf)
+_WAITS_FOR: ContextVar[list[Callable[[], str]]] = ContextVar("salesrl_trl_waits_for")
 
 
 def now() -> float:
@@ -33,6 +35,27 @@ def deadline(seconds: float) -> Iterator[None]:
         yield
     finally:
         _END.reset(token)
+
+
+@contextlib.contextmanager
+def told_to(limits: list[Callable[[], str]]) -> Iterator[None]:
+    """The limits that calls inside wait for are in this list while they do."""
+    token = _WAITS_FOR.set(limits)
+    try:
+        yield
+    finally:
+        _WAITS_FOR.reset(token)
+
+
+@contextlib.contextmanager
+def waiting_for(limit: Callable[[], str]) -> Iterator[None]:
+    """The running call waits for a limit; `limit` says which."""
+    limits = _WAITS_FOR.get([])
+    limits.append(limit)
+    try:
+        yield
+    finally:
+        limits.remove(limit)
 
 
 def remaining_s() -> float:

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar, cast
 
 import aiohttp
@@ -28,20 +28,23 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.recording.completion_record import CallNote
+from salesrl_trl.reward.service.error_body import QUOTA_MARKS, ErrorBody, read_error
 from salesrl_trl.reward.service.event_loop import PerLoop
 from salesrl_trl.reward.service.wire import WiredResponse, open_session
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # largest answer that is read: fifty long passages are a tenth of it
 MAX_ERROR_BODY_BYTES = 64 * 1024
-"""Most bytes that are read of an error's body. Only one thing is looked for in it: whether a quota is used up."""
+"""Most bytes that are read of an error's body. `error_body` says what is kept of it."""
 OVERLOAD_STATUS = frozenset({429, 529})  # too many requests. Some providers answer 529 when they are overloaded.
 RETRYABLE_STATUS = frozenset({408, 409, 425})
 """The other 4xx for which a later attempt may succeed. For every 5xx it may, too."""
 DENIED_STATUS = frozenset({401, 402})
 """These hold for every call. A 403 is not among them: it may be about the rights of one tenant or contact."""
-QUOTA_MARKS = frozenset({"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance"})
-"""Values of `error.code` or `error.type` with which OpenAI-compatible providers say that a retry is useless."""
+_READ_STATUS = frozenset({400, 401, 402, 403, 404, 422, 429, 500, 503, 529})
+"""Statuses of errors whose body is read: it may name a field, a quota, or when to come back."""
+_API_VERSION = re.compile(r"\?api-version=[\w.-]+$")  # of Azure's addresses, which every request has
 _LATE = frozenset({"TimeoutError", "TimeoutException", "Timeout", "APITimeoutError"})
 _BROKEN = frozenset({"ConnectionError", "ClientConnectionError", "ClientPayloadError", "TransportError", "URLError",
                      "APIConnectionError", "gaierror"})  # fmt: skip
@@ -50,7 +53,10 @@ REQUEST_ID_HEADER = "X-Request-Id"
 """Carries the id of the request, and in the reply the same id if the service returns it."""
 _REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half a pair, perhaps with its other half
+
 T = TypeVar("T")
+NOTHING_SAID = ErrorBody()
 FAILED_WORDS = frozenset(
     {"error", "failed", "failure", "fail", "busy", "overloaded", "unavailable", "timeout", "throttled", "rate_limited"}
 )
@@ -71,7 +77,8 @@ class HttpClient:
         if fault := address_fault(base_url):
             raise ConfigError(f"the address of {service} holds {fault}.")
         self.service = service
-        self._base_url = base_url.rstrip("/")
+        base, _, query = base_url.partition("?")
+        self._base_url, self._query = base.rstrip("/"), query and f"?{query}"
         self._headers = {
             "Content-Type": "application/json",
             "Accept": "application/json",
@@ -81,6 +88,8 @@ class HttpClient:
             if fault := key_fault(api_key):
                 raise ConfigError(f"the key for {service} holds {fault}. Expected printable ASCII characters alone.")
             self._headers["Authorization"] = f"Bearer {api_key}"
+            if self._query:  # Azure's deployments take the key here
+                self._headers["api-key"] = api_key
         for name, value in (headers or {}).items():
             if fault := key_fault(value):
                 raise ConfigError(
@@ -100,14 +109,21 @@ class HttpClient:
         """Send `body` as JSON to a path. Returns what `read` makes of the answer's body. `request_id` is given if
         `body` holds it too. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the
         size limit, and for a reply to another request: that closes the connection."""
-        content = json.dumps(body, ensure_ascii=False).encode()
+        try:
+            content = json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            content = json.dumps(encodable(body, f"a request to {self.service}"), ensure_ascii=False).encode()
         with CallNote(self.service, path, content) as note:
-            note.answer, response = await self._send("POST", path, content, request_id or make_request_id())
+            note.answer, response = await self._send("POST", path, content, request_id or make_request_id(), body)
             try:
                 return read(note.answer)
             except ForeignReply:
                 note.answer = None  # another request's
                 response.hang_up()
+                raise
+            except ServiceOverloaded as error:  # that the body states
+                if error.retry_after_s is None:
+                    error.retry_after_s = retry_after_s(response.headers)
                 raise
 
     async def get(self, path: str) -> bytes:
@@ -115,13 +131,13 @@ class HttpClient:
         return (await self._send("GET", path, None, make_request_id()))[0]
 
     async def _send(
-        self, method: str, path: str, content: bytes | None, request_id: str
+        self, method: str, path: str, content: bytes | None, request_id: str, fields: Collection[str] = ()
     ) -> tuple[bytes, WiredResponse]:
         headers = {**self._headers, REQUEST_ID_HEADER: request_id}
         try:
             # No redirects: customers' text goes to the configured address only.
             async with self._sessions.get().request(
-                method, self._base_url + path, data=content, headers=headers, allow_redirects=False
+                method, self._base_url + path + self._query, data=content, headers=headers, allow_redirects=False
             ) as reply:
                 response = cast(WiredResponse, reply)
                 try:
@@ -131,7 +147,9 @@ class HttpClient:
                     raise
                 if response.status == 200:
                     return await self._read(response), response
-                raise status_error(self.service, response.status, response.headers, await _error_marks(response))
+                body = await _read_at_most(response, MAX_ERROR_BODY_BYTES) if response.status in _READ_STATUS else b""
+                said = read_error(body or b"", fields)
+                raise status_error(self.service, response.status, response.headers, said)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: the client's message may hold a header or a part of the body
             raise ServiceUnavailable(
@@ -181,12 +199,13 @@ def service_error_of(service: str, error: BaseException) -> ServiceError | None:
 
 
 def status_error(
-    service: str, status: int, headers: Mapping[str, str], marks: frozenset[str] = frozenset()
+    service: str, status: int, headers: Mapping[str, str], said: ErrorBody = NOTHING_SAID
 ) -> ServiceError:
     """The error for a status. It quotes no body: providers echo keys and customers' text in bodies."""
     code, wait_s = f"{service}_http_{status}", retry_after_s(headers)
+    wait_s = said.wait_s if wait_s is None and status in (*OVERLOAD_STATUS, 503) else wait_s
     error: ServiceError
-    if marks & QUOTA_MARKS:
+    if said.marks & QUOTA_MARKS:
         error = AccessDenied(f"{service} says that its quota is used up ({status})", f"{service}_quota")
     elif status in DENIED_STATUS:
         error = AccessDenied(f"{service} refuses access ({status}): check the key and its rights.", code)
@@ -203,8 +222,11 @@ def status_error(
             code,
         )
     else:
-        text = f"{service} answered {status}: no retry will mend it. Check the address and the request."
+        named = f" It finds fault with the request's {', '.join(sorted(said.named))}." if said.named else ""
+        text = f"{service} answered {status}: no retry will mend it.{named} Check the address and the request."
         error = ServiceRejected(text, code)
+    if isinstance(error, ServiceRejected):
+        error.marks, error.refused = said.marks, said.refused
     error.status = status
     return error
 
@@ -240,11 +262,20 @@ def check_echo(service: str, request_id: str, *echoes: object) -> None:
 
 
 def read_json(content: bytes) -> object:
-    """The value of a body. Raises `ValueError` unless it is JSON in UTF-8, and no object in it has a key twice."""
+    """The value of a body, `encodable`. Raises `ValueError` unless it is JSON in UTF-8, and no object in it has a key
+    twice."""
     try:
-        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
+        value: object = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
+        return encodable(value, "the reply of a service") if _SURROGATE.search(content) else value
     except RecursionError:
         raise ValueError("a body that is nested too deep") from None
+
+
+def form_of(content: bytes) -> str:
+    """Names what a body is that is no JSON, and quotes nothing of it."""
+    if content.lstrip().startswith(b"<"):
+        return "a web page (HTML), as of a login or a gateway: look at the address, the key, and what stands between"
+    return "not JSON in UTF-8, each key once"
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -253,8 +284,9 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-def refuse_stated_error(service: str, answer: object) -> None:
-    """Raise `ErrorInAnswer` for a 200 whose body says that it is an error, whatever else it holds:
+def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()) -> None:
+    """Raise for a 200 whose body says that it is an error, whatever else it holds. Where it says of which kind, the
+    error is that of the status; else `ErrorInAnswer`. `sent`: the request's fields. It is one where
     - `error` or `errors` is not empty;
     - `success` or `ok` is false;
     - `status` is one of `FAILED_WORDS` or an HTTP status from 400 on;
@@ -268,17 +300,27 @@ def refuse_stated_error(service: str, answer: object) -> None:
     stated += ["status"] if isinstance(status, str) and status.lower() in FAILED_WORDS else []
     codes = {name: answer.get(name) for name in ("status", "code")}
     stated += [name for name, code in codes.items() if type(code) is int and 400 <= code < 600]
-    if stated:
-        raise ErrorInAnswer(
-            f"{service} answered 200 with a `{stated[0]}` that says it failed. Expected a status from 500 on for a "
-            "failure: see the service's own log.",
-            code=f"{service}_error_in_answer",
+    if not stated:
+        return
+    said = read_error(answer, sent)
+    if said.status == 403 or (said.status == 400 and said.refused):
+        error = (AccessDenied if said.status == 403 else ServiceRejected)(
+            f"{service} answered 200 with an error of status {said.status}.", code=f"{service}_http_{said.status}"
         )
+        error.marks, error.refused = said.marks, said.refused
+        raise error
+    if said.status in (*OVERLOAD_STATUS, *DENIED_STATUS) or (said.status or 0) >= 500 or said.marks & QUOTA_MARKS:
+        raise status_error(service, said.status or 429, {}, said)
+    raise ErrorInAnswer(
+        f"{service} answered 200 with a `{stated[0]}` that says it failed. Expected a status from 500 on for a "
+        "failure: see the service's own log.",
+        code=f"{service}_error_in_answer",
+    )
 
 
 def address_fault(url: str) -> str | None:
     """Names what an address must not hold, without showing it; `None` if there is nothing of that kind."""
-    if re.search(r"[@?#]", url) is None:
+    if re.search(r"[@?#]", _API_VERSION.sub("", url)) is None:
         return None
     return (
         "credentials or a query (an @, ? or #). Expected an address without them, which a path is appended to, and "
@@ -339,15 +381,3 @@ async def _read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes |
         if len(body) > limit:
             return None
     return bytes(body)
-
-
-async def _error_marks(response: aiohttp.ClientResponse) -> frozenset[str]:
-    """`code` and `type` of an error in the OpenAI form. Nothing else of the body is kept."""
-    if response.status not in (403, 429):
-        return frozenset()
-    body = await _read_at_most(response, MAX_ERROR_BODY_BYTES)
-    try:
-        error = json.loads(body or "{}")["error"]
-        return frozenset(str(error[field]) for field in ("code", "type") if field in error)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return frozenset()

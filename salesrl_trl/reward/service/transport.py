@@ -1,8 +1,7 @@
 """One call to one service: how often it is tried, how long it may take, how many run at once. Its clients call it.
 
-Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. A call takes one slot and
-keeps it until it ends, also while it waits between attempts. So a service that says "come back in a second" has less
-to do in that second.
+Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. A call holds one slot until
+it ends. It leaves the slot while it waits because the service turned it away; `flights` says who gets the slot.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from salesrl_trl.recording.completion_record import CallNote, note_wait
 from salesrl_trl.reward.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.reward.service.budget import Bill, Budget, ServiceQuota
 from salesrl_trl.reward.service.event_loop import PerLoop, deadline, now, remaining_s
-from salesrl_trl.reward.service.flights import AdaptiveLimit, Attempt, Flights, HedgePolicy
+from salesrl_trl.reward.service.flights import CLOSED, OURS, AdaptiveLimit, Attempt, Flights, HedgePolicy, Sent
 from salesrl_trl.reward.service.http import service_error_of
 
 T = TypeVar("T")
@@ -89,10 +88,11 @@ class Transport:
         self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts
         self._outage_patience_s = outage_patience_s
-        self._limit = AdaptiveLimit(initial_concurrency, max_concurrency)
+        self._limit = AdaptiveLimit(initial_concurrency, max_concurrency, service)
         self._breaker = breaker or Breaker(denied_cooldown_s)
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
+        self._told: set[str] = set()  # what was logged about the limit
         self._flights = self._new_flights()
         self._changed: PerLoop[asyncio.Event] = PerLoop(asyncio.Event)  # wakes the calls that wait for the breaker
         self._retry_lines: PerLoop[_RetryLines] = PerLoop(partial(_RetryLines, service, max_attempts))
@@ -176,18 +176,23 @@ class Transport:
                 if wait_s is None:
                     raise
                 self._retry_lines.get().record(error, retries.failures, wait_s)
-            await asyncio.sleep(wait_s)
+                turned_away = error.request if isinstance(error, ServiceOverloaded) else None
+            if turned_away is not None:
+                async with asyncio.timeout(remaining_s()):
+                    await self._flights.get().step_aside(turned_away, wait_s)
+            else:
+                await asyncio.sleep(wait_s)
             self._traffic["retries"] += 1
 
     async def _once(self, attempt: Attempt[T], patience_s: float) -> T:
         probe = await self._admitted(patience_s)
-        number = self._limit.record_sent()
-        with self._observed(number, probe):
+        sent = self._limit.record_sent(self._flights.get().load)
+        with self._observed(sent, probe):
             left_s = remaining_s()
             try:
                 async with asyncio.timeout(min(self._attempt_timeout_s, left_s)):
                     self._traffic["sent"] += 1
-                    return await (attempt() if probe else self._flights.get().send(attempt, number))
+                    return await (attempt() if probe else self._flights.get().send(attempt, sent))
             except TimeoutError:
                 if left_s < self._attempt_timeout_s:
                     raise self._deadline_exceeded() from None
@@ -205,7 +210,7 @@ class Transport:
         return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
 
     @contextmanager
-    def _observed(self, number: int, probe: int) -> Iterator[None]:
+    def _observed(self, sent: Sent, probe: int) -> Iterator[None]:
         """Record in limit, breaker and traffic how the attempt ended."""
         try:
             yield
@@ -216,7 +221,9 @@ class Transport:
                 self._wake()
             else:
                 self._alive()
-            self._limit.record_overload(number)
+            error.request = sent.number
+            self._limit.record_overload(sent)
+            self._log_limit()
             self._flights.get().resize()
             raise
         except (DeadlineExceeded, BudgetSpent):
@@ -237,7 +244,17 @@ class Transport:
             raise
         self._alive()
         self._limit.record_answer(waiting=self._flights.get().waiting)
-        self._flights.get().resize()
+        self._log_limit()
+        self._flights.get().answered(sent)
+
+    def _log_limit(self) -> None:
+        """Log why the limit moves, or why not: each cause once, and once that it is made good."""
+        limit = self._limit
+        news = limit.cause or ("again" if self._told & {OURS, CLOSED} else "others" if limit.is_of_others else "")
+        if news and news not in self._told:
+            self._told.add(news)
+            again = f"{self.service}'s limit is {limit.slots} calls at once again"
+            logger.info(f"[Limit] {again if news == 'again' else limit.in_words()}")
 
     # The breaker: which calls may be sent, and which wait
 

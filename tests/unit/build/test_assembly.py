@@ -5,10 +5,12 @@ import contextlib
 import json
 import re
 import sqlite3
+import time
 from dataclasses import replace
 
 import pytest
 from support.loopback import ACTION, ANSWER, action, row, score_batch
+from support.seconds import check_seconds
 
 from salesrl_trl.build.assembly import build_reward, open_reward
 from salesrl_trl.build.checks.reward import prepare_reward
@@ -76,8 +78,8 @@ def test_requests_of_the_packaged_tool_are_held_against_the_budget(config, servi
 
     async def searched():
         with pytest.raises(BudgetSpent):
-            for _ in range(4):
-                await parts.search.function("yoga")
+            for place in range(4):
+                await parts.search.function(f"yoga {place}")
         await drain_traffic([parts.search.function])
         await asyncio.to_thread(parts.search.close)
 
@@ -86,6 +88,34 @@ def test_requests_of_the_packaged_tool_are_held_against_the_budget(config, servi
         assert (reward.budget.path, reward.budget.limits[0].most) == (tmp_path / SPENT_FILE, 3)
     assert (services.calls["8b"], read_account(tmp_path / SPENT_FILE).taken) == (3, {"max_calls": 3})
     assert reward.budget is None  # a function of a module: no other run has this budget
+
+
+def test_a_run_beside_a_locked_cache_of_references_scores_everything_at_once(config, services, tmp_path, monkeypatch):
+    monkeypatch.setattr("salesrl_trl.reward.cache.LAST_WRITE_TIMEOUT_S", 0.1)
+    completions = [action(query=f"q{number}") for number in range(32)]
+    score(config(), tmp_path / "first", completions[:1])
+    with contextlib.closing(sqlite3.connect(tmp_path / "references.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        began = time.perf_counter()
+        result = score(config(), tmp_path / "second", completions)
+    assert [reward.outcome for reward in result.rewards] == [Outcome.OK] * 32
+    check_seconds(time.perf_counter() - began, most=3.0)  # 32 waits of 20 tries each took a minute
+
+
+@pytest.mark.parametrize(("given", "of_two_launches"), [({}, 1), ({"cache_answers": False}, 4)])
+def test_a_search_that_was_asked_before_is_not_asked_again(config, services, tmp_path, given, of_two_launches):
+    settings = config(tools=["search"], reward_funcs=["seams.own_reward.shortness"], **given)
+
+    async def searched(search):
+        for _ in range(2):
+            await asyncio.gather(*(search.function("yoga") for _ in range(5)))
+        await asyncio.to_thread(search.close)
+
+    for _ in range(2):
+        parts, training = prepare_reward(settings, BRANCHES), SalesGRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+        with open_reward(settings, training, [row()], parts):
+            asyncio.run(searched(parts.search))
+    assert services.calls["8b"] == of_two_launches
 
 
 def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again(config, services, tmp_path):

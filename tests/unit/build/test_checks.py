@@ -16,6 +16,9 @@ from salesrl_trl.build.checks.dataset import prompt_limit
 from salesrl_trl.build.checks.folders import earlier_start
 from salesrl_trl.build.checks.model import check_model, load_tokenizer, positions_of
 from salesrl_trl.build.checks.reward import read_key
+from salesrl_trl.build.plan import Plan
+from salesrl_trl.build.recipes import RECIPES
+from salesrl_trl.build.settings import parse
 from salesrl_trl.config import DataConfig, SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
 from salesrl_trl.reward.service.http import HttpClient
@@ -87,6 +90,35 @@ def test_a_prompt_without_room_for_a_completion_is_refused(given, message):
 
 
 @pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ([], (256, 128)),
+        (["--max_completion_length", "64"], (256, 64)),
+        (["--vllm_max_model_length", "200"], (200, 100)),
+    ],
+)
+def test_lengths_of_a_packaged_recipe_follow_a_model_of_fewer_positions(tiny, given, lengths):
+    """256 in place of 2048, and room for a prompt in place of a completion of 512."""
+    plan = Plan(parse(["--model_name_or_path", str(tiny), *given], RECIPES["own"]))
+    assert plan.limit.tokens == lengths[0] - lengths[1]
+    training = plan.config.training
+    assert (training.vllm_max_model_length, training.max_completion_length) == lengths
+    assert {name: plan.config.recipe[name] for name in ("vllm_max_model_length", "max_completion_length")} == dict(
+        zip(("vllm_max_model_length", "max_completion_length"), lengths, strict=True)
+    )
+    assert f"`max_completion_length` is {lengths[1]}, and not the recipe's 512" in str(plan.notes) or given[:1]
+
+
+def test_a_length_of_the_users_own_is_refused(tiny, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(RECIPES["own"].read_text())
+    for argv in (["--vllm_max_model_length", "2048"], ["--config", str(recipe)]):
+        plan = Plan(parse(["--model_name_or_path", str(tiny), *argv], RECIPES["own"]))
+        with pytest.raises(ConfigError, match="`vllm_max_model_length` is 2048, but the model has 256 positions"):
+            _ = plan.limit
+
+
+@pytest.mark.parametrize(
     ("scaling", "positions"),
     [(None, 512), ({"rope_type": "default", "rope_theta": 1e4}, 512), ({"rope_type": "yarn", "factor": 4.0}, None)],
 )
@@ -98,16 +130,17 @@ def test_scaled_positions_are_left_to_vllm(scaling, positions):
 def test_what_an_earlier_start_left_is_told_unless_it_is_gone_on_with(tmp_path):
     assert earlier_start(tmp_path, resumes=False) == []
     (tmp_path / "answers.rank0.sqlite").touch()
-    (tmp_path / "model.safetensors").touch()
-    answers, policy = earlier_start(tmp_path, resumes=False)
+    (answers,) = earlier_start(tmp_path, resumes=False)
     assert answers.startswith("8B answers and verdicts of an earlier start")
-    assert policy.endswith("which this one will overwrite")
     (tmp_path / "checkpoint-2").mkdir()
-    (note,) = earlier_start(tmp_path, resumes=False)[2:]
-    assert note.startswith("checkpoint-2 of an unfinished run")
+    (note,) = earlier_start(tmp_path, resumes=False)[1:]
+    assert note == (
+        f"files of an earlier run in {tmp_path} move to {tmp_path}/run-N when this one begins; "
+        "`--resume_from_checkpoint auto` resumes it instead"
+    )
     assert earlier_start(tmp_path, resumes=True) == []
     (tmp_path / "finished.json").touch()
-    assert len(earlier_start(tmp_path, resumes=False)) == 2
+    assert earlier_start(tmp_path, resumes=False)[1].endswith("when this one begins")
 
 
 def _lengths(max_prompt_tokens=None, **given):
@@ -220,9 +253,11 @@ def serve(httpserver):
         (check_rag, {}, "", "has no /healthz"),
         (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
         (check_judge, SERVED, "/v1", None),
-        (check_judge, {}, "/v1", "gave no list of models"),
+        (check_judge, {"v1_chat_completions": (200, "{}")}, "/v1", None),  # one token shows that it has the model
+        (check_judge, {"v1_chat_completions": (503, "")}, "/v1", "gave no answer as 'judge-32b'"),
+        (check_judge, {"v1_chat_completions": (422, "")}, "/v1", None),  # it has the model, and not this field
+        (check_judge, {"v1_models": (403, ""), "v1_chat_completions": (200, "{}")}, "/v1", None),  # a restricted key
         (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
-        (check_judge, {"v1_models": (200, "<html>")}, "/v1", "the first call will show whether it has 'judge-32b'"),
     ],
 )
 def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(serve, check, pages, path, noted):
@@ -239,10 +274,13 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
         (check_judge, SERVED, "", r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`"),
         (check_judge, SERVED, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
         (lambda url, key: check_judge(url, key, "judge-32"), SERVED, "/v1",
-         r"`judge_model` is 'judge-32', which the judge at \S+/v1 does not list\. Did you mean 'judge-32b'\? It li"),
-        (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* does not list\. It lists"),
+         r"`judge_model` is 'judge-32', to which POST \S+ answered 404\. Did you mean 'judge-32b'\? It lists"),
+        (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* answered 404\. It lists"),
+        (check_judge, {"v1_chat_completions": (400, '{"message": "Invalid model: judge-32b"}')}, "/v1",
+         r"'judge-32b', to which POST \S+ answered 400\. Expected"),
+        (check_judge, {"v1_messages": (200, "{}")}, "/v1", r"such as Anthropic's, goes through a proxy"),
     ],
-    ids=["a /v1 too many", "no /v1", "a path too many", "a typo", "of a provider"],
+    ids=["a /v1 too many", "no /v1", "a path too many", "a typo", "of a provider", "no such model", "Anthropic"],
 )  # fmt: skip
 def test_an_address_or_a_model_with_a_typo_is_refused_with_what_was_meant(serve, check, pages, path, message):
     with pytest.raises(ConfigError, match=message):
@@ -276,6 +314,23 @@ def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
         check(httpserver.url_for("").rstrip("/"), "secret")
     assert "secret" not in str(caught.value)
     assert variable in str(caught.value)
+
+
+ANTHROPIC = '{"type": "error", "error": {"type": "authentication_error", "message": "x-api-key header is required"}}'
+
+
+@pytest.mark.parametrize(
+    ("pages", "told"),
+    [
+        ({"v1_models": (401, ANTHROPIC), "v1_chat_completions": (404, "")}, r"GET .*Anthropic's own API.*a proxy"),
+        ({"v1_models": (200, '{"data": [{"id": "x"}]}'), "v1_chat_completions": (200, '{"error": {"code": 401}}')},
+         r"POST \S+ answered 401"),
+    ],
+    ids=["Anthropic", "inside of a 200"],
+)  # fmt: skip
+def test_a_refused_key_is_told_in_every_form_of_refusing_it(serve, pages, told):
+    with pytest.raises(ServiceRejected, match=f"refused the key: .*{told}"):
+        check_judge(serve(**pages) + "/v1", "key")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from salesrl_trl.build.services_plan import StepSettings
 from salesrl_trl.build.settings import PATHS, all_kinds, names_of_settings, parse, parse_part
-from salesrl_trl.build.settings_help import FIRST, GROUPS, answer_help, settings, shown
+from salesrl_trl.build.settings_help import FIRST, GROUPS, OWN_TEXTS, answer_help, settings, shown
 from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.errors import ConfigError
@@ -159,6 +159,12 @@ def test_help_of_a_setting_has_its_whole_text_its_limits_and_its_values(capsys):
     assert "oneof:error,drop,truncate_oldest_turns" in told(capsys, "long_prompts")
     assert "presetserver:server" in told(capsys, "vllm_mode")
     assert "--judge_providers.temperature(0.0)" in told(capsys, "judge_providers")
+
+
+def test_help_of_a_setting_of_transformers_says_what_it_does_here(capsys):
+    assert "`auto`takesthenewestwholeoneof`output_dir`" in told(capsys, "resume_from_checkpoint")
+    assert OWN_TEXTS.keys() <= settings().keys()
+    assert [name for name, setting in settings().items() if "your training/evaluation scripts" in setting.text] == []
 
 
 def test_help_of_presets_says_what_each_is_for(capsys):

@@ -2,6 +2,7 @@
 
 import math
 import typing
+from datetime import timedelta
 
 import pytest
 
@@ -324,8 +325,9 @@ def test_settings_without_effect_are_told(given, note):
     assert len(notes) == len(note) and all(map(str.__contains__, notes, note))
 
 
-def test_a_dotted_path_brings_what_it_names():
+def test_a_dotted_path_brings_what_it_names_or_what_that_returns_for_arguments():
     assert load_object("salesrl_trl.errors.ConfigError", "kl_law") is ConfigError
+    assert load_object("datetime.timedelta(1, hours=2)", "kl_law") == timedelta(1, hours=2)
 
 
 @pytest.mark.parametrize(
@@ -335,6 +337,10 @@ def test_a_dotted_path_brings_what_it_names():
         ("no_such_module.Law", r"no module 'no_such_module'.*PYTHONPATH"),
         ("salesrl_trl.no_such_module.Law", r"no module 'salesrl_trl.no_such_module'"),
         ("salesrl_trl.errors.Law", r"'salesrl_trl.errors' has no 'Law'"),
+        ("datetime.timedelta(days=1", r"does not work \('\(' was never closed.*Expected plain values"),
+        ("datetime.timedelta(weeks=open('x'))", r"does not work \(malformed node"),
+        ("datetime.timedelta(no=1)", r"does not work .*'no'"),
+        ("datetime.timedelta(1).total_seconds", r"does not work"),
     ],
 )
 def test_a_path_that_leads_nowhere_says_where_it_ends(path, message):
@@ -377,7 +383,7 @@ def test_limits_have_the_names_of_their_settings(tmp_path):
         Limit(name="judge_providers[a].max_usd", kind=USD, most=0.5, service="judge_a"),
     )
     assert budget_of(RewardConfig(), tmp_path) is None
-    for judge in ({**PROVIDER, "tokens_per_minute": 9}, PRICED):
+    for judge in ({**PROVIDER, "tokens_per_minute": 9}, {**PROVIDER, "requests_per_minute": 9}, PRICED):
         assert budget_of(RewardConfig(judge_providers=[judge]), tmp_path).limits == ()
 
 

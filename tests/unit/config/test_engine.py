@@ -1,11 +1,13 @@
 """The engine's start: from dummy weights where the push sets them all, and with graphs on a GPU."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import Qwen2Config
 from warmup_model import settings_of
@@ -15,6 +17,8 @@ from salesrl_trl.config.engine import GRAPHS_ALONE, Start, compiled_engine, engi
 from salesrl_trl.config.rollouts import why_not_partial
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
+
+ROOT = Path(__file__).parents[3]
 
 
 class Policy(nn.Module):
@@ -53,7 +57,7 @@ def config(tmp_path, monkeypatch):
     [
         (Policy(), {}, "dummy"),
         (Policy(buffer=True), {}, "auto"),  # TRL pushes parameters alone
-        (Policy(tied=True), {}, "auto"),  # vLLM's CPU backend does not set a tied head
+        (Policy(tied=True), {}, "dummy"),
         (Policy(buffer=True), {"load_format": "dummy"}, "dummy"),
         (Policy(), {"load_format": "runai_streamer"}, "runai_streamer"),
     ],
@@ -68,6 +72,19 @@ def test_a_head_size_that_vllm_does_not_have_on_a_cpu_is_told_in_one_line(config
         engine_options(config(**colocated), policy)
     policy.config = Qwen2Config(head_dim=32)
     engine_options(config(**colocated), policy)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_prefix_caching_and_chunked_prefill_arrive_in_the_engine(config, tiny, is_on):
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"enable_prefix_caching": is_on, "enable_chunked_prefill": is_on, "max_num_batched_tokens": 4096}
+    if is_on:
+        given |= yaml.safe_load((ROOT / "recipes/fast_load.yaml").read_text())["vllm_engine_kwargs"]
+    options = engine_options(config(vllm_engine_kwargs=given), Policy())
+    engine = EngineArgs(model=str(tiny), max_model_len=64, **options).create_engine_config()
+    arrived = engine.cache_config.enable_prefix_caching, engine.scheduler_config.enable_chunked_prefill
+    assert arrived == (is_on, is_on)
 
 
 def test_options_of_the_colocated_engine_are_not_for_a_server(config):

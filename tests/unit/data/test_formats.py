@@ -183,7 +183,6 @@ SECRET = "13800000000"
         ),
         (QReCC(), qrecc(context=[SECRET]), "the field `Context` is list of length 1. Expected a list of texts"),
         (QReCC(), qrecc(Context=[SECRET, 1]), "the field `Context` is list of length 2. Expected a list of texts"),
-        (QReCC(), qrecc(question="half a pair \ud83d"), "the field `Question` is str of length 13"),
         (TopiOCQA(), TOPIOCQA | {"Turn_no": "two"}, "the field `Turn_no` is str of length 3. Expected a whole number"),
         (TopiOCQA(), TOPIOCQA | {"Additional_answers": {"a": SECRET}}, "the field `Additional_answers` is dict"),
         (TopiOCQA(), TOPIOCQA | {"Gold_passage": SECRET}, "the field `Gold_passage` is str of length 11"),

@@ -73,14 +73,15 @@ def test_datasets_by_name_are_each_compared_with_themselves(evaluate, caplog, tm
 def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch):
     """The one at the end of a run would ask the services for the same figures."""
     made, training = [], SimpleNamespace(mode="full", held_out_eval=True, output_dir="", resume_from_checkpoint=None)
-    training.load_best_model_at_end = False
+    training.load_best_model_at_end = training.push_to_hub = False
     stopping = SimpleNamespace(ending=nullcontext, held=nullcontext, raise_if_asked=lambda: None)
     trainer = SimpleNamespace(
         components=SimpleNamespace(stopping=stopping, parts=[evaluate.callback]),
         state=SimpleNamespace(global_step=20),
         request_stop=None,
         train=lambda **_: None,
-        save_model=lambda _: None,
+        save_model=lambda _, _internal_call: None,
+        create_model_card=lambda: None,
         evaluate=lambda: made.append(20),
     )
     monkeypatch.setattr(train, "collect_seldom", lambda: None)
@@ -115,15 +116,17 @@ def test_another_training_has_evaluations_of_its_own_and_a_resumed_one_those_bef
     evaluate.begin(0)
     evaluate(0, 0.5)
     assert steps(tmp_path) == [0]
+    evaluate(0, 0.5, (0.25, 0.75, 0.5, math.nan))
     for step in (10, 15):
         evaluate(step, 0.6)
     for process in range(2):  # the second one is resumed too
         evaluate.begin(10)  # from its checkpoint: step 15 will come again
         evaluate(10, 0.7)
         assert steps(tmp_path) == [0, 10], process
-    evaluate(20, 0.75)
+    evaluate(20, 0.75, (0.75, 0.75, 0.75, 0.75))
     assert steps(tmp_path) == [0, 10, 20]
-    assert caplog.messages[-1] == "held-out mean reward changed by +0.250"  # since step 0
+    # Since step 0 each row gained 0.25: of the second one half of the completions were scored
+    assert caplog.messages[-1] == "held-out mean reward changed by +0.250 ± 0.000 (standard error, row by row)"
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,10 @@ def test_the_line():
         "KL F=0.100 H=0.100 beta F=0.05 H=0.05"
     )
     assert "fairness=n/a" in evaluation(20, None, 0.5).line()
+    without_kl = evaluation(20, 0.41, 0.5)
+    for measured in without_kl.branches.values():
+        measured |= {"kl": None, "beta": None}
+    assert without_kl.line().endswith(" length F=30 H=30")
 
 
 def test_the_line_has_a_figure_of_the_branches_that_have_it():

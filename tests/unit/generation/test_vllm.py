@@ -454,7 +454,10 @@ def test_an_engine_that_quantises_is_woken_and_reads_all_weights_anew():
         accelerator=SimpleNamespace(device=torch.device("cuda")),
         _iter_named_params=lambda: iter([("a", 1), ("b", 2)]),
     )  # fmt: skip
-    worker = SimpleNamespace(reload_weights=lambda weights_iterator: done.append(list(weights_iterator)))
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(model=torch.nn.Module()),
+        reload_weights=lambda weights_iterator: done.append(list(weights_iterator)),
+    )
     executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
     generation.llm = SimpleNamespace(
         llm_engine=SimpleNamespace(model_executor=executor), wake_up=lambda tags: done.append(tags),

@@ -369,6 +369,17 @@ def test_a_model_whose_files_contradict_each_other_is_refused(told, policy, file
     assert message in told(*asked(policy))
 
 
+def test_rows_with_special_tokens_and_a_tokenizer_without_an_end_are_named_before_a_run(told, policy, tmp_path):
+    file = rows(tmp_path / "rows.jsonl", "Hi", "Hi<|im_end|>", "1 < 2")
+    found = told("--dataset", file, "--eval_dataset", file, "--allow_stand_ins", "true", *asked(policy), *A_PROMPT)
+    assert (
+        "2 rows contain special tokens of the policy, such as <|im_end|>, in their texts (row-1, held-out-1" in found
+    )
+    path = policy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+    assert "has no end token, by which TRL finds the end of a completion" in told(*asked(policy))
+
+
 def deepspeed_in_16_bits(training):
     training.deepspeed_plugin, training.bf16 = SimpleNamespace(zero_stage=2, deepspeed_config={}), True
 
@@ -424,8 +435,9 @@ def test_columns_of_several_kinds_are_told_before_a_model_is_loaded(told, tmp_pa
         return write(tmp_path / f"{name}.jsonl", {"prompt": [{"role": "user", "content": name}], "label": label})
 
     entries = [{"path": file("a", 1), "eval": file("c", 1)}, {"path": file("b", "x"), "eval": file("d", "x")}]
-    given = ("--dataset", json.dumps(entries), "--reward_funcs", "math.sqrt", "--prompt_template", "compact")
-    assert "the column `label` has values of several kinds" in told(*given, *A_PROMPT)
+    given = ("--dataset", json.dumps(entries), "--reward_funcs", "seams.own_reward.shortness")
+    given += ("--prompt_template", "compact")
+    assert "the column `label` has str of length 1, and an earlier row int" in told(*given, *A_PROMPT)
 
 
 def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):

@@ -215,6 +215,16 @@ def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
     assert "The first answer" not in text_of(report)
 
 
+@pytest.mark.parametrize("calls", [0, 8])
+def test_what_the_provider_refuses_is_told_with_the_setting(services, calls):
+    usual = services.functions["judge"]
+    refusal = {"error": {"message": "Unsupported value", "param": "temperature", "code": "unsupported_value"}}
+    services.functions["judge"] = lambda request: (400, refusal) if "temperature" in request.json else usual(request)
+    report = examine(JUDGE_STAGE, services, calls=calls)
+    assert report.verdict is not FAILED
+    assert text_of(report).count("takes no `temperature`") == text_of(report).count("`temperature: null`") == 1
+
+
 @pytest.mark.parametrize(("share", "verdict"), [(4, FAILED), (1, NOTED)])
 def test_the_share_of_malformed_verdicts_is_told(services, share, verdict):
     malformed = (200, chat_completion(json.dumps({**VERDICT, "candidate": 7})), {})

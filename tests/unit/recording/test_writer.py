@@ -217,7 +217,7 @@ def test_a_disk_that_does_not_take_it_ends_the_record_and_not_the_run(tmp_path, 
 
 
 def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(tmp_path, caplog):
-    """Half a surrogate pair has no UTF-8, a filter may fail, and a GPU may not give the advantages."""
+    """A filter may fail, a number may have no place in the file, and a GPU may not give the advantages."""
 
     def clean(text):
         if text == "bad for the filter":
@@ -227,10 +227,7 @@ def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(
     def fails():
         raise RuntimeError("a GPU")
 
-    half = CompletionRecord(
-        verdicts={"judge": Judged(candidate=0.5, reference=None, reason="half \ud83d", provider="judge")}
-    )
-    entries = [entry(0), entry(1, record=half), entry(2, text="bad for the filter"), entry(3, reason="\ud83d")]
+    entries = [entry(0), entry(1, text="bad for the filter"), entry(2, tokens=2**64)]
     lost = Batch(step=2, mode="train", number=2, entries=[entry()], advantages=fails)
     caplog.set_level(logging.WARNING)
     found = write(tmp_path, [batch(1, entries), lost, batch(3)], clean=clean)
@@ -238,9 +235,20 @@ def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(
     assert rows(tmp_path, "SELECT DISTINCT completion FROM verdicts") == [(1,), (2,)]  # nothing of one that is out
     first, last = (each.message for each in caplog.records)
     assert "an entry of step 1 is left out" in first
-    assert "UnicodeEncodeError" in first
-    assert "4 entries" in last  # three of the first batch, and the second batch's
+    assert "ValueError" in first
+    assert "3 entries" in last  # two of the first batch, and the second batch's
     assert "bad for" not in caplog.text
+
+
+def test_half_a_surrogate_pair_leaves_no_hole_in_the_record(tmp_path):
+    """Whatever a class of a user's own returns: a judge's words, an answer, a reason."""
+    half = {"text": "half \ud83d"}
+    told = CompletionRecord(action=half, answer=half, verdicts={"\ud83d": Judged(candidate=0.5, reason="half \ud83d")})
+    odd = entry(0, text="\ud83d", reason="\ud83d", row="\ud83d", parts={"\ud83d": 1.0}, record=told)
+    [found] = write(tmp_path, [batch(1, [odd])], clean=lambda text: f"{text}\ude00"[: len(text)])
+    assert (found.text, found.reason, found.row, found.parts) == ("\ufffd", "\ufffd", "\ufffd", {"\ufffd": 1.0})
+    assert (found.answer, found.action) == ({"text": "half \ufffd"}, {"text": "half \ufffd"})
+    assert found.verdicts["\ufffd"].reason == "half \ufffd"
 
 
 def test_a_record_of_another_version_or_none_is_refused(tmp_path):

@@ -252,6 +252,7 @@ def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, 
     }
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(given))
     assert main([str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    asked = [request for request in asked if "max_tokens" not in request]  # without the check of the names
     assert {request["model"] for request in asked} == {"first"}  # not that of the meter
     judged = "\n".join(json.dumps(request) for request in asked)
     assert all(str(row.prompt) in judged for row in drawn) and len(drawn) == len(asked) == 10

@@ -21,8 +21,8 @@ from salesrl_trl.reward.service.budget import (
     Budget,
     Limit,
     Price,
+    Rate,
     Spent,
-    TokenRate,
     open_account,
     read_account,
 )
@@ -56,7 +56,7 @@ def test_processes_never_send_more_than_the_limit_whichever_is_killed(most, proc
 
 
 def test_no_minute_has_more_tokens_than_the_limit():
-    rate, sent, moment = TokenRate(6000), [], 0.0
+    rate, sent, moment = Rate(6000), [], 0.0
     while moment < 300:
         moment += rate.wait_s(moment, 100)
         assert rate.wait_s(moment, 100) == pytest.approx(0, abs=1e-9)
@@ -88,11 +88,13 @@ def test_what_an_account_says_of_limits_that_are_new_raised_or_lowered(tmp_path)
 def limited(tmp_path):
     """Make a transport with a budget, and the budget: `limited(limits, **settings)`."""
 
-    def make(*limits, price=FREE, tokens_per_minute=None, path=tmp_path / "b.json", **settings):
+    def make(
+        *limits, price=FREE, tokens_per_minute=None, requests_per_minute=None, path=tmp_path / "b.json", **settings
+    ):
         budget = Budget(path, limits)
         defaults = {"max_concurrency": 4, "attempt_timeout_s": 60.0, "max_attempts": 3, "hedge_fraction": 0.0}
         transport = Transport("judge", **{**defaults, **settings})
-        transport.count_by(budget.quota("judge", price, tokens_per_minute))
+        transport.count_by(budget.quota("judge", price, tokens_per_minute, requests_per_minute))
         return transport, budget
 
     return make
@@ -169,7 +171,7 @@ def test_us_dollars_end_at_the_limit_with_all_that_is_under_way(limited, tmp_pat
 
 @pytest.mark.parametrize("began", [0.0, 3_587.1, 1e6 / 7, 1e9 / 7])
 def test_a_wait_for_tokens_is_long_enough_whatever_the_clock_shows(began):
-    rate, moment = TokenRate(1200), began
+    rate, moment = Rate(1200), began
     for _ in range(400):
         moment += rate.wait_s(moment, 100)
         assert not rate.wait_s(moment, 100)  # else a clock that can't show so short a time stands still
@@ -196,6 +198,31 @@ def test_tokens_per_minute_delay_requests_and_fail_none(limited):
         budget.settle()
 
     virtual_time.run(scene())
+
+
+@pytest.mark.parametrize("tokens_per_minute", [None, 600_000])
+def test_requests_per_minute_delay_requests_with_their_retries_and_fail_none(limited, tokens_per_minute):
+    sent = []
+
+    async def attempt():
+        sent.append(now())
+        with transport.bill() as bill:
+            bill.count(80, 20)
+            if len(sent) % 7 == 0:
+                raise ServiceUnavailable("down for once", "judge_http_500")
+            await asyncio.sleep(1.0)
+
+    rates = {"tokens_per_minute": tokens_per_minute, "requests_per_minute": 60}
+    transport, budget = limited(**rates, max_concurrency=64, max_attempts=9)
+
+    async def scene():
+        await asyncio.gather(*(transport.call(attempt) for _ in range(200)))
+        budget.settle()
+
+    virtual_time.run(scene())
+    assert len(sent) == 200 + transport.drain_traffic()["retries"] > 220
+    assert all(sum(begin <= each < begin + 60 for each in sent) <= 60 for begin in sent)
+    assert max(sent) - min(sent) <= len(sent) * 1.2
 
 
 def test_an_account_that_can_t_be_used_fails_requests_with_a_limit_alone(limited, tmp_path, caplog):

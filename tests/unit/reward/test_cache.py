@@ -117,6 +117,9 @@ def test_an_answer_outlives_the_process_for_its_owner_alone_as_json_under_a_hash
         ("(SELECT value FROM answers WHERE key = 'another')", 1),
         ("value", 0),
         ("'0.75'", 1),  # without a checksum
+        ("x'00ff'", 1),  # a BLOB
+        ("CAST(x'c328' AS TEXT)", 1),  # a text that is no UTF-8
+        ("7.5", 1),
     ],
 )
 def test_a_value_that_has_changed_on_the_disk_is_asked_for_again(path, change, asked):
@@ -182,7 +185,7 @@ def test_a_file_that_cannot_be_made_is_said_once_and_answers_go_on(tmp_path, cap
     store, ask = AnswerStore(tmp_path / "file" / "c.sqlite"), asker()
     assert ask_through(store, ask, "k0", "k1", "k2", "k0", "k1") == ["answer"] * 5
     assert ask.times == 3
-    assert caplog.text.count("Delete the file, or see to its folder.") == 1
+    assert caplog.text.count("Delete it, or see to its folder.") == 1
 
 
 def test_a_full_disk_is_said_once_and_what_is_in_the_file_is_read_on(path, caplog, monkeypatch):
@@ -212,7 +215,8 @@ async def slowest_turn(over):
 
 
 @pytest.mark.alone
-def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nobody(path, caplog):
+def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nobody(path, caplog, monkeypatch):
+    monkeypatch.setattr(module, "LOCK_PAUSE_S", 0.3)
     put(AnswerStore(path), {"k0": "from the file"})
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
@@ -225,8 +229,12 @@ def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nob
         longest = await slowest_turn(asking)
         seconds = time.perf_counter() - began
         assert await asking == ["asked for"] * 12
+        states = await asyncio.gather(*(store.get_or_put("state", "own") for _ in range(64)))
+        assert (states, time.perf_counter() - began < 0.6) == ([None] * 64, True)
         assert await cache.get("k12", ask) == "asked for"
         other.execute("COMMIT")
+        await asyncio.sleep(0.3)
+        assert await store.get_or_put("state", "own") == "own"  # it is back
         await store.aclose()
         return longest, seconds
 
@@ -236,6 +244,26 @@ def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nob
     assert caplog.text.count("is locked by another process") == 1
     check_seconds(longest, most=0.05, what="the loop stood still")
     check_seconds(seconds, most=0.5)  # one patience of 0.1 s for all of them
+
+
+@pytest.mark.parametrize("fault", ["a folder", "no database"])
+def test_a_file_that_is_mended_is_used_again(path, caplog, monkeypatch, fault):
+    monkeypatch.setattr(module, "FAULT_PAUSE_S", 0.2)
+    path.parent.mkdir()
+    path.mkdir() if fault == "a folder" else path.write_bytes(b"no database" * 1000)
+
+    async def run():
+        store, ask = AnswerStore(path), asker()
+        cache = cache_of(store)
+        assert [await cache.get(f"k{index}", ask) for index in range(3)] == ["answer"] * 3
+        path.rmdir() if fault == "a folder" else path.unlink()
+        await asyncio.sleep(0.2)
+        assert await cache.get("k3", ask) == "answer"
+        await store.aclose()
+
+    asyncio.run(run())
+    assert got(AnswerStore(path), *(f"k{index}" for index in range(4))) == ["answer"] * 4
+    assert caplog.text.count("is left aside") == 1
 
 
 def test_a_disk_that_does_not_answer_is_waited_for_once(path, monkeypatch):
@@ -318,6 +346,20 @@ def test_the_first_value_of_several_processes_stays_until_it_is_replaced(path):
         await second.aclose()
 
     asyncio.run(run())
+
+
+def test_a_first_value_that_is_damaged_is_put_anew(path):
+    put(AnswerStore(path), {"state": "one"})
+    with contextlib.closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE answers SET value = x'00'")
+
+    async def run():
+        store = AnswerStore(path)
+        values = [await store.get_or_put("state", value) for value in ("two", "three")]
+        await store.aclose()
+        return values
+
+    assert asyncio.run(run()) == ["two", "two"]
 
 
 def test_memory_holds_the_latest_only():

@@ -4,12 +4,14 @@ It is read between the calls of all completions: while one text is read, all of 
 """
 
 import contextlib
+import json
 import time
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.loopback import ACTION, VERDICT
 from support.seconds import check_seconds
 
 from salesrl_trl.demo.services.language import words
@@ -22,7 +24,7 @@ from salesrl_trl.reward.parsing import MAX_COMPLETION_CHARS, is_empty_text, pars
 from salesrl_trl.reward.rag_client import MAX_ANSWER_CHARS, _read_answer
 from salesrl_trl.reward.service.budget import Bill
 from salesrl_trl.reward.service.http import retry_after_s
-from salesrl_trl.types import InvalidAction
+from salesrl_trl.types import InvalidAction, Outcome
 
 NONCE = "0123456789abcdef"
 CHARS = 128 * 1024
@@ -110,6 +112,24 @@ def test_gaps_of_any_length_hide_no_opener():
         assert is_empty_text(f"{gap}Thought process:{gap}")
         assert not is_empty_text(f"{gap}answer{gap}5980{gap}")
     assert is_empty_text(f"Thought{' ' * 300_000}process")
+
+
+def test_half_a_surrogate_pair_in_a_reply_is_replaced(services, score):
+    """What a judge writes is JSON inside of JSON: each may hold one."""
+    half = "half \ud83d pair"
+    passage = {"id": half, "text": half, "score": 0.9}
+    answers = {"answer": half, "passages": [passage], "took_ms": 1}
+    for name in ("8b", "32b"):
+        services.set(name, answers)
+    services.verdict(json.dumps({**VERDICT, "reason": half}))
+    result = score([ACTION])
+    assert [reward.outcome for reward in result.rewards] == [Outcome.OK]
+    verdict = json.dumps({"nonce": NONCE, "candidate": 0.25, "reference": 0.5, "reason": half})
+    assert READERS["verdict"](verdict).reason == "half \ufffd pair"
+    completion = json.dumps({"choices": [{"message": {"content": half}, "finish_reason": "stop"}]})
+    assert READERS["chat completion"](completion) == "half \ufffd pair"
+    answer = READERS["rag answer"](json.dumps(answers))
+    assert (answer.text, answer.passages[0].text) == ("half \ufffd pair",) * 2
 
 
 @pytest.mark.parametrize("count", [10**400, -1, 10**9 + 1], ids=["10**400", "-1", "10**9 + 1"])

@@ -1,6 +1,7 @@
 """Judge providers: their order, repeats, cost and rubrics. Services are in memory, and time is virtual."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.reward.judge.judge_client import load_rubrics
 from salesrl_trl.reward.judge.provider import JudgeProvider, ProviderClient
+from salesrl_trl.reward.judge.request_form import RequestForm
 from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.types import Outcome
 
@@ -98,18 +100,40 @@ def test_when_none_gives_a_verdict_an_invalid_one_says_more_than_a_dead_provider
     assert (reward.outcome, reward.reason) == (Outcome.JUDGE_INVALID, "judge_not_json")
 
 
-def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_from_then_on(score_many, services):
-    def judge(system, user):
-        return signed(system, user, candidate=0.5)
-
-    services.judge_by(judge)
-    by_text = services.functions["judge"]
+@pytest.mark.parametrize(
+    ("empty", "tried", "lines"),
+    [
+        (range(1), 300, 0),  # one bad reply is one bad reply
+        (range(300), 16 + 1, 1),  # 16 replies show that it takes no schema. A 128th by text tries it again
+        (range(16), 16 + 300 - 15 - 128, 2),  # and it works again from then on
+        (range(7), 300, 0),  # of the first 16 fewer than half: a disturbance at the start
+    ],
+    ids=["once", "always", "for a while", "at the start"],
+)
+def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_for_a_while(
+    score_many, services, caplog, empty, tried, lines
+):
+    services.judge_by(lambda system, user: signed(system, user, candidate=0.5))
+    by_text, numbers = services.functions["judge"], itertools.count()
     services.functions["judge"] = lambda request: (
-        (200, chat_completion("")) if "response_format" in request.json else by_text(request)
+        (200, chat_completion(""))
+        if "response_format" in request.json and next(numbers) in empty
+        else by_text(request)
     )
-    reward = score_many(5, limits={"max_concurrency": 1})
-    assert [each.value for each in reward.rewards] == [0.5] * 5
-    assert services.calls["judge"] == 1 + 5
+    with caplog.at_level("INFO", logger="salesrl_trl"):
+        reward = score_many(300, limits={"max_concurrency": 1}, deadline_s=1e6)
+    assert [each.value for each in reward.rewards] == [0.5] * 300
+    asked = [request.json for request in services.asked["judge"]]
+    assert sum("response_format" in request for request in asked) == tried
+    assert sum(line.startswith("judge judge") for line in caplog.messages) == lines
+
+
+def test_a_try_that_shows_nothing_is_made_again():
+    """A request by schema may end in a time-out, which says nothing about the schema."""
+    form = RequestForm("a")
+    for _ in range(16):
+        form.record_schema(worked=False)
+    assert [number for number in range(1, 400) if form.goes_by_schema()] == [128, 256, 384]
 
 
 def test_a_slow_provider_that_leaves_response_formats_empty_is_asked_by_text_by_the_next_attempt(score_many, services):

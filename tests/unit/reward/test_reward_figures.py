@@ -77,7 +77,7 @@ def test_two_ranks_gathered_give_what_one_rank_would():
 
 
 def test_reports_of_ranks_are_summed_and_their_times_are_the_slowest():
-    traffic = {"rag_8b": {**dict.fromkeys(TRAFFIC, 0), "sent": 3, "slots": 8}}
+    traffic = {"rag_8b": {**dict.fromkeys(TRAFFIC, 0), "sent": 4, "overloads": 1, "slots": 8}}
     usage, hits = {"openai": ProviderUsage(verdicts=2, usd=0.25)}, {"answers": 1, "references": 0}
     reports = [
         BatchReport(seconds=seconds, judge_seconds=seconds / 2, usage=usage, traffic=traffic, cache_hits=hits)
@@ -89,7 +89,8 @@ def test_reports_of_ranks_are_summed_and_their_times_are_the_slowest():
     figures = means.flush()
     assert (figures["time/reward_s"], figures["time/judge_s"]) == (3.0, 1.5)
     assert (figures["judge/openai/verdicts"], figures["judge/openai/usd"]) == (4.0, 0.5)
-    assert (figures["services/rag_8b/sent"], figures["services/rag_8b/slots"]) == (6.0, 16.0)
+    assert (figures["services/rag_8b/sent"], figures["services/rag_8b/slots"]) == (8.0, 16.0)
+    assert figures["services/rag_8b/overload_share"] == 0.25  # 2 of 8
     assert (figures["cache/answers_saved"], figures["cache/references_saved"]) == (2.0, 0.0)
 
 

@@ -87,19 +87,41 @@ def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, s
     services.set("8b", "", delay_s=0.5)
     assert loop.status() == "none is being scored"
     older, newer = begin(loop, 0, 0), begin(loop, 0)
+    assert loop.status() == "none is being scored; 1 more batch in flight"
     loop.start(newer, 0, action("another"))
-    assert loop.status() == "none is being scored yet; 1 more batches in flight"
+    until(lambda: loop.status() == "of 1 completions 1 in rag_8b; 1 more batch in flight")
     loop.start_all(older, [ACTION, BAD])
-    until(lambda: loop.status() == "of 2 completions 1 in rag_8b; 1 more batches in flight")
+    until(lambda: loop.status() == "of 2 completions 1 in rag_8b; 1 more batch in flight")
     seen = {(span.track, span.name, span.failed) for span in loop.unreported_spans()}
     assert {("reward 0", "rag_8b", True), ("reward 1", "parse", False), ("reward 0 ahead 1", "rag_8b", True)} <= seen
     loop.wait([older], older.is_settled)
-    assert loop.status() == "this rank's are scored, another's may be out; 1 more batches in flight"
+    assert loop.status() == "this rank's are scored, another's may be out; 1 more batch in flight"
     loop.give_up()
     assert loop.result(begin(loop, 0), [BAD]).values == [-0.25]  # the loop has come to it by now
     assert loop.status() == "none is being scored"
     assert loop.unreported_spans() == []
     assert [*older.under_way(), *newer.under_way()] == []
+
+
+def test_a_waiting_person_reads_which_limit_calls_are_in_line_for(services):
+    services.set("8b", "", delay_s=0.5)
+    loop = RewardLoop(build_reward(services.url, [row()], limits={"max_concurrency": 1}))
+    batch = begin(loop, 0, 0)
+    loop.start_all(batch, [action("one"), action("another")])
+    line = "of 2 completions 1 in rag_8b, 1 in line for rag_8b's limit of 1 calls at once, of max_concurrency 1"
+    until(lambda: loop.status() == line)
+    loop.close()
+
+
+def test_a_batch_that_waits_settled_does_not_hide_the_service_that_another_waits_for(loop, services):
+    services.set("8b", "", delay_s=0.5)
+    assert loop.status("vLLM generates") == "vLLM generates"
+    of_training, of_evaluation = begin(loop, 0), begin(loop, 0, 0)
+    loop.start_all(of_training, [BAD])
+    loop.wait([of_training], of_training.is_settled)
+    loop.start(of_evaluation, 0, ACTION)
+    until(lambda: loop.status() == "of 2 completions 1 in rag_8b; 1 more batch in flight")
+    loop.give_up()
 
 
 def test_after_a_cut_off_all_is_missing_with_its_reason_until_it_goes_on(loop, services):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from support.loopback import VERDICT, row
@@ -34,18 +35,32 @@ VERDICTS = {
     "in a code fence": f"```json\n{SIGNED}\n```",
     "after a quoted forgery": f'It says {FORGED}, which I ignore. {{"a": {{}}}}\n\n{SIGNED} \n',
     "said twice": f"{SIGNED}\nNo, wait.\n{SIGNED}",
+    "after a draft in its thoughts": f"<think>{SIGNED.replace('0.75', '0.1')}</think>\n{SIGNED}",
+    "with a sentence behind it": f"```json\n{SIGNED}\n```\n\nI hope this helps!",
+    "in tags": f"<answer>{SIGNED}</answer>",
+    "with the tag that ends thoughts in its reason": f"<think>Hm.</think>{SIGNED.replace('fine', '</think>')}",
+    "with end tokens behind it": f"{SIGNED}<|im_end|>\n</s><end_of_turn>",
+    "with a comma too many": SIGNED.replace("}", ", }"),
+    "with a line break in a string": SIGNED.replace('"fine"', '"fi\nne"'),
 }
 
 
 @pytest.mark.parametrize("content", VERDICTS.values(), ids=VERDICTS)
 def test_the_signed_object_at_the_end_of_a_text_is_the_verdict(content):
-    assert text(content) == Verdict(**VERDICT)
+    read = text(content)
+    reason = read.reason.replace("\n", "").replace("</think>", "fine")
+    assert replace(read, reason=reason) == Verdict(**VERDICT)
 
 
 REFUSED = {
     "empty": ("", "judge_not_json"),
     "words": ("8/10", "judge_not_json"),
-    "more after it": (f"{SIGNED} That is all.", "judge_not_json"),
+    "a sentence behind it that breaks off": (f"{SIGNED} However, the", "judge_not_json"),
+    "a number behind it": (f"{SIGNED} Or rather 0.2.", "judge_not_json"),
+    "cut off": (SIGNED[:-9], "judge_not_json"),
+    "in thoughts alone": (f"<think>{SIGNED}</think> I can't tell.", "judge_not_json"),
+    "two that differ": (f"{SIGNED.replace('0.75', '0.1')}\nNo, wait.\n{SIGNED}", "judge_two_verdicts"),
+    "a comma too many inside a string": (SIGNED.replace('"fine"', '"a,}'), "judge_not_json"),
     "no fields": ("{}", "judge_unsigned"),
     "unsigned": (FORGED, "judge_unsigned"),
     "a forgery after it": (f"{SIGNED}\n{FORGED}", "judge_unsigned"),

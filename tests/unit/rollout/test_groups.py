@@ -135,13 +135,17 @@ def test_whatever_the_order_of_rewards_every_row_comes_once_with_its_whole_group
     marks = torch.zeros(ranks, size, dtype=torch.bool)
     order = [(rank, place) for rank in range(ranks) for place in range(size)]
     random.shuffle(order)
-    rows = []
+    rows, trained = [], []
     for done, (rank, place) in enumerate(order, start=1):
         marks[rank, place] = True
         if random.random() < 0.5 or done == len(order):
             waiting.record(marks, 0, marks.float().mean().item(), WANTED)
             waiting.release(batch_of(size))
-            for each in taken(waiting):
+            if waiting.complete:
+                recorded = waiting.order
+            while waiting.has_next and (waiting.complete or random.random() < 0.7):
+                each = waiting.next()["advantages"].tolist()
+                trained.append((each, len(waiting.following)))
                 assert len(each) == micro_batch
                 groups = {row // group for row in each}
                 assert all(marks[0, each_group * group : (each_group + 1) * group].all() for each_group in groups)
@@ -149,6 +153,13 @@ def test_whatever_the_order_of_rewards_every_row_comes_once_with_its_whole_group
                 rows += each
     assert sorted(rows) == list(range(size))
     assert waiting.is_empty
+    # A replay has all rewards at once. It trains in the same order, and knows of as many micro-batches each time.
+    replayed, again = ScoredGroups(size, micro_batch, group, recorded), []
+    replayed.release(batch_of(size))
+    while replayed.has_next:
+        again.append((replayed.next()["advantages"].tolist(), len(replayed.following)))
+    assert again == trained
+    assert replayed.order == recorded
 
 
 def test_a_micro_batch_has_the_pixels_of_its_own_pictures():

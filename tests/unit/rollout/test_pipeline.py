@@ -184,6 +184,23 @@ def test_a_kept_rollout_of_other_rows_is_not_used():
     assert sampler.asked == [(["p0"], False)]
 
 
+def test_groups_that_later_steps_train_on_have_log_probs_whatever_the_lookahead_is_now():
+    """Of a run that moves it, and of one that goes on with another one."""
+    seen = []
+    made = pipeline(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1))
+    made.most_lookahead, made.max_staleness = 2, 4
+    made.move_lookahead(0)
+    assert made.launch(examples(1), 0).behaviour_logps is not None
+    made.most_lookahead = made.max_staleness = 0
+    assert made.launch(examples(1), 0).behaviour_logps is None and len(seen) == 1
+    for logps, again in ((None, True), (torch.zeros(1, 1), False)):
+        sampler, kept = Now(), KeptRollouts(rows=[0], steps=[0], sampled=sampled(["p0"]), behaviour_logps=logps)
+        made = pipeline(sampler, lookahead=1, kept={0: kept})
+        made.max_staleness = 4
+        made.launch_due(0, 0)
+        assert ((["p0"], True) in sampler.asked) is again
+
+
 def test_an_evaluation_waits_for_its_completions_whatever_the_lookahead():
     sampler = Later()
     rollout = pipeline(sampler, lookahead=2).evaluate(examples(9), 5)
@@ -212,7 +229,7 @@ def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
     result = SimpleNamespace(rewards=[Reward.scored(0.5)] * EACH, report=SimpleNamespace(calls=()))
     rollout = SimpleNamespace(
         inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,
-        group=GROUP, is_trained_on=True, mode="train", steps=[4, 3] * 3,
+        group=GROUP, is_trained_on=True, mode="train", steps=[4, 3] * 3, groups=None,
     )  # fmt: skip
     found = batch_of(CompletedBatch(rollout=rollout, advantages=None, update=5), Branches(("only",), "branch"))
     assert [entry.prompt_group for entry in found.entries] == groups

@@ -2,31 +2,19 @@
 
 import asyncio
 import logging
-import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import openai
 import pytest
-import trl
-from support.keyed import make_tiny_policy
-from transformers import AutoTokenizer
+from support.agents import ASKED, CALL, LOOK, Policy, chat_tokenizer
 
 from salesrl_trl.generation.conversations import GivenUp
-from salesrl_trl.rollout.chat_turns import AgentCalls, ChatForm
 from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
-
-CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "找"}}\n</tool_call>'
-LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {
-    "type": "object", "properties": {"word": {"type": "string"}}}}}  # fmt: skip
-ASKED = [{"role": "system", "content": "Look."}, {"role": "user", "content": "What is it?"}]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    folder = make_tiny_policy(tmp_path_factory.mktemp("endpoint") / "policy", max_position_embeddings=1024)
-    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", folder / "chat_template.jinja")
-    return AutoTokenizer.from_pretrained(folder)
+    return chat_tokenizer(tmp_path_factory.mktemp("endpoint") / "policy")
 
 
 @pytest.fixture
@@ -34,36 +22,6 @@ def endpoint():
     endpoint = PolicyEndpoint()
     yield endpoint
     endpoint.close()
-
-
-class Policy:
-    """Samples texts by turns, as tokens that their text is not encoded to: one for each character."""
-
-    def __init__(self, tokenizer, texts, most_completion=1000):
-        self.tokenizer, self.texts, self.asked, self.sampled = tokenizer, iter(texts), [], []
-        ends = frozenset([tokenizer.eos_token_id])
-        form = ChatForm.of(tokenizer, None, kwargs={}, ends=ends, most_tokens=4000, most_completion=most_completion)
-        self.calls = AgentCalls(form, self.turn)
-
-    def turn(self, ids):
-        text = next(self.texts)
-        marks = text.replace("<tool_call>", "\0").replace("</tool_call>", "\1")
-        pieces = [{"\0": "<tool_call>", "\1": "</tool_call>"}.get(each, each) for each in marks]
-        own = [token for piece in pieces for token in self.tokenizer(piece)["input_ids"]]
-        own.append(self.tokenizer.eos_token_id)
-        self.asked.append(ids)
-        self.sampled.append(own)
-        return own, [-len(self.asked) - place / 100 for place in range(len(own))]
-
-    def talk(self, endpoint, agent):
-        """What `agent` returns, a coroutine function of a client."""
-
-        async def talked():
-            with endpoint.open(self.calls) as key:
-                async with openai.AsyncOpenAI(base_url=endpoint.address, api_key=key, max_retries=0) as client:
-                    return await agent(client.chat.completions.create)
-
-        return asyncio.run(talked())
 
 
 def test_requests_that_continue_each_other_are_one_sequence_of_sampled_ids(endpoint, tokenizer):
@@ -101,7 +59,7 @@ def test_requests_that_continue_each_other_are_one_sequence_of_sampled_ids(endpo
     assert told == [logprob for logprob in end.logprobs if logprob]
     # 3. what is between is what the template writes there
     between = tokenizer.decode([token for token, one in zip(end.ids, end.mask, strict=True) if not one])
-    assert '<tool_response>\n"7" <|im_end|> 😀\n</tool_response>' in between
+    assert '<tool_response>\n"7" < |im_end| > 😀\n</tool_response>' in between  # a result opens and ends no turn
     assert between.count("<|im_start|>assistant\n") == 2
     assert between.count("<|im_start|>user\nSure?<|im_end|>\n") == 1
 

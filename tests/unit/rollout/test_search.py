@@ -7,15 +7,18 @@ import pytest
 from transformers.utils import get_json_schema
 
 from salesrl_trl.errors import ServiceUnavailable
+from salesrl_trl.recording.completion_record import CompletionRecord
+from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.reward.rag_answers import RagAnswers
 from salesrl_trl.reward.rag_client import RagBackend
-from salesrl_trl.rollout.search import Search
+from salesrl_trl.rollout.search import EXAMPLE, Search
 from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls
-from salesrl_trl.types import Answer, Passage
+from salesrl_trl.types import DEFAULT_FORMAT, Answer, Passage
 
 
 class Rag(RagBackend):
     def __init__(self):
-        self.transports = {"rag_8b": None}
+        self.transports, self.identity = {"rag_8b": None}, "rag"
         self.asked, self.closed_on = [], None
 
     async def chat_8b(self, context, action, score_threshold, top_k, *, ids):
@@ -34,8 +37,8 @@ class Rag(RagBackend):
 
 @pytest.fixture
 def search():
-    made = Search(top_k=2, score_threshold=0.1, deadline_s=5.0)
-    made.connect(Rag())
+    made = Search(deadline_s=5.0)
+    made.connect(RagAnswers(Rag(), 0.1, 2, DEFAULT_FORMAT, AnswerStore(), AnswerStore()))
     return made
 
 
@@ -60,7 +63,7 @@ def test_what_the_policy_is_told_of_a_search_and_whose_error_it_was(search, argu
     assert {name: counts[name] for name in ("errors", "failures") if counts[name]} == counted
     assert notes.failed == reason
     action = {"user_profile": "", "rewritten_query": arguments.get("query"), "history_summary": ""}
-    assert search._rag.asked == ([] if told in (ValueError, TypeError) else [(action, 0.1, 2)])
+    assert search._rag.backend.asked == ([] if told in (ValueError, TypeError) else [(action, 0.1, 2)])
 
 
 async def _caught(call):
@@ -76,9 +79,24 @@ def test_connections_are_closed_on_the_loop_that_opened_them(search):
         await asyncio.to_thread(search.close)
         return asyncio.get_running_loop()
 
-    rag = search._rag
+    rag = search._rag.backend
     assert asyncio.run(closed()) is rag.closed_on
     search.close()  # a second time there is nothing to close
+
+
+def test_equal_searches_are_one_request_and_every_conversation_has_its_call_in_the_record(search):
+    """Searches that found nothing are asked again, and so is the example, which says whether the service is up."""
+    notes = [ConversationNotes(track=str(number), record=CompletionRecord()) for number in range(3)]
+
+    async def searched(*queries):
+        calls = ToolCalls(["search"])
+        for query in queries:
+            await asyncio.gather(*(calls.of([search.function], each)["search"](query=query) for each in notes))
+
+    asyncio.run(searched("yoga", "yoga", "nothing", EXAMPLE))
+    asked = [action["rewritten_query"] for action, *_ in search._rag.backend.asked]
+    assert asked == ["yoga", "nothing", *[EXAMPLE] * 3]  # of "nothing" one that all three share
+    assert [len(each.record.calls) for each in notes] == [4] * 3
 
 
 def test_trl_reads_the_tool_s_name_and_argument(search):

@@ -25,6 +25,15 @@ def test_only_what_passes_on_stock_counts_and_what_did_not_run_differs(capsys):
     assert "left out, failed on stock: c\n" in told and "left out, skipped on stock: d\n" in told
 
 
+def test_what_is_meant_to_differ_is_no_failure_and_the_claim_has_the_counts_of_the_run():
+    [(way, meant)] = tool.MEANT
+    stock = {meant: outcomes(a="passed")["a"], **outcomes(b="passed", c="failed")}
+    found = {"stock": stock, "one name": stock, way: stock | {meant: outcomes(a="failed")["a"]}}
+    assert tool.report(found) == 0
+    assert tool.claim_of(found) == "2 of the 2 that pass on stock, with one name changed; 1 with two"
+    assert [line for line in tool.CLAIMS.read_text().splitlines() if line.startswith(tool.CLAIM)]
+
+
 @pytest.mark.parametrize("with_ids_of_qwen", [True, False])
 def test_the_tokenizer_gives_back_what_it_was_given(tmp_path, with_ids_of_qwen):
     size = _write_tokenizer(tmp_path, with_ids_of_qwen)

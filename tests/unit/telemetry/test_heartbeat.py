@@ -41,7 +41,7 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     beat = heartbeat(lambda: None, reward_wait=lambda: "of 64 completions 52 in judge")
     line = beat.line("reward_wait", 12.3)
     assert line.startswith("[Heartbeat] step 3/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ")
-    assert "judge_max_concurrency" in line
+    assert "the limit that calls are in line for" in line
 
 
 def test_a_phase_whose_details_say_nothing_has_its_advice_alone():

@@ -9,7 +9,9 @@ import pytest
 from support.forked import COLD_PYTHON
 from transformers import TrainerControl, TrainerState
 
+from salesrl_trl import names
 from salesrl_trl.names import Phase
+from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine, clock, figure, judge_line, shares, step_line
 
 BRANCHES = ("fairness", "hallucination")
@@ -39,19 +41,47 @@ def test_a_step_line_says_loss_and_kl_where_they_are_logged():
 def test_what_the_policy_does_wrong_is_scored_and_what_services_do_is_not():
     logs = {f"outcome/{name}": share for name, share in
             {"ok": 0.5, "invalid_action": 0.25, "judge_invalid": 0.125, "infra": 0.125}.items()}  # fmt: skip
-    assert "| scored 75% |" in step_line(3, 60, logs, BRANCHES, {"hollow_answer": 2}, 1.0, are_actions=False)
+    of_answers = step_line(3, 60, logs, BRANCHES, {"hollow_answer": 2}, 1.0, are_actions=False)
+    assert "| scored 75%, 25.0% of all as invalid | failures hollow_answer=2 |" in of_answers
     assert "| valid actions 75% |" in step_line(3, 60, logs, BRANCHES, {}, 1.0)
     assert "| scored n/a |" in step_line(3, 60, {}, BRANCHES, {}, 1.0, are_actions=False)
+
+
+def test_one_failure_of_many_is_not_rounded_to_all_is_well():
+    logs = {"outcome/invalid_action": 0.0, "outcome/judge_invalid": 0.0, "outcome/infra": 1 / 512}
+    line = step_line(3, 60, logs, BRANCHES, {"judge_timeout": 1}, 1.0, are_actions=False)
+    assert "| scored >99% | failures judge_timeout=1 |" in line
+    logs["outcome/infra"] = 0.0
+    assert "| scored 100% | failures none |" in step_line(3, 60, logs, BRANCHES, {}, 1.0, are_actions=False)
 
 
 def test_the_only_branch_is_not_named():
     assert step_line(3, 60, {"reward/all": 0.5}, ("all",), {}, 1.25).startswith("[Step 3/60] reward 0.50 | valid")
 
 
+def test_a_line_names_the_rank_where_there_are_several(caplog, monkeypatch):
+    line = "[RANK 0] `refill_groups` has no effect here"  # as accelerate's loggers begin each
+    logger = logging.getLogger("salesrl_trl.wiring.components")
+    for processes in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        hide_lines()
+        logger.warning(line)
+    assert caplog.messages == [line.removeprefix("[RANK 0] "), line]
+
+
+def test_a_run_without_a_judge_has_no_line_of_one(caplog):
+    callback = StepLine(BRANCHES, (), dict, batches=lambda: 1)
+    state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=True)
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        callback.on_train_begin(None, state, TrainerControl())
+        callback.on_log(None, state, TrainerControl(), logs=LOGS)
+    assert [message.split()[0] for message in caplog.messages] == ["[Step"]
+
+
 def test_a_run_that_logs_seldom_says_every_ten_steps_that_it_goes_on(caplog, monkeypatch):
     now = iter([0.0, 20.0, 60.0, 61.0])  # begun, and three lines
     monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
-    callback = StepLine(BRANCHES, None, dict, batches=lambda: 1)
+    callback = StepLine(BRANCHES, (), dict, batches=lambda: 1)
     state = TrainerState(max_steps=50, logging_steps=25, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
@@ -146,17 +176,18 @@ def test_an_epochs_totals_are_those_of_its_log_lines_and_start_over(caplog, is_m
     callback = EpochLine(("fairness", "tone"), lambda: failed, entries.append)
     state = TrainerState(global_step=4, num_input_tokens_seen=1_000_000, is_world_process_zero=is_main)
     callback.on_train_begin(None, state, control)
-    lines = [  # step, epoch, fairness, tokens so far, timeouts
-        (5, 0.2, 0.5, 2e6, 1),
-        (8, 1.0, 0.1, 3e6, 2),
-        (9, 1.5, None, 3.5e6, 0),
+    lines = [  # step, epoch, fairness, tokens so far, timeouts, share, GiB
+        (5, 0.2, 0.5, 2e6, 1, 0.1, 70.0),
+        (8, 1.0, 0.1, 3e6, 2, 0.5, 60.0),
+        (9, 1.5, None, 3.5e6, 0, 0.5, None),
     ]
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        for state.global_step, state.epoch, reward, tokens, timeouts in lines:
+        for state.global_step, state.epoch, reward, tokens, timeouts, ratio, gib in lines:
             failed.clear()
             failed.update({"judge_timeout": timeouts} if timeouts else {})
             logs = {"reward": 0.5, "reward/fairness": reward, "reward/tone": None, "num_tokens": tokens,
-                    "time/step_s": 20.0, "time/generation_s": 15.0, "time/reward_wait_s": 5.0}  # fmt: skip
+                    "time/step_s": 20.0, "time/generation_s": 15.0, "time/reward_wait_s": 5.0,
+                    "perf/compute_ratio": ratio, "memory/gpu_peak_gib": gib}  # fmt: skip
             callback.on_log(None, state, control, logs=logs)
             callback.on_log(None, state, control, logs={"failures/reason/judge_timeout": 1})  # an entry of its own
             if state.epoch >= 1:
@@ -164,22 +195,25 @@ def test_an_epochs_totals_are_those_of_its_log_lines_and_start_over(caplog, is_m
     # every rank logs the same: 4 steps, then 1; 2 M tokens, then 0.5; 0.5 in one step and 0.1 in three are 0.2
     totals = [entry for entry in entries if "epoch_totals/steps" in entry]
     seconds = {f"epoch_totals/time/{phase}_s": 0.0 for phase in Phase}
-    assert totals[0] == seconds | {
+    unknown = {"perf/data_loading_ratio", "perf/mfu_step", *names.MEMORY} - {"memory/gpu_peak_gib"}
+    # 0.1 of 20 s and 0.5 of 60 s are 32 s of 80
+    assert totals[0] == seconds | {f"epoch_totals/{name}": None for name in unknown} | {
+        "epoch_totals/perf/compute_ratio": pytest.approx(0.4), "epoch_totals/memory/gpu_peak_gib": 70.0,
         "epoch_totals/steps": 4, "epoch_totals/tokens": 2e6, "epoch_totals/failures": 3,
         "epoch_totals/reward/fairness": pytest.approx(0.2), "epoch_totals/reward/tone": None,
         "epoch_totals/time/step_s": 80, "epoch_totals/time/generation_s": 60, "epoch_totals/time/reward_wait_s": 20,
     }  # fmt: skip
     assert totals[1].keys() == totals[0].keys()
-    assert totals[1]["epoch_totals/steps"] == 1
+    assert (totals[1]["epoch_totals/steps"], totals[1]["epoch_totals/memory/gpu_peak_gib"]) == (1, None)
     assert [entry for entry in entries if entry not in totals] == [
         {"epoch_totals/failures/reason/judge_timeout": 3}  # in the first epoch alone
     ]
     assert (
         caplog.messages
         == [
-            "[Epoch 1.00] steps 5-8 | reward fairness=0.20 tone=n/a | 2.00 M tokens | 1:20, generation 75%, "
+            "[Epoch 1.00] steps 5-8 | reward fairness=0.20 tone=n/a | 2,000,000 tokens | 1:20, generation 75%, "
             "reward_wait 25% | failures judge_timeout=3",
-            "[Epoch 1.50] steps 9-9 | reward fairness=n/a tone=n/a | 0.50 M tokens | 0:20, generation 75%, "
+            "[Epoch 1.50] steps 9-9 | reward fairness=n/a tone=n/a | 500,000 tokens | 0:20, generation 75%, "
             "reward_wait 25% | failures none",
         ][: 2 * is_main]
     )

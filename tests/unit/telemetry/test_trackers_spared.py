@@ -1,5 +1,6 @@
 """No tracker ends a run: what is spared, and what is not."""
 
+import os
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from trl.extras.profiling import ProfilingContext
 
-from salesrl_trl.telemetry.trackers import Trackers
+from salesrl_trl.telemetry.trackers import Trackers, keep_folders
 
 
 class Failing:
@@ -82,3 +83,16 @@ def test_of_threads_only_tensorboards_writer_fails_without_a_traceback(monkeypat
     threading.excepthook(other)
     trackers.close()
     assert shown == [other]
+
+
+def test_no_tracker_uploads_folders(monkeypatch):
+    for name in ("HF_MLFLOW_LOG_ARTIFACTS", "COMET_LOG_ASSETS", "CLEARML_LOG_MODEL"):
+        monkeypatch.setenv(name, "unset")  # so that the test's end restores it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "0")
+    (note,) = keep_folders(["wandb", "mlflow"])
+    assert note.startswith("off: WANDB_LOG_MODEL: it uploads prompts and completions under way too")
+    assert os.environ["WANDB_LOG_MODEL"] == "false" and "COMET_LOG_ASSETS" not in os.environ
+    (note,) = keep_folders(["clearml"])  # which uploads by default
+    assert note.startswith("off: CLEARML_LOG_MODEL") and keep_folders(["clearml"]) == []

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerControl
 
-from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.errors import ConfigError, WeightSyncError
 from salesrl_trl.names import CHANGED_SHARE
 from salesrl_trl.update.weights import WeightChange, WeightCheck, logp_difference, raise_adapters, spare_casts
 
@@ -26,13 +27,14 @@ def _one_process():
 class Run:
     """Steps of an optimizer with the callback beside it, as transformers calls it."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, model):
         self.optimizer, self.step, self.shares = optimizer, 0, []
         self.args = SimpleNamespace(learning_rate=optimizer.param_groups[0]["lr"])
         log = lambda entry: self.shares.append((self.step, entry[CHANGED_SHARE]))  # noqa: E731
         self.callback = WeightChange(Accelerator(cpu=True), log)
         # wrapped, as accelerate and DeepSpeed do
-        self.callback.on_train_begin(self.args, None, None, optimizer=SimpleNamespace(optimizer=optimizer))
+        wrapped = SimpleNamespace(optimizer=optimizer)
+        self.callback.on_train_begin(self.args, None, None, model=model, optimizer=wrapped)
 
     def steps(self, loss, count=1, rate=None):
         for _ in range(count):
@@ -44,6 +46,7 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.callback.on_step_end(self.args, SimpleNamespace(global_step=self.step), TrainerControl())
+            self.callback.on_log(logs={"loss": 0.5})
 
 
 def policy(dtype):
@@ -68,7 +71,7 @@ def test_at_a_rate_of_1e_6_float32_weights_move_and_bf16_weights_do_not(caplog, 
     """AdamW moves a weight by 1e-6 a step. Neighbours of 0.02 are 1.2e-4 apart in bf16, 1.9e-9 in float32."""
     caplog.set_level(logging.INFO)
     model = policy(dtype)
-    run = Run(torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0))
+    run = Run(torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0), model)
     run.steps(loss_of(model), 12)
     assert [step for step, _ in run.shares] == [1, 10]
     assert all(least <= share <= most for _, share in run.shares)
@@ -83,7 +86,7 @@ def test_at_a_rate_of_1e_6_float32_weights_move_and_bf16_weights_do_not(caplog, 
 
 def test_a_step_that_can_move_nothing_is_not_measured_and_weights_without_a_gradient_do_not_count():
     model = nn.Embedding(10, 4)
-    run = Run(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0))
+    run = Run(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0), model)
     rows = torch.tensor([1, 2])
     run.steps(lambda: model(rows).sum(), rate=0.0)  # warm-up
     run.steps(None, rate=0.1)  # a skipped batch: no gradients
@@ -98,10 +101,45 @@ def test_an_optimizer_that_rounds_stochastically_is_not_warned_of(caplog):
     model = policy(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     optimizer.bf16_stochastic_round = True  # as torchao's
-    Run(optimizer).steps(loss_of(model))
+    Run(optimizer, model).steps(loss_of(model))
     [told] = caplog.records
     assert told.levelno == logging.INFO
     assert "it rounds stochastically, so that weights move by the right amount on average" in told.message
+
+
+def test_a_run_that_can_change_no_weight_is_refused_and_one_that_is_asked_to_change_none_is_told(caplog):
+    model, other = policy(torch.float32), policy(torch.float32)
+    with pytest.raises(ConfigError, match=r"the optimizer \(SGD\) has none of the policy's trainable weights"):
+        Run(torch.optim.SGD(other.parameters(), lr=0.1), model)
+    for weight in model.parameters():
+        weight.requires_grad = False
+    with pytest.raises(ConfigError, match=r"no weight of the policy is trainable .* is_trainable=True"):
+        Run(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert not caplog.records
+    Run(torch.optim.SGD(other.parameters(), lr=0.0), other)
+    assert [record.message for record in caplog.records] == [
+        "[Weights] the learning rate is 0: this run changes no weight"
+    ]
+
+
+def test_steps_that_change_nothing_end_the_run_unless_they_can_not_yet():
+    model = nn.Embedding(10, 4)
+    nn.init.ones_(model.weight)
+    loss = lambda: model(torch.tensor([1, 2])).sum()  # noqa: E731  a gradient of 1
+    # 1 - 1e-9 is 1 in float32: neighbours below 1 are 6e-8 apart
+    with pytest.raises(ConfigError, match="no trainable weight changed in step 1, though they had gradients"):
+        Run(torch.optim.SGD(model.parameters(), lr=1e-9), model).steps(loss)
+    for last in (1e-9, 1.5e-9):
+        run = Run(torch.optim.SGD(model.parameters(), lr=2e-9 if last > 1e-9 else 0.1), model)
+        run.steps(loss, count=9, rate=5e-10)  # warm-up
+        assert run.shares == [(1, 0.0)]
+        with pytest.raises(ConfigError, match="in the first 10 steps") if last > 1e-9 else nullcontext():
+            run.steps(loss, rate=last)
+    run = Run(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    run.steps(lambda: 1e-9 * loss())  # noise of a gradient, as of a KL of 0 beside equal rewards
+    assert run.shares == []
+    run.steps(loss)
+    assert run.shares == [(2, 1.0)]
 
 
 @pytest.mark.parametrize("autocast", [True, False])

@@ -194,6 +194,7 @@ def test_one_step_and_one_branch_without_kl(run_folder):
     assert rows["Wall time"].startswith("1 h 0 min")
     assert rows["Wall time"].endswith("2 starts (steps 1, 1), with the time between them")
     assert not rows.keys() & {"Reward, a", "KL in band, a", "KL in band"}  # it has one branch, and no KL
+    assert "Model at work" in rows and "Accelerator at work" not in rows  # no GPU's memory was logged
     assert rows["Failures"] == "none"
     assert "Every completion was scored: there were no failures." in page.text
     assert "Nothing stands out" in page.text

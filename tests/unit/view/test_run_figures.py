@@ -126,6 +126,25 @@ def test_advice_begins_beyond_its_threshold(run_folder, changed, words):
     assert sentence.startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("kl", "inside", "is_told"),
+    [
+        ([0.0, 0.01, 0.03, 0.06, 0.09], [0, 0, 0, 0, 0], False),  # it rises still
+        ([0.0, 0.02, 0.04, 0.06, 0.08, 0.15, 0.2], [0, 0, 0, 0, 0, 1, 1], False),  # it rose, and is there
+        ([0.0, 1e-5, 2e-4, -1e-4], [0, 0, 0, 0], False),  # it has just begun
+        ([0.0, 0.03] + 20 * [0.05], 22 * [0], True),  # it rises no more
+        ([0.0, 0.2, 0.5, 0.5, 0.5], [0, 1, 0, 0, 0], True),  # it left the band
+    ],
+)
+def test_a_kl_on_its_way_up_to_its_band_is_no_fault(run_folder, kl, inside, is_told):
+    edges = {"kl/a_low": 0.1, "kl/a_high": 0.3}
+    run_folder.events({
+        step: {**CALM, **edges, "kl/a": value, "kl/a_in_band": float(is_in)}
+        for step, (value, is_in) in enumerate(zip(kl, inside, strict=True), start=1)
+    })  # fmt: skip
+    assert any("outside its band" in sentence for sentence in advice(read_run(run_folder.path))) == is_told
+
+
 def test_advice_is_five_sentences_at_most_and_the_costly_ones_stay(run_folder):
     run = run_of(run_folder, {
         1: {"time/step_s": 10.0, "time/reward_wait_s": 6.0, "time/data_loading_s": 1.0, "time/unaccounted_s": 1.0,

@@ -1,0 +1,109 @@
+"""The package's own files: their hash and commit, and whether they are still those that this process imported.
+
+`build.software` has the other packages' versions.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from salesrl_trl import __version__
+from salesrl_trl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).parents[1]  # folder of the package that this process runs
+_GIT_S = 10.0
+_SHORTEST = 7  # characters of a commit, without a repository that knows what else begins so
+_told = set[str]()
+_imported: dict[str, tuple[object, bytes]] = {}  # by module: its spec, which a reload replaces, and its file's hash
+
+
+@dataclass(frozen=True)
+class Code:
+    """The package that this process runs."""
+
+    version: str
+    digest: str  # hash of all its files. Equal digests are equal code, wherever it lies
+    commit: str | None  # the checkout's, or the one that pip installed from a repository; `None` if neither is known
+    changed_files: int  # files of the checkout that differ from the commit, new ones included
+
+    def __str__(self) -> str:
+        changed = f", changed files: {self.changed_files}" if self.changed_files else ""
+        return f"{self.version} ({f'commit {self.commit}{changed}' if self.commit else f'hash {self.digest}'})"
+
+
+def code() -> Code:
+    """The version, the hash and the commit of the package's files."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    commit, changed = _commit(), _git("status", "--porcelain") if _is_checkout() else None
+    return Code(__version__, digest.hexdigest()[:12], commit and commit[:12], len((changed or "").splitlines()))
+
+
+def holds(commit: str) -> bool:
+    """Whether the code is of this commit, or of one after it. Raises `ConfigError` where that can't be known."""
+    if not _is_checkout():
+        if len(commit) >= _SHORTEST and (_commit() or "").startswith(commit):
+            return True
+    elif (known := _git("rev-parse", "-q", "--verify", "--end-of-options", f"{commit}^{{commit}}")) and (
+        _git("merge-base", known, "HEAD") == known
+    ):
+        return True
+    elif _git("rev-parse", "--is-shallow-repository") == "false":
+        return False
+    raise ConfigError(
+        f"whether {PACKAGE} holds {commit} can't be known: it is {code()}, without its history (no checkout, or "
+        f"a shallow clone). Compare its hash, {code().digest}, with a checkout's, or run `git fetch --unshallow`."
+    )
+
+
+def warn_of_changes() -> None:
+    """Log, once, the files whose content is not what this process imported. Modules that were imported since the last
+    call are noted as they are now."""
+    changed = list[str]()
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] == PACKAGE.name and (file := getattr(module, "__file__", None)):
+            path = Path(file)
+            now = hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
+            spec, before = _imported.get(name, (None, b""))
+            if spec is not module.__spec__:
+                _imported[name] = module.__spec__, now
+            elif now != before and name not in _told:
+                changed.append(name)
+    _told.update(changed)
+    if changed:
+        logger.warning(
+            f"{', '.join(changed)}: the file has changed since this process imported it, and the run uses the older "
+            "code. Restart the kernel, or the process, to use the new code"
+        )
+
+
+def _is_checkout() -> bool:
+    return bool(_git("ls-files", "__init__.py"))  # an installed package may lie inside of another project's checkout
+
+
+def _commit() -> str | None:
+    """The checkout's commit, or the one that pip has noted."""
+    if _is_checkout():
+        return _git("rev-parse", "HEAD")
+    for installed in importlib.metadata.distributions(name=PACKAGE.name):
+        if Path(str(installed.locate_file(PACKAGE.name))).resolve() == PACKAGE.resolve():
+            noted = json.loads(installed.read_text("direct_url.json") or "{}")
+            return noted.get("vcs_info", {}).get("commit_id")  # type: ignore[no-any-return]
+    return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,161 @@
+"""What the body of an error says: which fields of the request it refuses, of what kind it is, when to come back.
+
+Pure. Keeps names of the request's own fields, known marks and numbers: providers echo keys and customers' texts in
+their messages. `http` calls it.
+"""
+
+import json
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+QUOTA_MARKS = frozenset({"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance"})
+"""Values of `code` or `type` with which OpenAI-compatible providers say that a retry is useless."""
+WITHHELD_MARKS = frozenset({"content_filter", "content_policy_violation", "responsibleaipolicyviolation"})
+"""Those of a text that a filter withheld: it says nothing about other requests."""
+UNKNOWN_MODEL = "model_not_found"  # this mark stands for all ways to say so
+STATUS_OF = {
+    "rate_limit_exceeded": 429, "rate_limit_error": 429, "resource_exhausted": 429, "too_many_requests": 429,
+    "rate_limited": 429, "throttled": 429, "overloaded_error": 529, "authentication_error": 401,
+    "invalid_api_key": 401, "unauthenticated": 401, "payment_required": 402, "insufficient_credits": 402,
+    "permission_denied": 403, "permission_error": 403, "unavailable": 503, "internal": 500, "server_error": 500,
+    "internal_server_error": 500, "api_error": 500, "deadline_exceeded": 504,
+}  # fmt: skip
+"""Statuses by the `code`, `type` or `status` of an error, in lower case."""
+SHOWN_CHARS = 1000  # characters of a message in which a refusal is looked for
+LIMITS = frozenset({"max_completion_tokens", "max_tokens"})
+"""Fields whose value may be wrong for one request. Any complaint about another, a temperature say, refuses it."""
+
+_REFUSES = re.compile(
+    r"unsupported|(?:not|n't|no longer) (?:support|permit|allow|available|a valid)|unrecognized|unknown|unexpected"
+    r"|extra|forbid|unavailable|deprecated|cannot|only \S+ (?:is|are) (?:allowed|supported)|additional propert|invalid"
+    r"|instead",
+    re.IGNORECASE,
+)
+_OF_VALUE = re.compile(r"too (?:large|long|high)|at most|maximum|exceed|less than|greater than|context", re.IGNORECASE)
+_SCHEMA = re.compile(r"json[_ ]schema|guided|structured[ _]outputs?|grammar|response[ _]formats?", re.IGNORECASE)
+_NO_MODEL = re.compile(
+    r"(?:model|deployment)\b.{0,160}(?:not (?:be )?found|not exist|not a valid)|not a valid model"
+    r"|(?:invalid|unknown) model",
+    re.IGNORECASE | re.DOTALL,
+)
+_DURATION = re.compile(
+    r"(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|sec|seconds?|m|min|minutes?|h|hours?)(?![a-z])", re.IGNORECASE
+)
+_AGAIN = re.compile(r"(?:again|retry|wait)\b[^.\d]{0,30}((?:\d+(?:\.\d+)?\s*[a-z]+\s*)+)", re.IGNORECASE)
+_UNITS = {"m": 60.0, "s": 1.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorBody:
+    """What is kept of an error's body. Example: OpenAI's refusal of a temperature has `refused={"temperature"}`."""
+
+    status: int | None = None  # of an error inside a 200
+    marks: frozenset[str] = frozenset()  # its `code`, `type` and `status`, in lower case
+    refused: frozenset[str] = frozenset()  # fields of the request that the service does not take
+    named: frozenset[str] = frozenset()  # fields of the request that it finds fault with
+    wait_s: float | None = None
+
+
+def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody:
+    """Read an error: the bytes of a body, or its JSON value. `sent`: the request's fields."""
+    value: object = content
+    if isinstance(content, bytes):
+        text = content.decode(errors="replace")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = text
+    objects = [*_objects(value)]
+    marks = frozenset(
+        str(each[name]).lower()
+        for each in objects for name in ("code", "type", "status") if isinstance(each.get(name), str | int)
+    )  # fmt: skip
+    text = " ".join(each for part in objects for each in part.values() if isinstance(each, str))
+    text = value if isinstance(value, str) else text
+    if _NO_MODEL.search(text) or "deploymentnotfound" in marks:
+        marks |= {UNKNOWN_MODEL}
+    named = _named(objects, text, frozenset(sent) - {"model", "messages"})
+    refused = frozenset() if marks & WITHHELD_MARKS else named
+    is_of_value = _OF_VALUE.search(text) or not (_REFUSES.search(text) or any(map(_REFUSES.search, marks)))
+    if is_of_value and not any("unsupported" in mark or "unknown" in mark for mark in marks):
+        refused -= LIMITS
+    status = next((STATUS_OF[mark] for mark in sorted(marks) if mark in STATUS_OF), None)
+    numbers = [
+        int(mark) for mark in (*marks, *re.findall(r"^[45]\d\d\b", text)) if re.fullmatch("[45][0-9][0-9]", mark)
+    ]
+    wait_s = _wait_s(objects, text)
+    return ErrorBody(status=max(numbers, default=status), marks=marks, refused=refused, named=named, wait_s=wait_s)
+
+
+def _objects(value: object, depth: int = 4) -> Iterator[Mapping[str, object]]:
+    """The objects of an error: itself, and those inside of it where providers put them."""
+    if isinstance(value, str) and depth < 4 and value.lstrip()[:1] == "{":  # OpenRouter's `metadata.raw`
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return
+    if isinstance(value, list):
+        for each in value[:8]:
+            yield from _objects({"message": each} if isinstance(each, str) else each, depth - 1)
+    elif isinstance(value, Mapping):
+        yield value
+        for name in ("error", "errors", "detail", "details", "message", "metadata", "headers", "raw", "innererror"):
+            if depth and (inner := value.get(name)):
+                yield from _objects(inner, depth - 1)
+
+
+def _named(objects: list[Mapping[str, object]], text: str, sent: frozenset[str]) -> frozenset[str]:
+    """The fields that it names: by `param` or pydantic's `loc`, else those that its message refuses by name."""
+    stated = [str(each["param"]) for each in objects if each.get("param")]
+    stated += [str(part) for each in objects if isinstance(loc := each.get("loc"), list) for part in loc]
+    roots = {re.split(r"[.\[]", name)[0] for name in stated}
+    if known := roots & sent:
+        return frozenset(known)
+    if (roots - {"body", "None"}) & {"messages", "prompt", "model"}:
+        return frozenset()
+    # sentence by sentence, as an echoed text may follow; and behind `expected` are the fields that it does take
+    sentences = [part for part in re.split(r"[.;\n](?!\S)|\bexpected\b", text[:SHOWN_CHARS]) if _REFUSES.search(part)]
+    found = {name for name in sent if any(re.search(_by_name(name), part) for part in sentences)}
+    if not found and "response_format" in sent and any(map(_SCHEMA.search, sentences)):
+        found = {"response_format"}
+    return frozenset(found)
+
+
+def _by_name(name: str) -> str:
+    """A pattern for a field that a message speaks of, as against a word of the same letters."""
+    name = re.escape(name)
+    before = r"(?:parameter|field|argument|name|propert(?:y|ies)|value|input|supplied)s?:?\s*"
+    behind = r"\s*(?:[:=]|is\b|type\b|parameter\b|field\b|must\b|does\b|cannot\b)"
+    return rf"['\"`\[{{(]{name}(?=['\"`\].\[)}}:])|{before}{name}\b|\b{name}(?={behind})"
+
+
+def _wait_s(objects: list[Mapping[str, object]], text: str) -> float | None:
+    """The seconds after which the service wants to be asked again, by a field or by its message."""
+    for each in objects:
+        for name, value in each.items():
+            plain = re.sub(r"[^a-z]", "", name.lower())
+            if plain not in ("retrydelay", "retryafter", "retryafterms", "retryafters", "retryafterseconds",
+                             "xratelimitreset"):  # fmt: skip
+                continue
+            seconds = _seconds(str(value)) if isinstance(value, str | int | float) else None
+            if seconds is None:
+                continue
+            if plain == "xratelimitreset" and seconds > 1e9:  # a moment, in seconds or milliseconds
+                seconds = (seconds / 1000 if seconds > 1e11 else seconds) - time.time()
+            return max(seconds / 1000 if plain.endswith("ms") else seconds, 0.0)
+    again = _AGAIN.search(text)
+    return None if again is None else _seconds(again[1])
+
+
+def _seconds(text: str) -> float | None:
+    """`"1.5s"`, `"1m2.5s"`, `"250ms"`, `"20 seconds"` or `"20"` in seconds."""
+    text = text.strip()
+    if re.fullmatch(r"\d+(?:\.\d+)?", text):
+        return float(text)
+    parts = [(float(number), unit.lower()) for number, unit in _DURATION.findall(text)]
+    if not parts:
+        return None
+    milli = ("ms", "milli")
+    return sum(number * (0.001 if unit.startswith(milli) else _UNITS[unit[0]]) for number, unit in parts)

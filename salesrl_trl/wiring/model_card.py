@@ -1,0 +1,78 @@
+"""The model card of a run, in place of TRL's: what was trained, by which rewards, and what came of it.
+
+Owns its contents: no text of a row, no address, no key and no path. `model_card.jinja` has the words.
+"""
+
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+from transformers import TrainerState
+
+from salesrl_trl import __version__
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.keys import is_secret
+from salesrl_trl.evaluation.held_out import HeldOut, change_in_words
+from salesrl_trl.ground.process import installed, write_whole
+from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
+from salesrl_trl.names import MODEL_CARD_FILE, SAVING_FOLDER
+from salesrl_trl.wiring.banner_lines import training_lines
+from salesrl_trl.wiring.components import Components
+
+PACKAGES = ("trl", "transformers", "torch", "peft", "vllm")
+_PLAIN = re.compile(r"[+-]?\d*\.?\d+(e[+-]?\d+)?|[A-Za-z_]\w*")
+_PLACE = re.compile("url|host|address|server|path|dir|file|folder|id|name|dataset|text|prompt|env", re.IGNORECASE)
+
+
+def write_card(
+    folder: Path, run: Components, args: SalesGRPOConfig, state: TrainerState, rewards: Mapping[str, float],
+    name: str | None = None, dataset: str | None = None, tags: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Write the card of a run into a folder. `rewards`: the weight of each function. `name`, `dataset` and `tags` are
+    of the user's choice."""
+    model, spending, is_adapter = run.policy.model, run.run_control.spending, run.reference.has_adapter
+    held_out = next(part for part in run.parts if isinstance(part, HeldOut))
+    base, by_name = hub_name(model.name_or_path), run.reward.names
+    if name in (None, SAVING_FOLDER):  # the latter is TRL's, of a checkpoint that is being written
+        name = (args.hub_model_id or str(Path(args.output_dir).resolve())).rpartition("/")[2]
+    metadata = ModelCardData(
+        base_model=base if base == model.name_or_path else None,
+        datasets=dataset if dataset and dataset == hub_name(dataset) else None,
+        library_name="peft" if is_adapter else "transformers",
+        model_name=name,
+        pipeline_tag="image-text-to-text" if hasattr(model.config, "vision_config") else "text-generation",
+        tags=sorted({"generated_from_trainer", "trl", "grpo", "salesrl_trl", *tags}),
+    )
+    models = {service: re.fullmatch(r"model (.+) at \S+", place) for service, place in by_name.places.items()}
+    text = filled(
+        Path(__file__).with_name("model_card.jinja"), metadata=metadata.to_yaml(), name=name, base=base, args=args,
+        state=state, rewards=rewards, services={each: of and hub_name(of[1]) for each, of in models.items()},
+        has_meter=by_name.meter is not None, is_adapter=is_adapter,
+        spent="0 calls" if spending is None else spending.in_words(),
+        step=dict(training_lines(args, 0, 0, 0.0))["step"], ends=held_out.ends(), change_in_words=change_in_words,
+        figure={tag: value for entry in state.log_history for tag, value in entry.items()}.get,  # the last of each
+        number=number, command=public_command(sys.argv), python=platform.python_version(), version=__version__,
+        versions={package: version for package in PACKAGES if (version := installed(package)) is not None},
+    )  # fmt: skip
+    write_whole(folder / MODEL_CARD_FILE, text + "\n")
+
+
+def hub_name(name: str) -> str:
+    """A model's name: that of the hub, or the last part of a path."""
+    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists()
+    return name if is_id else Path(name).name or NOT_KNOWN
+
+
+def public_command(argv: Sequence[str]) -> str:
+    """The command without what may be private: values that are neither numbers nor words, and those of settings whose
+    name speaks of a key or a place."""
+    shown, name = [Path(argv[0]).name], ""
+    for argument in argv[1:]:
+        name, is_joined, value = argument.partition("=") if argument.startswith("--") else (name, "", argument)
+        is_open = _PLAIN.fullmatch(value) and not is_secret(name) and not _PLACE.search(name)
+        value = value if is_open else "..." * bool(value)
+        shown.append(argument if argument == name else f"{name}{is_joined}{value}" if is_joined else value)
+    return " ".join(shown)

@@ -1,0 +1,153 @@
+"""Judges as providers have them, by the documented lines: each gives a verdict on each completion."""
+
+import json
+import logging
+import re
+
+import pytest
+from support.providers import PROFILES, Profile, completion, refusal, scored_by, served, verdict_for
+
+from salesrl_trl.build.checks.addresses import check_models
+
+TEXTS = [f"answer {number}" for number in range(64)]
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_provider_scores_every_completion_by_the_documented_lines(name, caplog):
+    profile = PROFILES[name]
+    with served(profile) as (url, asked), caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        assert check_models(url, None, profile.model) == []
+        del asked[:]
+        failed, rewards = scored_by(url, profile, TEXTS)
+    assert not any(isinstance(each, Exception) for each in failed.values())
+    assert [reward.value for reward in rewards] == [0.5] * 64
+    learnt = [line for line in caplog.messages if line.startswith("judge judge ")]
+    assert [any(words in line for line in learnt) for words in profile.learnt] == [True] * len(profile.learnt)
+    assert len(learnt) == len(profile.learnt)
+    if learnt:  # the warm-up met the refusal, and no other request did
+        assert len(asked) <= 1 + 1 + 64 + 64 // 8
+
+
+def test_a_name_that_the_provider_does_not_have_is_refused_with_what_it_lists():
+    with served(PROFILES["Ollama"]) as (url, _), pytest.raises(Exception, match=r"'llama3'.* mean 'llama3.2:latest'"):
+        check_models(url, None, "llama3")
+
+
+def test_a_text_that_a_filter_withholds_costs_no_other_and_no_field():
+    with served(PROFILES["Azure"]) as (url, asked):
+        _, rewards = scored_by(url, PROFILES["Azure"], ["fine", "WITHHELD", "fine too"])
+    assert [(reward.value, reward.reason) for reward in rewards] == [(0.5, ""), (None, "judge_refused"), (0.5, "")]
+    assert {path for path, _ in asked} == {"/openai/deployments/gpt-4o/chat/completions?api-version=2024-10-21"}
+    assert all({"temperature", "response_format"} <= body.keys() for _, body in asked)
+
+
+def only_thinks(body, _):
+    return 200, completion("", reasoning_content="Hmm. " * 100)
+
+
+def too_many(body, _):
+    text = "max_tokens is too large: 512. This model supports at most 256 completion tokens"
+    return refusal("max_completion_tokens", text, code="invalid_value")
+
+
+def too_long(body, _):
+    text = "This model's maximum context length is 64 tokens. However, you requested 600 tokens (88 in the messages, "
+    text += "512 in the completion). Please reduce the length of the messages or `max_completion_tokens`."
+    return refusal("messages", text, code="context_length_exceeded")
+
+
+def needs_model(body, _):
+    return refusal("model", "'x' is not supported, and `temperature` neither", code="unsupported_value")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (only_thinks, r"`max_completion_tokens`.*enable_thinking: false"),
+        (too_many, r"fault with the request's max_completion_tokens"),
+        (too_long, r"answered 400"),
+        (needs_model, r"answered 400"),
+    ],
+)
+def test_what_no_other_form_of_a_request_can_mend_is_one_message_and_drops_no_field(answer, words):
+    with served(Profile(answer)) as (url, asked):
+        failed, rewards = scored_by(url, Profile(answer), TEXTS[:2], max_attempts=1)
+    assert re.search(words, " ".join(str(failed["judge"]).split()))
+    assert [reward.value for reward in rewards] == [None, None]
+    assert all({"temperature", "max_completion_tokens"} <= body.keys() for _, body in asked)
+
+
+def test_a_user_s_own_field_that_is_refused_goes_too_and_is_told_once(caplog):
+    def no_seed(body, _):
+        if "seed" in body:
+            return (
+                400,
+                b"Failed to deserialize the JSON body: unknown field `seed`, expected one of `model`, `n`",
+            )
+        return 200, completion(verdict_for(body))
+
+    profile = Profile(no_seed)
+    judge = {"name": "mine", "model": "judge", "extra_body": {"seed": 7}}
+    with served(profile) as (url, asked), caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        _, rewards = scored_by(None, profile, TEXTS, judge_providers=[{**judge, "base_url": url}])
+    assert [reward.value for reward in rewards] == [0.5] * 64
+    assert ["seed" in body for _, body in asked] == [True] + [False] * 65
+    assert caplog.text.count("judge mine takes no `seed`") == 1
+
+
+FULL = "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("refused", "sent"), [((), {FULL: 7}), ((FULL,), {"max_completion_tokens": 512})], ids=["taken", "refused"]
+)
+def test_the_other_name_of_the_limit_can_be_set_for_good(refused, sent):
+    """`extra_body: {max_tokens: 7}` is sent in place of our name, and never beside it: OpenAI refuses both at once."""
+
+    def answer(body, _):
+        names = {"max_tokens", "max_completion_tokens"} & body.keys()
+        if len(names) > 1 or names & {*refused}:
+            return refusal(FULL, "Unsupported parameter: 'max_tokens' is not supported with this model.")
+        return 200, completion(verdict_for(body))
+
+    judge = {"name": "mine", "model": "judge", "extra_body": {FULL: 7}}
+    with served(Profile(answer)) as (url, asked):
+        _, rewards = scored_by(None, Profile(answer), TEXTS[:8], judge_providers=[{**judge, "base_url": url}])
+    assert [reward.value for reward in rewards] == [0.5] * 8
+    assert {name: asked[-1][1][name] for name in asked[-1][1] if name.startswith("max_")} == sent
+    assert len(asked) == 9 + len(refused)
+
+
+def whole(body):
+    return f"data: {json.dumps(completion(verdict_for(body)))}\n\n"
+
+
+def chunked(body):
+    chunks = [{"delta": {"content": verdict_for(body)}}, {"delta": None, "finish_reason": "stop"}]
+    lines = [f"id: 1\nevent: chunk\ndata: {json.dumps({'choices': [chunk]})}\r\n\r\n" for chunk in chunks]
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("stream", [whole, chunked], ids=["one event", "without an end mark"])
+def test_a_stream_that_was_not_asked_for_is_read_where_it_is_whole(stream):
+    profile = Profile(lambda body, _: (200, stream(body).encode()))
+    with served(profile) as (url, _):
+        _, rewards = scored_by(url, profile, TEXTS[:4])
+    assert [reward.value for reward in rewards] == [0.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"<!DOCTYPE html><title>Sign in</title>", r"a web page \(HTML\)"),
+        (b'data: {"choices": [{"delta": {"content": "{"}}]}\n\ndata: {"choices": []}\n\n', "not JSON"),
+        (b'data: {"choices": [{"delta": 5}]}\n\ndata: {"choices": [3]}\n\n', "not JSON"),
+    ],
+    ids=["a login page", "a stream that breaks off", "a stream of something else"],
+)
+def test_what_is_no_completion_is_named_and_gives_no_number(body, words):
+    profile = Profile(lambda *_: (200, body))
+    with served(profile) as (url, _):
+        failed, rewards = scored_by(url, profile, TEXTS[:2], max_attempts=1)
+    assert re.search(words, str(failed["judge"]))
+    assert [(reward.value, reward.reason) for reward in rewards] == [(None, "judge_bad_response")] * 2

@@ -1,0 +1,54 @@
+"""An agent's policy: texts by turns, as tokens, and the requests of one episode that ask for them."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import openai
+import trl
+from transformers import AutoTokenizer
+
+from salesrl_trl.rollout.chat_turns import AgentCalls, ChatForm
+from support.keyed import make_tiny_policy
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "找"}}\n</tool_call>'
+LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {
+    "type": "object", "properties": {"word": {"type": "string"}}}}}  # fmt: skip
+ASKED = [{"role": "system", "content": "Look."}, {"role": "user", "content": "What is it?"}]
+
+
+def chat_tokenizer(folder):
+    """One whose chat template is one that TRL reads tool calls of."""
+    policy = make_tiny_policy(folder, max_position_embeddings=1024)
+    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", policy / "chat_template.jinja")
+    return AutoTokenizer.from_pretrained(policy)
+
+
+class Policy:
+    """Samples texts by turns, as tokens that their text is not encoded to: one for each character."""
+
+    def __init__(self, tokenizer, texts, most_completion=1000):
+        self.tokenizer, self.texts, self.asked, self.sampled = tokenizer, iter(texts), [], []
+        ends = frozenset([tokenizer.eos_token_id])
+        form = ChatForm.of(tokenizer, None, kwargs={}, ends=ends, most_tokens=4000, most_completion=most_completion)
+        self.calls = AgentCalls(form, self.turn)
+
+    def turn(self, ids):
+        text = next(self.texts)
+        marks = text.replace("<tool_call>", "\0").replace("</tool_call>", "\1")
+        pieces = [{"\0": "<tool_call>", "\1": "</tool_call>"}.get(each, each) for each in marks]
+        own = [token for piece in pieces for token in self.tokenizer(piece)["input_ids"]]
+        own.append(self.tokenizer.eos_token_id)
+        self.asked.append(ids)
+        self.sampled.append(own)
+        return own, [-len(self.asked) - place / 100 for place in range(len(own))]
+
+    def talk(self, endpoint, agent):
+        """What `agent` returns, a coroutine function of a client."""
+
+        async def talked():
+            with endpoint.open(self.calls) as key:
+                async with openai.AsyncOpenAI(base_url=endpoint.address, api_key=key, max_retries=0) as client:
+                    return await agent(client.chat.completions.create)
+
+        return asyncio.run(talked())

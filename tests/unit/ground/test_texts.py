@@ -1,0 +1,41 @@
+"""Half a surrogate pair in a text of others."""
+
+import pytest
+
+from salesrl_trl.ground import texts
+from salesrl_trl.ground.texts import encodable, is_unicode
+
+HALF, WHOLE = "half \ud83d pair", "half \ufffd pair"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (HALF, WHOLE),
+        ("\ude00", "\ufffd"),
+        ("\ud83d", "\ufffd"),  # at the end
+        ("\ud83d\ude00", "\U0001f600"),  # two halves that stand together, as Python may join them
+        ({HALF: [1, None, {"a": (HALF, 2.5)}]}, {WHOLE: [1, None, {"a": (WHOLE, 2.5)}]}),
+    ],
+    ids=["high", "low", "at the end", "both", "nested"],
+)
+def test_half_a_surrogate_pair_is_replaced_and_the_rest_stays(value, expected):
+    assert encodable(value, "a test") == expected
+    assert is_unicode(expected)
+
+
+def test_a_value_that_can_be_encoded_is_the_same_object():
+    value = {"text": "你好 \U0001f600", "parts": ["a", 1, b"\xff"]}
+    assert encodable(value, "a test") is value
+
+
+def test_values_are_counted_by_source_and_logged_at_powers_of_ten(caplog, monkeypatch):
+    monkeypatch.setattr(texts, "_replaced", type(texts._replaced)())
+    for _ in range(12):
+        encodable([HALF, HALF], "a reply of judge")
+    encodable(HALF, "a row")
+    logged = [record.getMessage() for record in caplog.records]
+    assert [("judge" in line, "(1 so far" in line, "(10 so far" in line) for line in logged] == [
+        (True, True, False), (True, False, True), (False, True, False),
+    ]  # fmt: skip
+    assert not any("pair \ufffd" in line or "\ud83d" in line for line in logged)

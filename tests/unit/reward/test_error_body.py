@@ -1,0 +1,111 @@
+"""What is kept of an error's body: refused fields, a status, a delay. The bodies are those of public reports."""
+
+import json
+
+import pytest
+
+from salesrl_trl.errors import AccessDenied, ErrorInAnswer, ServiceOverloaded, ServiceRejected, ServiceUnavailable
+from salesrl_trl.reward.service.error_body import UNKNOWN_MODEL, WITHHELD_MARKS, read_error
+from salesrl_trl.reward.service.http import refuse_stated_error
+
+SENT = ("model", "messages", "max_completion_tokens", "temperature", "response_format", "seed", "top_p")
+
+
+def said(message, **more):
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None, **more}}
+
+
+UPSTREAM = said("Unsupported value: 'temperature' does not support 0 with this model.")
+SERDE = "Failed to deserialize the JSON body: unknown field `max_completion_tokens`, expected one of `model`, `seed`"
+OPUS = "`temperature` is deprecated for this model."
+REFUSED = {
+    "OpenAI, by param": (said("Unsupported value", param="temperature", code="unsupported_value"), "temperature"),
+    "OpenAI, of a part": (said("Invalid schema", param="response_format.json_schema"), "response_format"),
+    "OpenAI, before": (said("Unrecognized request argument supplied: seed"), "seed"),
+    "FastAPI": ({"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"], "input": {"top_p": 1}}]}, "seed"),
+    "Mistral": ({"message": {"detail": [{"type": "extra_forbidden", "loc": ["body", "top_p"]}]}}, "top_p"),
+    "Gemini": ([said('Invalid JSON payload received. Unknown name "seed": Cannot find field.')], "seed"),
+    "Fireworks": (said("Extra inputs are not permitted, field: 'seed', value: 512"), "seed"),
+    "Groq": (said("property 'max_completion_tokens' is unsupported"), "max_completion_tokens"),
+    "DeepSeek": (said("This response_format type is unavailable now"), "response_format"),
+    "Kimi": (said("invalid temperature: only 1 is allowed for this model"), "temperature"),
+    "Anthropic's models": (said(OPUS), "temperature"),
+    "LiteLLM": (said("does not support parameters: ['response_format'], for model=m"), "response_format"),
+    "a proxy's upstream": ({"error": {"message": "Provider error", "raw": json.dumps(UPSTREAM)}}, "temperature"),
+    "Rust, with what it takes": ({"error": SERDE}, "max_completion_tokens"),
+    "Go": ({"error": 'json: unknown field "seed"'}, "seed"),
+    "Bedrock": ({"message": "extraneous key [seed] is not permitted, please reformat your input"}, "seed"),
+    "a list of texts": ({"errors": ["Unknown field: seed"]}, "seed"),
+    "a value out of its range": (
+        {"detail": [{"type": "greater_than", "loc": ["body", "temperature"]}]},
+        "temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "field"), REFUSED.values(), ids=REFUSED)
+def test_the_field_that_a_provider_refuses_is_the_one_it_names(body, field):
+    assert read_error(json.dumps(body).encode(), SENT).refused == {field}
+
+
+LONG = "This model's maximum context length is 8192 tokens. However, you requested 8300 tokens (7788 in the messages, "
+TOO_LARGE = "max_tokens is too large: 512. This model supports at most 256 completion tokens."
+AT_MOST = [{"type": "less_than_equal", "loc": ["body", "max_completion_tokens"], "msg": "at most 256"}]
+ECHO = "Could not parse: the customer asks which temperature is best, and whether seed is used. Invalid text"
+KEPT = {
+    "a text that is too long": said(f"{LONG}512 in the completion).", param="messages"),
+    "a limit that is too large": said(TOO_LARGE, param="max_completion_tokens", code="invalid_value"),
+    "a limit that is too large, by pydantic": {"detail": AT_MOST},
+    "a customer's words": said(ECHO),
+    "a customer's words, by pydantic": {"detail": [{"type": "value_error", "loc": ["body", "messages"], "msg": ECHO}]},
+    "a filter": said("unsupported 'temperature'", code="content_filter"),
+}
+
+
+@pytest.mark.parametrize("body", KEPT.values(), ids=KEPT)
+def test_what_is_wrong_with_one_text_or_one_value_refuses_no_field(body):
+    assert not read_error(json.dumps(body).encode(), SENT).refused
+
+
+def test_a_filter_and_an_unknown_model_are_marked():
+    assert read_error(said("filtered", param="prompt", code="content_filter")).marks & WITHHELD_MARKS
+    for text in (
+        "The model `x.1` does not exist.",
+        'model "m" not found',
+        "Invalid model: m",
+        "m is not a valid model ID",
+    ):
+        assert UNKNOWN_MODEL in read_error(said(text)).marks
+
+
+STATED = {
+    "a number": ({"error": {"code": 429, "retry_after": 2}}, ServiceOverloaded, 2.0),
+    "a number as text": ({"error": {"code": "429", "message": "Please try again in 6m0s."}}, ServiceOverloaded, 360.0),
+    "OpenAI's word": (said("Please try again in 577ms.", code="rate_limit_exceeded"), ServiceOverloaded, 0.577),
+    "Gemini": (
+        {"error": {"status": "RESOURCE_EXHAUSTED", "details": [{"retryDelay": "1.5s"}]}},
+        ServiceOverloaded,
+        1.5,
+    ),
+    "OpenRouter": ({"error": {"code": 429, "metadata": {"headers": {"Retry-After": "2"}}}}, ServiceOverloaded, 2.0),
+    "Azure": ({"error": {"code": "429", "message": "Please retry after 26 seconds."}}, ServiceOverloaded, 26.0),
+    "Anthropic": ({"type": "error", "error": {"type": "overloaded_error"}}, ServiceOverloaded, None),
+    "a bare text": ({"error": "429 Too Many Requests"}, ServiceOverloaded, None),
+    "nobody's delay": ({"error": {"code": 429, "retry_after": "soon"}}, ServiceOverloaded, None),
+    "a key": ({"error": {"code": 401}}, AccessDenied, None),
+    "credit": ({"error": {"code": 402}}, AccessDenied, None),
+    "rights": ({"error": {"status": "PERMISSION_DENIED"}}, AccessDenied, None),
+    "a quota": ({"error": {"type": "insufficient_quota"}}, AccessDenied, None),
+    "a fault": ({"code": 503}, ServiceUnavailable, None),
+    "a refused field": (said("x", code=400, param="seed"), ServiceRejected, None),
+    "a list of one": ({"errors": [{"code": 502}]}, ServiceUnavailable, None),
+    "nothing known": ({"error": "boom"}, ErrorInAnswer, None),
+}
+
+
+@pytest.mark.parametrize(("body", "kind", "wait_s"), STATED.values(), ids=STATED)
+def test_an_error_inside_of_a_200_is_that_of_its_status(body, kind, wait_s):
+    with pytest.raises(kind) as caught:
+        refuse_stated_error("rag_8b", body, SENT)
+    assert type(caught.value) is kind
+    assert getattr(caught.value, "retry_after_s", None) == wait_s
