@@ -27,6 +27,10 @@ Completion: TypeAlias = str | Sequence[Mapping[str, object]]
 """As TRL has it: a text, or in the conversational form a list of messages."""
 
 
+TABLE = ("step", "prompt", "completion", "advantage", "branch")
+"""Columns of the table of completions, beside the names of reward functions and components."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchReport:
     """Times, traffic and verdicts of a batch, beside its rewards."""
@@ -79,16 +83,22 @@ class BatchResult:
         log_extra: Callable[[str, list[object]], None],
         log_metric: Callable[[str, float], None],
         components: Sequence[str] | None = None,
+        functions: Sequence[str] = (),
     ) -> None:
         """Hand TRL what functions logged for these completions. Its table of completions shows these `components`, and
-        with them outcome and reason."""
-        for name in dict.fromkeys(name for reward in self.rewards for name in reward.columns):
-            log_extra(name, [reward.columns.get(name) for reward in self.rewards])
+        with them outcome and reason. A logged column whose name the table already has becomes `NAME_logged`."""
+        columns: dict[str, list[object]] = {}
         if components is not None:
-            log_extra("outcome", [reward.outcome.value for reward in self.rewards])
-            log_extra("reason", [reward.reason for reward in self.rewards])
-            for name in components:
-                log_extra(name, [reward.components.get(name) for reward in self.rewards])
+            columns["outcome"] = [reward.outcome.value for reward in self.rewards]
+            columns["reason"] = [reward.reason for reward in self.rewards]
+            columns |= {name: [reward.components.get(name) for reward in self.rewards] for name in components}
+        taken = {*TABLE, *functions, *columns}
+        for name in dict.fromkeys(name for reward in self.rewards for name in reward.columns):
+            columns[f"{name}_logged" if name in taken else name] = [
+                reward.columns.get(name) for reward in self.rewards
+            ]
+        for name, values in columns.items():
+            log_extra(name, values)
         for reward in self.rewards:
             for name, value in reward.metrics:
                 if not (name.startswith("rewards/") and name.endswith(("/mean", "/std"))):  # names of TRL's own
