@@ -1,12 +1,16 @@
 """Judges as providers have them, by the documented lines: each gives a verdict on each completion."""
 
+import asyncio
+import contextlib
 import json
 import logging
 import re
+import threading
 
 import pytest
 from support.providers import PROFILES, Profile, completion, refusal, scored_by, served, verdict_for
 
+from salesrl_trl import judge_reward
 from salesrl_trl.build.checks.addresses import check_models
 
 TEXTS = [f"answer {number}" for number in range(64)]
@@ -95,6 +99,30 @@ def test_a_user_s_own_field_that_is_refused_goes_too_and_is_told_once(caplog):
     assert caplog.text.count("judge mine takes no `seed`") == 1
 
 
+def test_a_field_that_is_refused_by_both_its_names_is_told_once_each(caplog):
+    """Requests under way together are refused alike, and each refusal says nothing new."""
+    together = threading.Barrier(8)
+
+    def neither(body, _):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(2)
+        for name in {"max_completion_tokens", "max_tokens"} & body.keys():
+            return refusal(name, "Unsupported parameter", code="unsupported_parameter")
+        return 200, completion(verdict_for(body))
+
+    async def judged(url):
+        reward = judge_reward(judge_base_url=url, judge_model="judge")
+        try:
+            return (await reward.score_all([{"prompt": f"{text}?"} for text in TEXTS[:8]], TEXTS[:8])).rewards
+        finally:
+            await reward.aclose()
+
+    with served(Profile(neither)) as (url, _), caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        rewards = asyncio.run(judged(url))
+    assert [reward.value for reward in rewards] == [0.5] * 8
+    assert [caplog.text.count(f"takes no `{name}`") for name in ("max_completion_tokens", "max_tokens")] == [1, 1]
+
+
 FULL = "max_tokens"
 
 
@@ -128,7 +156,15 @@ def chunked(body):
     return "".join(lines)
 
 
-@pytest.mark.parametrize("stream", [whole, chunked], ids=["one event", "without an end mark"])
+def one_chunk(body):
+    parts = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": verdict_for(body)}]
+    choice = {"delta": {"content": parts}, "finish_reason": "stop"}
+    return f"data:\n\ndata: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "stream", [whole, chunked, one_chunk], ids=["one event", "without an end mark", "one chunk of parts"]
+)
 def test_a_stream_that_was_not_asked_for_is_read_where_it_is_whole(stream):
     profile = Profile(lambda body, _: (200, stream(body).encode()))
     with served(profile) as (url, _):

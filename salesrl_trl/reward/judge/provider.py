@@ -63,6 +63,7 @@ ASKING = frozenset({"user", "system", "developer", "tool"})
 
 _UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})
 """Codes of answers that do not keep to the schema: after one `auto` asks for this verdict by text."""
+_TEXTS = (None, "text", "output_text")  # types of parts, as against `reasoning_text`
 _THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 """Fields of a message with a model's thoughts: of OpenRouter and Ollama, vLLM and DeepSeek, others."""
 
@@ -98,8 +99,7 @@ class _Message(BaseModel):
         if isinstance(self.content, str):
             return self.content
         parts = self.content if isinstance(self.content, list) else [self.content]
-        texts = [part.get("text") if isinstance(part, dict) and "text" in str(part.get("type", "text")) else part
-                 for part in parts]  # fmt: skip
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else part for part in parts]
         return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -321,15 +321,15 @@ def of_stream(answer: bytes) -> object:
     """The completion of a reply that came as a stream of events, which was not asked for. Raises `ValueError` for one
     that is not whole."""
     lines = [line[5:].strip() for line in answer.splitlines() if line.startswith(b"data:")]
-    chunks = [read_json(line) for line in lines if line != b"[DONE]"]
+    chunks = [read_json(line) for line in lines if line not in (b"", b"[DONE]")]
     text, usage, end = "", None, None
     for chunk in chunks:
-        if not isinstance(chunk, dict) or chunk.get("error") or len(chunks) == 1:
+        if not isinstance(chunk, dict) or chunk.get("error") or (len(chunks) == 1 and b'"delta"' not in answer):
             return chunk
         usage = chunk.get("usage") or usage
         try:
             for choice in chunk.get("choices") or ():
-                text += (choice.get("delta") or {}).get("content") or ""
+                text += _Message(content=(choice.get("delta") or {}).get("content")).text
                 end = choice.get("finish_reason") or end
         except (AttributeError, TypeError):
             raise ValueError("a stream of something else") from None

@@ -54,7 +54,7 @@ class RequestForm:
             instead = OTHER_NAME.get(field)
             if self._left_out.get(name, name) != field:
                 continue  # another request has shown it
-            self._left_out[name] = instead
+            self._left_out[name] = self._left_out[field] = instead
             goes = f"it goes as `{instead}` from now on" if instead else "it is left out from now on"
             fix = f"`extra_body: {{{instead}: ...}}`" if instead else f"`extra_body` without `{field}`"
             self._learn(f"takes no `{field}`: {goes}", "`temperature: null`" if field == "temperature" else fix)

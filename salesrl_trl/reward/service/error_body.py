@@ -10,9 +10,14 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-QUOTA_MARKS = frozenset({"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance"})
+QUOTA_MARKS = frozenset(
+    {"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance", "arrearage",
+     "exceeded_current_quota_error", "budget_exceeded"}
+)  # fmt: skip
 """Values of `code` or `type` with which OpenAI-compatible providers say that a retry is useless."""
-WITHHELD_MARKS = frozenset({"content_filter", "content_policy_violation", "responsibleaipolicyviolation"})
+WITHHELD_MARKS = frozenset(
+    {"content_filter", "content_policy_violation", "responsibleaipolicyviolation", "data_inspection_failed"}
+)
 """Those of a text that a filter withheld: it says nothing about other requests."""
 UNKNOWN_MODEL = "model_not_found"  # this mark stands for all ways to say so
 STATUS_OF = {
@@ -30,10 +35,14 @@ LIMITS = frozenset({"max_completion_tokens", "max_tokens"})
 _REFUSES = re.compile(
     r"unsupported|(?:not|n't|no longer) (?:support|permit|allow|available|a valid)|unrecognized|unknown|unexpected"
     r"|extra|forbid|unavailable|deprecated|cannot|only \S+ (?:is|are) (?:allowed|supported)|additional propert|invalid"
-    r"|instead",
+    r"|instead|enabled only|(?:must|should) be",
     re.IGNORECASE,
 )
-_OF_VALUE = re.compile(r"too (?:large|long|high)|at most|maximum|exceed|less than|greater than|context", re.IGNORECASE)
+_OF_VALUE = re.compile(
+    r"too (?:large|long|high)|at (?:most|least)|m(?:ax|in)imum|exceed|(?:less|greater) than|context|range"
+    r"|(?:must|should) be",
+    re.IGNORECASE,
+)
 _SCHEMA = re.compile(r"json[_ ]schema|guided|structured[ _]outputs?|grammar|response[ _]formats?", re.IGNORECASE)
 _NO_MODEL = re.compile(
     r"(?:model|deployment)\b.{0,160}(?:not (?:be )?found|not exist|not a valid)|not a valid model"
@@ -44,6 +53,9 @@ _DURATION = re.compile(
     r"(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|sec|seconds?|m|min|minutes?|h|hours?)(?![a-z])", re.IGNORECASE
 )
 _AGAIN = re.compile(r"(?:again|retry|wait)\b[^.\d]{0,30}((?:\d+(?:\.\d+)?\s*[a-z]+\s*)+)", re.IGNORECASE)
+_WORDS = ("message", "msg", "error", "errors", "detail", "details", "title", "description", "raw", "type", "code")
+"""Where an error speaks. `input`, `failed_generation` or `flagged_input` hold a customer's or a model's text."""
+_ECHO = re.compile(r"['\"]?\b(?:input|input_value|failed_generation|flagged_input)['\"]?[:=]")
 _UNITS = {"m": 60.0, "s": 1.0, "h": 3600.0}
 
 
@@ -72,8 +84,8 @@ def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody
         str(each[name]).lower()
         for each in objects for name in ("code", "type", "status") if isinstance(each.get(name), str | int)
     )  # fmt: skip
-    text = " ".join(each for part in objects for each in part.values() if isinstance(each, str))
-    text = value if isinstance(value, str) else text
+    text = " ".join(each for part in objects for name in _WORDS if isinstance(each := part.get(name), str))
+    text = _ECHO.split(value if isinstance(value, str) else text)[0]
     if _NO_MODEL.search(text) or "deploymentnotfound" in marks:
         marks |= {UNKNOWN_MODEL}
     named = _named(objects, text, frozenset(sent) - {"model", "messages"})
@@ -152,6 +164,8 @@ def _wait_s(objects: list[Mapping[str, object]], text: str) -> float | None:
 def _seconds(text: str) -> float | None:
     """`"1.5s"`, `"1m2.5s"`, `"250ms"`, `"20 seconds"` or `"20"` in seconds."""
     text = text.strip()
+    if len(text) > 64:  # a row of digits takes the square of its length
+        return None
     if re.fullmatch(r"\d+(?:\.\d+)?", text):
         return float(text)
     parts = [(float(number), unit.lower()) for number, unit in _DURATION.findall(text)]

@@ -1,6 +1,7 @@
 """What is kept of an error's body: refused fields, a status, a delay. The bodies are those of public reports."""
 
 import json
+import time
 
 import pytest
 
@@ -35,6 +36,9 @@ REFUSED = {
     "Rust, with what it takes": ({"error": SERDE}, "max_completion_tokens"),
     "Go": ({"error": 'json: unknown field "seed"'}, "seed"),
     "Bedrock": ({"message": "extraneous key [seed] is not permitted, please reformat your input"}, "seed"),
+    "TGI, whose temperature is above 0": ({"error": "`temperature` must be strictly positive"}, "temperature"),
+    "LM Studio": ({"error": "'response_format.type' must be 'text'"}, "response_format"),
+    "Azure, before": (said("response_format value as json_schema is enabled only for later ones"), "response_format"),
     "a list of texts": ({"errors": ["Unknown field: seed"]}, "seed"),
     "a value out of its range": (
         {"detail": [{"type": "greater_than", "loc": ["body", "temperature"]}]},
@@ -52,7 +56,20 @@ LONG = "This model's maximum context length is 8192 tokens. However, you request
 TOO_LARGE = "max_tokens is too large: 512. This model supports at most 256 completion tokens."
 AT_MOST = [{"type": "less_than_equal", "loc": ["body", "max_completion_tokens"], "msg": "at most 256"}]
 ECHO = "Could not parse: the customer asks which temperature is best, and whether seed is used. Invalid text"
+OF_TEXT = (
+    "[{'loc': ('body', 'messages', 1), 'msg': 'not a valid string', 'input': \"'temperature' is not supported\"}]"
+)
+GENERATED = "`temperature` is not supported, and the field seed is invalid"
+RANGE = "Invalid max_completion_tokens value, the valid range of max_completion_tokens is [1, 8192]"
 KEPT = {
+    "a limit beyond a range": said(RANGE),
+    "a limit that must be larger": said(
+        "Invalid 'max_completion_tokens': below minimum value. Expected a value >= 16."
+    ),
+    "a customer's words, by pydantic as text": said(OF_TEXT),
+    "a model's words": said("Failed to validate JSON.", failed_generation=GENERATED),
+    "a withheld text": said("your input was flagged", metadata={"flagged_input": GENERATED}),
+    "a filter of DashScope": said("unsupported 'temperature'", code="data_inspection_failed"),
     "a text that is too long": said(f"{LONG}512 in the completion).", param="messages"),
     "a limit that is too large": said(TOO_LARGE, param="max_completion_tokens", code="invalid_value"),
     "a limit that is too large, by pydantic": {"detail": AT_MOST},
@@ -96,6 +113,9 @@ STATED = {
     "credit": ({"error": {"code": 402}}, AccessDenied, None),
     "rights": ({"error": {"status": "PERMISSION_DENIED"}}, AccessDenied, None),
     "a quota": ({"error": {"type": "insufficient_quota"}}, AccessDenied, None),
+    "Moonshot's quota": ({"error": {"type": "exceeded_current_quota_error"}}, AccessDenied, None),
+    "DashScope's": ({"error": {"code": "Arrearage"}}, AccessDenied, None),
+    "LiteLLM's": (said("over budget", type="budget_exceeded", code="400"), AccessDenied, None),
     "a fault": ({"code": 503}, ServiceUnavailable, None),
     "a refused field": (said("x", code=400, param="seed"), ServiceRejected, None),
     "a list of one": ({"errors": [{"code": 502}]}, ServiceUnavailable, None),
@@ -109,3 +129,10 @@ def test_an_error_inside_of_a_200_is_that_of_its_status(body, kind, wait_s):
         refuse_stated_error("rag_8b", body, SENT)
     assert type(caught.value) is kind
     assert getattr(caught.value, "retry_after_s", None) == wait_s
+
+
+@pytest.mark.parametrize("body", [{"retry_after": "1" * 8000 + "x"}, {"message": f"try again in {'1' * 8000}x"}])
+def test_a_delay_without_end_holds_nothing_up(body):
+    began = time.process_time()
+    assert read_error(body).wait_s is None
+    assert time.process_time() - began < 1

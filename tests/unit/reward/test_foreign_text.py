@@ -140,3 +140,9 @@ def test_a_usage_that_can_not_be_loses_no_verdict(count):
     PROVIDER._count_tokens(completion["usage"], Bill(None))
     assert _text_of(completion) == "hi"
     assert PROVIDER.drain_usage().completion_tokens == 0
+
+
+def test_a_thought_among_the_parts_is_no_text():
+    thought = [{"type": "reasoning_text", "text": "perhaps 1"}]
+    with pytest.raises(JudgeInvalid, match="answered without any text"):
+        _text_of({"choices": [{"message": {"role": "assistant", "content": thought}, "finish_reason": "stop"}]})
