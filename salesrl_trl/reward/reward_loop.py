@@ -156,26 +156,25 @@ class RewardLoop:
         finally:
             self.answer = None
 
-    def status(self, idle: str = "none is being scored") -> str:
-        """The oldest batch that is being scored, in words for the console: its completions by stage. `idle`: what to
-        say where there is none. A batch of training may wait, settled, for the end of an evaluation."""
+    def status(self, generating: str = "") -> str:
+        """The oldest batch with a stage under way, in words for the console: its completions by stage. `generating`:
+        what to say where there is none and completions are still to come, as in an evaluation. A batch of training may
+        wait, settled, for the end of an evaluation."""
         if self.answer is not None:  # TRL gathers over all ranks inside `answering`
             return "this rank's are scored, another's may be out"
         if self._loops.watched is not None and (held_up := self._loops.watched.held_up()):
             return held_up
         batches = list(self._open.values())
-        if not batches:
-            return idle
-        begun = [batch for batch in batches if batch.times.first is not None]
-        batch = next((batch for batch in begun if not batch.is_settled()), (begun or batches)[0])
         more = len(batches) - 1
-        behind = f"; {more} more batch{'es' * (more > 1)} in flight" if more else ""
-        if not begun:
-            return f"{idle}{behind}"
-        if batch.is_settled():
+        behind = f"; {more} more batch{'es' * (more > 1)} in flight" if more > 0 else ""
+        for batch in batches:
+            if stages := Counter(batch.under_way()):
+                listed = ", ".join(f"{number} in {name}" for name, number in stages.items())
+                return f"of {len(batch)} completions {listed}{behind}"
+        awaited = [batch for batch in batches if generating or batch.times.first is not None]
+        if awaited and all(batch.is_settled() for batch in awaited):
             return f"this rank's are scored, another's may be out{behind}"
-        stages = ", ".join(f"{number} in {name}" for name, number in Counter(batch.under_way()).items())
-        return f"of {len(batch)} completions {stages or 'some are out'}{behind}"
+        return f"{generating or 'none is being scored'}{behind}"
 
     def unreported_spans(self) -> list[Span]:
         """The stages of the open batches, for example of one that was cut off. One under way counts as failed."""

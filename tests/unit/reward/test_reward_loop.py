@@ -113,14 +113,20 @@ def test_a_waiting_person_reads_which_limit_calls_are_in_line_for(services):
     loop.close()
 
 
-def test_a_batch_that_waits_settled_does_not_hide_the_service_that_another_waits_for(loop, services):
+def test_an_evaluation_names_what_is_slow_whatever_of_training_waits_settled(loop, services):
     services.set("8b", "", delay_s=0.5)
+    generates = "vLLM generates; 1 more batch in flight"
     assert loop.status("vLLM generates") == "vLLM generates"
     of_training, of_evaluation = begin(loop, 0), begin(loop, 0, 0)
     loop.start_all(of_training, [BAD])
     loop.wait([of_training], of_training.is_settled)
+    assert loop.status("vLLM generates") == generates  # no completion of the evaluation is there
     loop.start(of_evaluation, 0, ACTION)
-    until(lambda: loop.status() == "of 2 completions 1 in rag_8b; 1 more batch in flight")
+    until(lambda: loop.status("vLLM generates") == "of 2 completions 1 in rag_8b; 1 more batch in flight")
+    until(lambda: loop.status("vLLM generates") == generates)  # the first is scored, the second is to come
+    loop.start(of_evaluation, 1, BAD)
+    loop.wait([of_evaluation], of_evaluation.is_settled)
+    assert loop.status("vLLM generates").startswith("this rank's are scored, another's may be out")
     loop.give_up()
 
 
