@@ -31,11 +31,11 @@ from transformers import set_seed
 
 from benchmarks.common import device, device_name, parser, save_model, write_json
 from benchmarks.service import BRANCHES, service, set_medians
-from salesrl_trl.build.assembly import build_reward
-from salesrl_trl.build.checks.reward import prepare_reward
-from salesrl_trl.config import RewardConfig
-from salesrl_trl.data.sources import load_rows
-from salesrl_trl.reward.chain import SalesReward
+from salesrl_trl.judged.chain import SalesReward
+from salesrl_trl.launch.assembly import build_reward
+from salesrl_trl.launch.checks.reward import prepare_reward
+from salesrl_trl.launch.data.sources import load_rows
+from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.remote import RemoteReward
 
 PROMPTS = {"0.5b": 64, "tiny": 16}

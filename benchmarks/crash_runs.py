@@ -35,11 +35,11 @@ TRAINED = "trained.rank{}.jsonl"
 
 
 def _run(argv: Sequence[str]) -> None:
-    from salesrl_trl.run.launch import begin_run
+    from salesrl_trl.launch.process import begin_run
 
     begin_run()
     import salesrl_trl.trainer
-    from salesrl_trl import train
+    from salesrl_trl.launch import train
 
     class Recorded(salesrl_trl.trainer.SalesGRPOTrainer):
         """Writes down what it trains on."""

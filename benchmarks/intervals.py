@@ -1,6 +1,6 @@
 """How often a 95 % interval holds the mean: Student's t against a bootstrap of the rows.
 
-    .venv/bin/python -m salesrl_trl.evaluate --policy DIR DIR2 --output evaluation.json
+    .venv/bin/python -m salesrl_trl.launch.evaluate --policy DIR DIR2 --output evaluation.json
     .venv/bin/python -m benchmarks.intervals evaluation.json [--draws 4000] [--seed 0]
 
 Takes the rewards of an evaluation's rows, and the changes between its two policies, for all that can happen. Draws
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from salesrl_trl.evaluation.row_statistics import CONFIDENCE, SAME, critical
+from salesrl_trl.launch.evaluation.row_statistics import CONFIDENCE, SAME, critical
 
 ROWS = (8, 16, 32, 64)
 RESAMPLED = 1000
@@ -37,7 +37,7 @@ def coverage(values: Sequence[float], rows: int, draws: int, seed: int) -> tuple
 def main(argv: Sequence[str] | None = None) -> None:
     """Read, draw, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("evaluation", type=Path, help="file of `python -m salesrl_trl.evaluate --output`")
+    parser.add_argument("evaluation", type=Path, help="file of `python -m salesrl_trl.launch.evaluate --output`")
     parser.add_argument("--draws", type=int, default=4000, help="samples for each number of rows")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     arguments = parser.parse_args(argv)

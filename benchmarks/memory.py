@@ -52,14 +52,14 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.service import InstantReward
-from salesrl_trl.build.checks.model import FLASH
-from salesrl_trl.build.memory.estimate import STOCHASTIC_OPTIM, Estimate, estimate
-from salesrl_trl.build.memory.shape import ModelShape, adapters_of, setup_of, shape_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.patched import patched
+from salesrl_trl.launch.checks.model import FLASH
+from salesrl_trl.launch.memory.estimate import STOCHASTIC_OPTIM, Estimate, estimate
+from salesrl_trl.launch.memory.shape import ModelShape, adapters_of, setup_of, shape_of
+from salesrl_trl.launch.preflight.memory import STOCHASTIC_ARGS
 from salesrl_trl.names import GPU_PEAK
-from salesrl_trl.preflight.memory import STOCHASTIC_ARGS
 from salesrl_trl.telemetry.device import GIB
 from salesrl_trl.trainer import SalesGRPOTrainer
 

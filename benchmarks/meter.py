@@ -12,8 +12,8 @@ import math
 import random
 import statistics
 
-from salesrl_trl.reward.judge.meter import ANCHORS, Meter, MeterSettings
-from salesrl_trl.reward.judge.rising import Written
+from salesrl_trl.judged.meter import ANCHORS, Meter, MeterSettings
+from salesrl_trl.judged.rising import Written
 
 KINDS = ("word", "length", "position", "flattery", "format")
 WORLDS = {

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import virtual_time
 
 from salesrl_trl.errors import ServiceOverloaded
-from salesrl_trl.reward.service.event_loop import now
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.service.event_loop import now
+from salesrl_trl.service.transport import Transport
 
 Client = Callable[["Service"], Callable[[], Awaitable[None]]]
 CALLS, SLOTS, ROUNDS, SECONDS, RETRY_AFTER_S = 128, 64, 3, 1.0, 1.0

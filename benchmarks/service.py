@@ -23,12 +23,12 @@ from typing import Any
 from aiohttp import web
 
 from salesrl_trl.ground.fencing import read_nonce
-from salesrl_trl.recording.completion_record import CompletionRecord, noted_in
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import RewardNames, Scorer
-from salesrl_trl.reward.service.http import HttpClient
-from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.service.http import HttpClient
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import CompletionRecord, noted_in
 from salesrl_trl.types import Reward
 
 ROOT = Path(__file__).parents[1]

@@ -224,7 +224,7 @@ def _make(shape: str, folder: Path) -> None:
 
 def _stock(shape: str, folder: Path) -> None:
     """Train with TRL alone, and write the seconds."""
-    from salesrl_trl.telemetry.instruments import imports_so_far  # the standard library only
+    from salesrl_trl.telemetry.instruments import imports_so_far
 
     clock = [("python", time.time() - imports_so_far().seconds)]
 

@@ -26,7 +26,15 @@ from trl import GRPOTrainer
 
 from benchmarks.common import build_trainer, device, now, ratio_line, ratios, run_in_rounds, save_model
 from benchmarks.service import InstantReward
-from salesrl_trl.names import MFU_MODEL, MFU_STEP, STEP_SECONDS, TRACE_FILE, Phase, Stage, time_of
+from salesrl_trl.names import (
+    MFU_MODEL,
+    MFU_STEP,
+    STEP_SECONDS,
+    TRACE_FILE,
+    Phase,
+    Stage,
+    time_of,
+)
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.timing import Span

@@ -54,7 +54,7 @@ class Server:
 
     def __init__(self, run: Path) -> None:
         self.began = time.perf_counter()
-        line = [sys.executable, "-m", "salesrl_trl.view", str(run)]
+        line = [sys.executable, "-m", "salesrl_trl.record.view", str(run)]
         self.process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()

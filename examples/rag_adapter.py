@@ -10,7 +10,7 @@ import time
 
 from salesrl_trl import Action, Answer, RagBackend, Transport
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.service.http import HttpClient
 from salesrl_trl.types import Passage, RequestIds
 
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI, OpenAI
 
 MODEL = os.environ.get("EMBEDDING_MODEL", "bge-m3")
-DOCUMENTS = os.environ.get("DOCUMENTS", str(files("salesrl_trl.data.demo") / "knowledge.jsonl"))
+DOCUMENTS = os.environ.get("DOCUMENTS", str(files("salesrl_trl.demo.rows") / "knowledge.jsonl"))
 MOST_CHARS = 6_000  # within the 8,192 tokens that common models take, in Chinese too
 documents = [json.loads(line) for line in Path(DOCUMENTS).read_text("utf-8").splitlines() if line.strip()]
 tenants = np.array([document.get("tenant_id") or "" for document in documents])  # empty: for all tenants

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from salesrl_trl.run.launch import begin_run
+from salesrl_trl.launch.process import begin_run
 
 if __name__ == "__main__":
     begin_run()
-    from salesrl_trl.train import main  # takes seconds
+    from salesrl_trl.launch.train import main
 
     main(Path(__file__).with_suffix(".yaml"))

@@ -1,1 +1,1 @@
-../salesrl_trl/build/recipes/own_rewards.py
+../salesrl_trl/launch/recipes/own_rewards.py

@@ -1,1 +1,1 @@
-../salesrl_trl/build/recipes/search_rewards.py
+../salesrl_trl/launch/recipes/search_rewards.py

@@ -7,17 +7,14 @@ asked for: `SalesGRPOTrainer` brings torch, which takes seconds, and the package
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import_module(f"{__name__}.moved")
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from salesrl_trl.build.assembly import judge_reward as judge_reward
-    from salesrl_trl.build.assembly import open_reward as open_reward
-    from salesrl_trl.config.reward import RewardConfig as RewardConfig
+    from salesrl_trl.agents.episodes import per_episode as per_episode
+    from salesrl_trl.agents.tools import tool as tool
     from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
-    from salesrl_trl.data.form import Form as Form
-    from salesrl_trl.data.formats.dataset_format import DatasetFormat as DatasetFormat
-    from salesrl_trl.data.sources import build_dataset as build_dataset
-    from salesrl_trl.data.sources import load_rows as load_rows
     from salesrl_trl.errors import ConfigError as ConfigError
     from salesrl_trl.errors import DataError as DataError
     from salesrl_trl.errors import DivergedError as DivergedError
@@ -27,29 +24,34 @@ if TYPE_CHECKING:
     from salesrl_trl.errors import ServiceError as ServiceError
     from salesrl_trl.errors import TooFewRewardsError as TooFewRewardsError
     from salesrl_trl.errors import WeightSyncError as WeightSyncError
-    from salesrl_trl.evaluation.quick_figures import Figure as Figure
-    from salesrl_trl.evaluation.quick_record import QuickEvalSettings as QuickEvalSettings
     from salesrl_trl.generation.sampler import Sampler as Sampler
+    from salesrl_trl.judged.budget import Budget as Budget
+    from salesrl_trl.judged.budget import Limit as Limit
+    from salesrl_trl.judged.budget import Price as Price
+    from salesrl_trl.judged.chain import SalesReward as SalesReward
+    from salesrl_trl.judged.judge_interface import Judge as Judge
+    from salesrl_trl.judged.judge_reward import JudgeReward as JudgeReward
+    from salesrl_trl.judged.rag_client import RagBackend as RagBackend
     from salesrl_trl.kl.law import KLLaw as KLLaw
-    from salesrl_trl.reward.chain import SalesReward as SalesReward
-    from salesrl_trl.reward.episodes import per_episode as per_episode
+    from salesrl_trl.launch.assembly import judge_reward as judge_reward
+    from salesrl_trl.launch.assembly import open_reward as open_reward
+    from salesrl_trl.launch.data.form import Form as Form
+    from salesrl_trl.launch.data.formats.dataset_format import DatasetFormat as DatasetFormat
+    from salesrl_trl.launch.data.sources import build_dataset as build_dataset
+    from salesrl_trl.launch.data.sources import load_rows as load_rows
+    from salesrl_trl.launch.evaluation.quick_figures import Figure as Figure
+    from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings as QuickEvalSettings
+    from salesrl_trl.launch.reward_config import RewardConfig as RewardConfig
     from salesrl_trl.reward.functions import RewardFunction as RewardFunction
     from salesrl_trl.reward.functions import per_batch as per_batch
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
-    from salesrl_trl.reward.judge.judge_interface import Judge as Judge
-    from salesrl_trl.reward.judge_reward import JudgeReward as JudgeReward
     from salesrl_trl.reward.overlong import soft_overlong_punishment as soft_overlong_punishment
-    from salesrl_trl.reward.rag_client import RagBackend as RagBackend
-    from salesrl_trl.reward.service.budget import Budget as Budget
-    from salesrl_trl.reward.service.budget import Limit as Limit
-    from salesrl_trl.reward.service.budget import Price as Price
-    from salesrl_trl.reward.service.transport import Transport as Transport
     from salesrl_trl.reward.stage import Added as Added
     from salesrl_trl.reward.stage import Case as Case
     from salesrl_trl.reward.stage import Missing as Missing
     from salesrl_trl.reward.stage import RewardStage as RewardStage
-    from salesrl_trl.rollout.tools import tool as tool
+    from salesrl_trl.service.transport import Transport as Transport
     from salesrl_trl.timing import TimingContext as TimingContext
     from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
     from salesrl_trl.types import Action as Action
@@ -66,36 +68,36 @@ _MODULES = {
     # the trainer and its settings
     "SalesGRPOTrainer": "trainer",
     "SalesGRPOConfig": "config.training",
-    "RewardConfig": "config.reward",
-    "QuickEvalSettings": "evaluation.quick_record",
+    "RewardConfig": "launch.reward_config",
+    "QuickEvalSettings": "launch.evaluation.quick_record",
     # reward functions of your own: docs/REWARDS.md
     "per_completion": "reward.functions",
     "per_group": "reward.functions",
     "per_batch": "reward.functions",
-    "per_episode": "reward.episodes",
+    "per_episode": "agents.episodes",
     "RewardFunction": "reward.functions",
     "soft_overlong_punishment": "reward.overlong",
     "Reward": "types",
-    "Transport": "reward.service.transport",
-    "tool": "rollout.tools",
-    "Budget": "reward.service.budget",
-    "Limit": "reward.service.budget",
-    "Price": "reward.service.budget",
+    "Transport": "service.transport",
+    "tool": "agents.tools",
+    "Budget": "judged.budget",
+    "Limit": "judged.budget",
+    "Price": "judged.budget",
     # from rows to the packaged reward
-    "load_rows": "data.sources",
-    "build_dataset": "data.sources",
-    "Form": "data.form",
-    "open_reward": "build.assembly",
-    "SalesReward": "reward.chain",
-    "judge_reward": "build.assembly",
-    "JudgeReward": "reward.judge_reward",
+    "load_rows": "launch.data.sources",
+    "build_dataset": "launch.data.sources",
+    "Form": "launch.data.form",
+    "open_reward": "launch.assembly",
+    "SalesReward": "judged.chain",
+    "judge_reward": "launch.assembly",
+    "JudgeReward": "judged.judge_reward",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
-    "DatasetFormat": "data.formats.dataset_format",
-    "Figure": "evaluation.quick_figures",
-    "Judge": "reward.judge.judge_interface",
+    "DatasetFormat": "launch.data.formats.dataset_format",
+    "Figure": "launch.evaluation.quick_figures",
+    "Judge": "judged.judge_interface",
     "KLLaw": "kl.law",
     "Part": "wiring.part",
-    "RagBackend": "reward.rag_client",
+    "RagBackend": "judged.rag_client",
     "RewardStage": "reward.stage",
     "Sampler": "generation.sampler",
     # the values that pass between them

@@ -14,15 +14,18 @@ from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.shutdown import end_tidily
 
 COMMANDS = {
-    "train": ("salesrl_trl.train", "train; without a recipe with the packaged one, as it stands"),
-    "preflight": ("salesrl_trl.preflight", "say in seconds what of a run will not work"),
-    "evaluate": ("salesrl_trl.evaluate", "score a policy on held-out rows"),
-    "rejudge": ("salesrl_trl.rejudge", "judge a recorded run again, and compare"),
-    "report": ("salesrl_trl.report", "write a page about a run"),
-    "view": ("salesrl_trl.view", "show a run's completions in a browser, as they come"),
-    "translate": ("salesrl_trl.translate", "make a recipe of a verl configuration"),
+    "train": ("salesrl_trl.launch.train", "train; without a recipe with the packaged one, as it stands"),
+    "preflight": ("salesrl_trl.launch.preflight", "say in seconds what of a run will not work"),
+    "evaluate": ("salesrl_trl.launch.evaluate", "score a policy on held-out rows"),
+    "rejudge": ("salesrl_trl.record.rejudge", "judge a recorded run again, and compare"),
+    "report": ("salesrl_trl.record.report", "write a page about a run"),
+    "view": ("salesrl_trl.record.view", "show a run's completions in a browser, as they come"),
+    "translate": ("salesrl_trl.launch.translate", "make a recipe of a verl configuration"),
     "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
-    "env": ("salesrl_trl.env", "show code, versions and settings, what two runs differ in, or whether a commit is in"),
+    "env": (
+        "salesrl_trl.launch.env",
+        "show code, versions and settings, what two runs differ in, or whether a commit is in",
+    ),
 }
 """Each word, its module and what it does. A word without its module is not offered."""
 BAD_INPUT = 2

@@ -41,15 +41,15 @@ from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.rows import check_not_taken
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.ground.own_code import warn_of_changes
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import SAVING_FOLDER, Phase
-from salesrl_trl.reward.replay import ReplayReward
+from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser

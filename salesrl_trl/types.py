@@ -203,7 +203,7 @@ class InvalidAction:
     """A completion that is no valid action."""
 
     reason: str
-    """One of `salesrl_trl.reward.parsing.INVALID_REASONS`; never the text itself, which may quote a customer."""
+    """One of `salesrl_trl.judged.parsing.INVALID_REASONS`; never the text itself, which may quote a customer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

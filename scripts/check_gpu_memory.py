@@ -23,15 +23,23 @@ from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, end_tidily
 if __name__ == "__main__":
     end_tidily()  # before the imports that take seconds
 
-from salesrl_trl.build.memory.estimate import Card, Estimate, advice, card_here, named_card, used_gib, users
-from salesrl_trl.build.memory.shape import Sharding
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.recipes import FULL
-from salesrl_trl.build.settings import RunConfig, parse
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.preflight.memory import Scales, settle_precision
-from salesrl_trl.run.tools import print_failure, strict_json
+from salesrl_trl.launch.commands import print_failure, strict_json
+from salesrl_trl.launch.memory.estimate import (
+    Card,
+    Estimate,
+    advice,
+    card_here,
+    named_card,
+    used_gib,
+    users,
+)
+from salesrl_trl.launch.memory.shape import Sharding
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.preflight.memory import Scales, settle_precision
+from salesrl_trl.launch.recipes import FULL
+from salesrl_trl.launch.settings import RunConfig, parse
 
 SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
 SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.

@@ -1,4 +1,4 @@
-"""Make docs/COMING_FROM.md from `salesrl_trl/build/coming_from.yaml`.
+"""Make docs/COMING_FROM.md from `salesrl_trl/launch/coming_from.yaml`.
 
     python scripts/make_coming_from.py
 
@@ -7,7 +7,7 @@ tests/unit/scripts/test_coming_from.py holds both in step.
 
 from pathlib import Path
 
-from salesrl_trl.build.coming_from import Name, names
+from salesrl_trl.launch.coming_from import Name, names
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/COMING_FROM.md"
 BEGIN, END = "<!-- made: {} -->\n", "<!-- end -->\n"

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from salesrl_trl.demo.packaged import FILE
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.recording.reader import Recorded, as_json, recorded
-from salesrl_trl.recording.writer import add_text, insert, opened
+from salesrl_trl.record.reader import Recorded, as_json, recorded
+from salesrl_trl.record.writer import add_text, insert, opened
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = 4
@@ -89,7 +89,7 @@ def spread(completions: Collection[Recorded]) -> Iterator[Recorded]:
 
 def documents() -> str:
     """A hash of the demo's documents."""
-    return hashlib.sha256((ROOT / "salesrl_trl" / "data" / "demo" / "knowledge.jsonl").read_bytes()).hexdigest()
+    return hashlib.sha256((ROOT / "salesrl_trl" / "demo" / "rows" / "knowledge.jsonl").read_bytes()).hexdigest()
 
 
 def packed(completions: Sequence[Recorded], path: Path) -> bytes:

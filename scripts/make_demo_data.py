@@ -22,7 +22,7 @@ from salesrl_trl.ground.shutdown import end_tidily
 SEED = 20240611
 TRAIN_ROWS = 960
 HELD_OUT_ROWS = 160
-DEFAULT_OUT = Path(__file__).resolve().parents[1] / "salesrl_trl" / "data" / "demo"
+DEFAULT_OUT = Path(__file__).resolve().parents[1] / "salesrl_trl" / "demo" / "rows"
 
 
 def main() -> None:

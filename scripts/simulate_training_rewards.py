@@ -14,13 +14,13 @@ interrupted. docs/SERVICES.md says more.
 
 import sys
 
-from salesrl_trl.build.settings_help import answer_help
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import end_tidily
+from salesrl_trl.launch.settings_help import answer_help
 
 if __name__ == "__main__":
     end_tidily()
     answer_help(sys.argv[1:], own=parser_of("simulate").format_help())
-    from salesrl_trl.preflight.simulation import main  # takes seconds
+    from salesrl_trl.launch.preflight.simulation import main
 
     sys.exit(main())

@@ -11,8 +11,8 @@ starts the embedded services. Exit code: 0, or 2 after the first stage that fail
 import gc
 import sys
 
-from salesrl_trl.preflight.__main__ import main
-from salesrl_trl.run.launch import end_tidily
+from salesrl_trl.launch.preflight.__main__ import main
+from salesrl_trl.launch.process import end_tidily
 
 if __name__ == "__main__":
     end_tidily()

@@ -24,13 +24,13 @@ from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, end_tidily
 if __name__ == "__main__":
     end_tidily()  # before the imports that take seconds
 
-from salesrl_trl.build.building import read_ahead, weight_files
-from salesrl_trl.build.settings import parse
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
-from salesrl_trl.preflight.rehearsal import rehearse
-from salesrl_trl.preflight.runner import prepare
-from salesrl_trl.run.console import exit_with, set_up_logging
+from salesrl_trl.launch.building import read_ahead, weight_files
+from salesrl_trl.launch.console import exit_with, set_up_logging
+from salesrl_trl.launch.preflight.rehearsal import rehearse
+from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.settings import parse
 
 logger = logging.getLogger("salesrl_trl.warmup")  # whose lines are shown
 

@@ -22,7 +22,15 @@ from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import Identity, check_identity, write_identity
 from salesrl_trl.checkpoint.run_files import put_run_aside
-from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, find, folders, in_order, read, seal
+from salesrl_trl.checkpoint.whole import (
+    STATE_FILE,
+    Manifest,
+    find,
+    folders,
+    in_order,
+    read,
+    seal,
+)
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.generation.sampler import Sampled
@@ -30,8 +38,8 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
-from salesrl_trl.recording.reader import run_of
-from salesrl_trl.recording.schema import record_file
+from salesrl_trl.record.reader import run_of
+from salesrl_trl.record.schema import record_file
 from salesrl_trl.rollout.pipeline import KeptRollouts
 from salesrl_trl.update.ranks import on_any_rank
 

@@ -8,22 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from salesrl_trl.config.data import DataConfig
-    from salesrl_trl.config.judge import JudgeProviderConfig
-    from salesrl_trl.config.reward import RewardConfig
     from salesrl_trl.config.telemetry import ALL_STEPS, TelemetryConfig
     from salesrl_trl.config.training import SalesGRPOConfig
 
 _MODULES = {
     "ALL_STEPS": "telemetry",
-    "DataConfig": "data",
-    "JudgeProviderConfig": "judge",
-    "RewardConfig": "reward",
     "SalesGRPOConfig": "training",
     "TelemetryConfig": "telemetry",
 }
 
-__all__ = ["ALL_STEPS", "DataConfig", "JudgeProviderConfig", "RewardConfig", "SalesGRPOConfig", "TelemetryConfig"]
+__all__ = ["ALL_STEPS", "SalesGRPOConfig", "TelemetryConfig"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,6 @@
 """Settings without keys, for records and logs. Owns what the name of a key is. Needs no torch.
 
-Called by `env`, `run.run_record`, `build.building` and `config.training`.
+Called by `env`, `run.run_record`, `launch.building` and `config.training`.
 """
 
 import json

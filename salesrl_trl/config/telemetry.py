@@ -8,8 +8,8 @@ from typing import cast
 from salesrl_trl.config.checks import check, load_object
 from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings
 from salesrl_trl.errors import Refusals
-from salesrl_trl.evaluation.quick_figures import WORST_BRANCH, checked_figures
-from salesrl_trl.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.launch.evaluation.quick_figures import WORST_BRANCH, checked_figures
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REWARD
 
 ALL_STEPS = 2**62

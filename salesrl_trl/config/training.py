@@ -11,7 +11,16 @@ from salesrl_trl.config import ranges, trl_settings
 from salesrl_trl.config.checks import check, check_path, check_url, load_object, structure
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
-from salesrl_trl.config.ranges import Count, LessThan1, Limit, NumberOrNone, Range, Share, check_settings, entry_of
+from salesrl_trl.config.ranges import (
+    Count,
+    LessThan1,
+    Limit,
+    NumberOrNone,
+    Range,
+    Share,
+    check_settings,
+    entry_of,
+)
 from salesrl_trl.config.telemetry import RecordSettings
 from salesrl_trl.config.trl_settings import RUN_MODES
 from salesrl_trl.errors import ConfigError, Refusals, hide

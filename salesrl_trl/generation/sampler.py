@@ -20,11 +20,11 @@ from salesrl_trl.generation.partial import PartialRequests
 from salesrl_trl.generation.requests import Requests
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import SERVER_TRACK, Phase
-from salesrl_trl.recording.completion_record import Call
+from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
 
 if TYPE_CHECKING:
-    from salesrl_trl.generation.vllm import SalesVLLMGeneration  # takes seconds: TRL's brings all of vLLM
+    from salesrl_trl.generation.vllm import SalesVLLMGeneration
 
 
 class Finished(Protocol):

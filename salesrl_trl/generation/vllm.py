@@ -22,7 +22,14 @@ from transformers import PreTrainedModel, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.conversations import NO_TURN, AskedTurn, AskedTurns, Conversations, GivenUp, Turn
+from salesrl_trl.generation.conversations import (
+    NO_TURN,
+    AskedTurn,
+    AskedTurns,
+    Conversations,
+    GivenUp,
+    Turn,
+)
 from salesrl_trl.generation.merging import merged_beside, why_in_place
 from salesrl_trl.generation.partial import PartialEngine, PartialRequests
 from salesrl_trl.generation.requests import MOST_REQUESTS, Completions, Requests

@@ -1,6 +1,6 @@
 """The key of a service, from the environment or from a file that its owner alone can read.
 
-Owns where a key comes from. `build.checks.reward` and the demo's RAG service call it. Standard library only.
+Owns where a key comes from. `launch.checks.reward` and the demo's RAG service call it. Standard library only.
 """
 
 import os

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, name_of
+from salesrl_trl.kl.law import (
+    NOTICE,
+    KLLaw,
+    KLTarget,
+    State,
+    Window,
+    moved,
+    name_of,
+)
 
 READABLE = 0.4
 """A window can be read if the standard error of its log KL is at most this share of the band's half-width, or of the

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from salesrl_trl.ground.surroundings import here
+from salesrl_trl.judged.judge_interface import JudgeRecord, ProviderUsage
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.completion_record import Call
-from salesrl_trl.reward.judge.judge_interface import JudgeRecord, ProviderUsage
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.reward.service.event_loop import cancel, deadline
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.service.event_loop import cancel, deadline
+from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
 

@@ -11,6 +11,7 @@ from operator import mul
 
 import torch
 
+from salesrl_trl.judged.judge_interface import JudgeRecord
 from salesrl_trl.names import (
     BRANCH,
     CACHES,
@@ -38,10 +39,9 @@ from salesrl_trl.names import (
     usage_of,
 )
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.judge.judge_interface import JudgeRecord
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.reward.scoring import REFERENCE
-from salesrl_trl.reward.service.transport import TRAFFIC
+from salesrl_trl.service.transport import TRAFFIC
 from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
 from salesrl_trl.types import Outcome, Reward
 

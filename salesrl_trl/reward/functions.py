@@ -32,18 +32,27 @@ from typing import Any, overload
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.reward.batch import BatchReport, Sample, completion_text
 from salesrl_trl.reward.sample_lines import place_of
-from salesrl_trl.reward.scorer import ARGUMENTS, AT_ONCE, DEADLINE_S, TRL_ARGUMENTS, Needs, Per, RewardNames, Scorer
+from salesrl_trl.reward.scorer import (
+    ARGUMENTS,
+    AT_ONCE,
+    DEADLINE_S,
+    TRL_ARGUMENTS,
+    Needs,
+    Per,
+    RewardNames,
+    Scorer,
+)
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.reward.service.breaker import Breaker
-from salesrl_trl.reward.service.event_loop import deadline
-from salesrl_trl.reward.service.http import service_error_of
-from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.together import Together
 from salesrl_trl.reward.watched_loop import THREADS, HeldUp
+from salesrl_trl.service.breaker import Breaker
+from salesrl_trl.service.event_loop import deadline
+from salesrl_trl.service.http import service_error_of
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward
 
 Function = Callable[..., Any]

@@ -2,7 +2,7 @@
 
 A function that returns `None` does not apply, and is left out, as in TRL. One that fails leaves the completion without
 a number. TRL's sum would count it as 0, so that a completion whose judge timed out were the worst of its group.
-`reward_funcs` and `build.assembly` make such rewards.
+`reward_funcs` and `launch.assembly` make such rewards.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, count
 
+from salesrl_trl.agents.episodes import check_alone
 from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.judged.budget import Budget
+from salesrl_trl.judged.meter import METER
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.episodes import check_alone
-from salesrl_trl.reward.judge.meter import METER
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Per, RewardNames, Scorer
-from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import JUDGE, NOT_APPLICABLE, Example, Outcome, Reward
 

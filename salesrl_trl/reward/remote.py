@@ -1,7 +1,7 @@
 """A reward in a process of its own, because its code and vLLM's engine would wait for each other in one.
 
 The trainer's process keeps the batch, its deadlines and its report. The very same reward does everything else in a
-child (`worker`). Owns the child's life and the messages to it. `mixed` and `build.assembly` make such a reward.
+child (`worker`). Owns the child's life and the messages to it. `mixed` and `launch.assembly` make such a reward.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
-from salesrl_trl.recording.completion_record import CompletionRecord
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.scorer import TRL_ARGUMENTS, RewardNames, Scorer
 from salesrl_trl.reward.scoring import missing
-from salesrl_trl.reward.service.event_loop import PerLoop, remaining_s
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.service.event_loop import PerLoop, remaining_s
+from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example, Outcome, Reward
 

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import torch
 
+from salesrl_trl.agents.episodes import Episode
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.episodes import Episode
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop

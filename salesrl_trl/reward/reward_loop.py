@@ -19,11 +19,18 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from salesrl_trl.errors import ServiceError, ServiceUnavailable
-from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, Origin, RewardBatch, settled
+from salesrl_trl.reward.batch import (
+    BatchReport,
+    BatchResult,
+    Completion,
+    Origin,
+    RewardBatch,
+    settled,
+)
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.event_loop import cancel_others
 from salesrl_trl.reward.watched_loop import WatchedLoop
+from salesrl_trl.service.event_loop import cancel_others
 from salesrl_trl.timing import Span, TimingContext
 from salesrl_trl.types import Example
 

@@ -60,7 +60,7 @@ class SampleLines:
 
 
 def row_id_of(row: Example) -> str | None:
-    """The id of a row, which `data.sources` gives to rows without one. `None` for rows of a stream."""
+    """The id of a row, which `launch.data.sources` gives to rows without one. `None` for rows of a stream."""
     return None if row.get("id") is None else str(row["id"])
 
 

@@ -12,11 +12,19 @@ from functools import partial
 from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, BatchResult, Completion, Origin, RewardBatch, Sample
-from salesrl_trl.reward.judge.meter import MeterSettings
+from salesrl_trl.judged.budget import Budget
+from salesrl_trl.judged.meter import MeterSettings
+from salesrl_trl.reward.batch import (
+    NOTHING_SCORED,
+    BatchReport,
+    BatchResult,
+    Completion,
+    Origin,
+    RewardBatch,
+    Sample,
+)
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import FORMAT
-from salesrl_trl.reward.service.budget import Budget
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import WatchedLoop
 from salesrl_trl.types import Example, Reward

@@ -18,7 +18,15 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.types import RESERVED_REASONS, Action, Answer, InvalidAction, Outcome, SalesRow, Verdict
+from salesrl_trl.types import (
+    RESERVED_REASONS,
+    Action,
+    Answer,
+    InvalidAction,
+    Outcome,
+    SalesRow,
+    Verdict,
+)
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")

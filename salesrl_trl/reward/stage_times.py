@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from salesrl_trl.names import Stage
-from salesrl_trl.recording.completion_record import CompletionRecord
-from salesrl_trl.reward.service.event_loop import told_to
+from salesrl_trl.service.event_loop import told_to
+from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.timing import Span
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from salesrl_trl.recording.completion_record import CompletionRecord, noted_in
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import Per
-from salesrl_trl.reward.service.event_loop import now, remaining_s
+from salesrl_trl.service.event_loop import now, remaining_s
+from salesrl_trl.telemetry.completion_record import CompletionRecord, noted_in
 
 A = TypeVar("A")
 R = TypeVar("R")

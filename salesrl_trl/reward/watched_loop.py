@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TypeVar
 
 from salesrl_trl.ground.surroundings import enter
-from salesrl_trl.reward.service.event_loop import cancel_others, remaining_s
+from salesrl_trl.service.event_loop import cancel_others, remaining_s
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.remote import Channel, InHand, Scored
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.event_loop import deadline
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import WatchedLoop
+from salesrl_trl.service.event_loop import deadline
 from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.types import Reward
 

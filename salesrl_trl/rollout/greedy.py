@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from salesrl_trl.evaluation.subject import Answered
 from salesrl_trl.kl.estimators import penalty
 from salesrl_trl.kl.penalty import PenaltySettings
+from salesrl_trl.launch.evaluation.subject import Answered
 from salesrl_trl.types import Example, Reward
 
 Tensors = Mapping[str, torch.Tensor]

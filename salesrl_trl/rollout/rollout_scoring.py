@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import FunctionError
-from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.penalty import loss_mask
+from salesrl_trl.launch.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
     SINGLE_SCORED,
@@ -32,9 +32,9 @@ from salesrl_trl.names import (
     TURNOVER,
     Phase,
 )
+from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
-from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts

@@ -21,7 +21,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather
 from transformers import TrainerCallback, TrainerState
 
-from salesrl_trl.names import MEMORY, MFU_MODEL, START_UP_FILE, TRACE_FILE, Phase, StartUp, perf_of
+from salesrl_trl.names import (
+    MEMORY,
+    MFU_MODEL,
+    START_UP_FILE,
+    TRACE_FILE,
+    Phase,
+    StartUp,
+    perf_of,
+)
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.heartbeat import Heartbeat

@@ -27,7 +27,15 @@ from transformers.integrations.integration_utils import (
 from trl.extras.profiling import ProfilingContext
 
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.names import BRANCH, CATEGORIES, FIGURES, TRAIN, kl_of, meanings, pattern_of
+from salesrl_trl.names import (
+    BRANCH,
+    CATEGORIES,
+    FIGURES,
+    TRAIN,
+    kl_of,
+    meanings,
+    pattern_of,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from salesrl_trl.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.names import ALL_KL, BOUNDED, FAILURE_REASONS, LEFT_OUT, beta_of, kl_of, line_names
+from salesrl_trl.launch.evaluation.held_out import EvaluatedCompletion
+from salesrl_trl.names import (
+    ALL_KL,
+    BOUNDED,
+    FAILURE_REASONS,
+    LEFT_OUT,
+    beta_of,
+    kl_of,
+    line_names,
+)
 from salesrl_trl.reward.figures import VALUE, JudgeBias, RewardFigures
 from salesrl_trl.telemetry.aggregates import StepAggregates
 

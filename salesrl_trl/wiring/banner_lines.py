@@ -11,11 +11,11 @@ from pathlib import Path
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
 from salesrl_trl.ground.own_code import code
+from salesrl_trl.judged.budget import Budget, read_account
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import REPORT_PAGE_FILE
-from salesrl_trl.recording.schema import record_file
+from salesrl_trl.record.schema import record_file
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.budget import Budget, read_account
 from salesrl_trl.telemetry.logs import QUIET
 from salesrl_trl.telemetry.step_lines import calls_and_usd
 from salesrl_trl.types import ALL
@@ -38,7 +38,7 @@ def log_banner(
     if args.is_introduced or args.process_index:
         return
     args.is_introduced = True
-    report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: python -m salesrl_trl.report {args.output_dir}"
+    report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: salesrl report {args.output_dir}"
     if "tensorboard" not in args.report_to:
         report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'
     lines = shown(

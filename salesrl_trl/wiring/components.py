@@ -16,6 +16,9 @@ from weakref import WeakSet
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
+from salesrl_trl.agents.episodes import Episode, Playing
+from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
+from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, agreed, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
@@ -36,7 +39,6 @@ from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
     Sampled,
@@ -49,15 +51,13 @@ from salesrl_trl.generation.sampler import (
 )
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import Phase, StartUp
-from salesrl_trl.reward.episodes import Episode, Playing
+from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.figures import RewardFigures
-from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
-from salesrl_trl.rollout.tools import ToolCalls
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.step_lines import EpochLine, StepLine

@@ -15,9 +15,9 @@ from transformers import TrainerState
 from salesrl_trl import __version__
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.keys import is_secret
-from salesrl_trl.evaluation.held_out import HeldOut, change_in_words
 from salesrl_trl.ground.process import installed, write_whole
 from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
+from salesrl_trl.launch.evaluation.held_out import HeldOut, change_in_words
 from salesrl_trl.names import MODEL_CARD_FILE, SAVING_FOLDER
 from salesrl_trl.wiring.banner_lines import training_lines
 from salesrl_trl.wiring.components import Components

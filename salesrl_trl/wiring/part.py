@@ -14,9 +14,9 @@ from transformers import TrainerCallback
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.generation.sampler import Sampler
 from salesrl_trl.kl.branched import BranchedKL
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.pipeline import Pipeline
@@ -27,7 +27,7 @@ from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.wiring.hooks import Hooks
 
 if TYPE_CHECKING:
-    from salesrl_trl.evaluation.quick_figures import Figure
+    from salesrl_trl.launch.evaluation.quick_figures import Figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,23 +108,23 @@ def built_in(run: PartContext) -> list[Part]:
     """The parts that the settings ask for. Nothing is imported for the others."""
     args, names = run.args, run.reward_loop.reward.names
     wanted = {
-        "spending:Spending": run.reward_loop.reward.budget is not None,
-        "flops:FlopsCount": True,
-        "lookahead:LookaheadPart": bool(args.max_rollout_lookahead),
-        "judge_meter:JudgeMeter": names.meter is not None,
-        "recorder:RecorderPart": bool(args.record),
-        "bbq:BBQPart": any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset)),
-        "held_out:HeldOutPart": True,
-        "quick_eval:QuickEvalPart": run.quick_eval is not None and bool(run.quick_eval.steps),
-        "trackers:TrackersPart": True,
-        "weight_change:WeightChangePart": True,
-        "closing_report:ClosingReport": "tensorboard" in args.report_to,  # behind all that logs figures
+        "judged.spending:Spending": run.reward_loop.reward.budget is not None,
+        "parts.flops:FlopsCount": True,
+        "parts.lookahead:LookaheadPart": bool(args.max_rollout_lookahead),
+        "judged.meter_part:JudgeMeter": names.meter is not None,
+        "record.recorder:RecorderPart": bool(args.record),
+        "launch.evaluation.bbq_part:BBQPart": any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset)),
+        "launch.evaluation.held_out_part:HeldOutPart": True,
+        "launch.evaluation.quick_part:QuickEvalPart": run.quick_eval is not None and bool(run.quick_eval.steps),
+        "parts.trackers:TrackersPart": True,
+        "parts.weight_change:WeightChangePart": True,
+        "record.closing_report:ClosingReport": "tensorboard" in args.report_to,  # behind all that logs figures
     }
     parts = []
     for place, is_on in wanted.items():
         if is_on:
             module, _, kind = place.partition(":")
-            parts.append(getattr(importlib.import_module(f"salesrl_trl.parts.{module}"), kind)())
+            parts.append(getattr(importlib.import_module(f"salesrl_trl.{module}"), kind)())
     return parts
 
 

@@ -20,24 +20,32 @@ from trl.chat_template_utils import parse_response
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import start_event_loop_in_daemon
 
+from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, Sequenced
+from salesrl_trl.agents.episodes import PLAYED, kept
+from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
+from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, drain_traffic, tried
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.sources import with_ids
 from salesrl_trl.errors import DataError
 from salesrl_trl.generation.conversations import Ask, AskedTurns, Conversations, GivenUp, Turn
 from salesrl_trl.generation.partial import PartialRequests
 from salesrl_trl.generation.requests import Requests, given_up_if_interrupted
-from salesrl_trl.generation.sampler import Begun, Finished, Handle, Sampled, Tokens, TokenSource, logps_arguments
+from salesrl_trl.generation.sampler import (
+    Begun,
+    Finished,
+    Handle,
+    Sampled,
+    Tokens,
+    TokenSource,
+    logps_arguments,
+)
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.launch.data.sources import with_ids
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure, tool_figure, traffic_of
-from salesrl_trl.recording.completion_record import CompletionRecord
-from salesrl_trl.reward.episodes import PLAYED, kept
 from salesrl_trl.reward.reward_loop import RewardColumn
-from salesrl_trl.rollout.chat_turns import AgentCalls, ChatForm, Sequenced
 from salesrl_trl.rollout.pipeline import Rollout
-from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 from salesrl_trl.rollout.rollout_scoring import Output
-from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, drain_traffic, tried
+from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot

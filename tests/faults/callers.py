@@ -12,11 +12,11 @@ from pathlib import Path
 from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ServiceError
-from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
-from salesrl_trl.reward.service.budget import FREE, Budget, Limit, Price
-from salesrl_trl.reward.service.event_loop import deadline
-from salesrl_trl.reward.service.http import HttpClient
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.judged.budget import FREE, Budget, Limit, Price
+from salesrl_trl.judged.provider import JudgeProvider, Material, ProviderClient
+from salesrl_trl.service.event_loop import deadline
+from salesrl_trl.service.http import HttpClient
+from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, Answer
 
 RANKS = 2

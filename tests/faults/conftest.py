@@ -15,8 +15,8 @@ from support import virtual_time
 from support.in_memory import Network, Reply, hang_up
 from support.loopback import row
 
-from salesrl_trl.reward.service.http import HttpClient
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.service.http import HttpClient
+from salesrl_trl.service.transport import Transport
 
 SERVER = Path(__file__).with_name("fault_server.py")
 

@@ -10,7 +10,7 @@ import pytest
 from faults.callers import CALL_USD, RANKS, SERVICES, SLOTS
 from support.forked import COLD_PYTHON
 
-from salesrl_trl.reward.service.budget import read_account
+from salesrl_trl.judged.budget import read_account
 
 CALLERS = Path(__file__).with_name("callers.py")
 

@@ -15,7 +15,7 @@ from support.loopback import action, build_reward, examples, row
 from support.seconds import check_seconds
 
 from salesrl_trl.ground.process import collect_as_usual, collect_seldom
-from salesrl_trl.reward.service.event_loop import now
+from salesrl_trl.service.event_loop import now
 from salesrl_trl.types import Outcome
 
 MOST_TIMES_BARE = 4.5

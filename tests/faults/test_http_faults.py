@@ -15,9 +15,9 @@ from support.forked import COLD_PYTHON
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverloaded, ServiceTimeout
-from salesrl_trl.reward.rag_client import RagClient
-from salesrl_trl.reward.service.event_loop import deadline, now
-from salesrl_trl.reward.service.http import HttpClient, retry_after_s
+from salesrl_trl.judged.rag_client import RagClient
+from salesrl_trl.service.event_loop import deadline, now
+from salesrl_trl.service.http import HttpClient, retry_after_s
 from salesrl_trl.types import Action, RequestIds
 
 
@@ -63,7 +63,7 @@ MEMORY_PROBE = """
 import asyncio, sys
 from pathlib import Path
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.service.http import HttpClient
 
 def peak_mb():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -260,8 +260,8 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path)
 
 TLS_PROBE = """
 import asyncio, sys
-from salesrl_trl.build.checks.addresses import check_rag
-from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.launch.checks.addresses import check_rag
+from salesrl_trl.service.http import HttpClient
 
 async def main():
     http = HttpClient("rag_8b", sys.argv[1])

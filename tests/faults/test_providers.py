@@ -11,7 +11,7 @@ import pytest
 from support.providers import PROFILES, Profile, completion, refusal, scored_by, served, verdict_for
 
 from salesrl_trl import judge_reward
-from salesrl_trl.build.checks.addresses import check_models
+from salesrl_trl.launch.checks.addresses import check_models
 
 TEXTS = [f"answer {number}" for number in range(64)]
 

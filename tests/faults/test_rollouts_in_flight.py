@@ -175,7 +175,7 @@ def test_a_service_that_dies_under_rollouts_and_comes_back_costs_the_steps_that_
     trainer_of, services, httpserver, caplog, monkeypatch, failure, lookahead
 ):
     port = httpserver.port
-    monkeypatch.setattr("salesrl_trl.reward.service.breaker.MAX_COOLDOWN_S", 0.3)
+    monkeypatch.setattr("salesrl_trl.service.breaker.MAX_COOLDOWN_S", 0.3)
 
     def dies():
         if failure == "http_503":

@@ -19,10 +19,10 @@ from datasets import Dataset
 from support.keyed import make_tiny_policy
 from support.scripted import settings
 
+from salesrl_trl.agents.tools import tool
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import BadServiceResponse, ServiceUnavailable
 from salesrl_trl.reward.functions import per_completion
-from salesrl_trl.rollout.tools import tool
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 AT_ONCE, IN_SUITE = 100, 300

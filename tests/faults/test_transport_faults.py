@@ -12,10 +12,10 @@ import pytest
 from support import virtual_time
 
 from salesrl_trl.errors import AccessDenied, ServiceError, ServiceOverloaded, ServiceUnavailable
-from salesrl_trl.reward.service.breaker import FAILURES_TO_OPEN, Breaker
-from salesrl_trl.reward.service.event_loop import deadline, now
-from salesrl_trl.reward.service.http import HttpClient
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.service.breaker import FAILURES_TO_OPEN, Breaker
+from salesrl_trl.service.event_loop import deadline, now
+from salesrl_trl.service.http import HttpClient
+from salesrl_trl.service.transport import Transport
 
 
 def succeeded(results):

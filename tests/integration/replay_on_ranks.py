@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from support.scripted import build_trainer, default_rows
 
-from salesrl_trl.parts.recorder import RecorderPart
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import Recorder
+from salesrl_trl.record.recorder import RecorderPart
+from salesrl_trl.record.replay import ReplayReward
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.writer import Recorder
 from salesrl_trl.reward.functions import per_completion
-from salesrl_trl.reward.replay import ReplayReward
 
 SLOWEST_S = 0.1  # longest time of a reward: several micro-steps
 

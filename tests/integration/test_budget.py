@@ -5,12 +5,12 @@ import logging
 import pytest
 from support.loopback import action
 
-from salesrl_trl.build.assembly import check_budget_left
-from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError, RunStopped
+from salesrl_trl.judged.budget import CALLS, Budget, Limit
+from salesrl_trl.launch.assembly import check_budget_left
+from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import HELD_OUT_FILE, SPENT_FILE
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.reward.service.budget import CALLS, Budget, Limit
 
 MOST, FOR_ALL_STEPS = 34, 72
 STEPS = 8

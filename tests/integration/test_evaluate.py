@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.evaluate` as a user has it: two policies, the embedded services, rows of the demo."""
+"""`python -m salesrl_trl.launch.evaluate` as a user has it: two policies, the embedded services, rows of the demo."""
 
 import gc
 import json
@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from salesrl_trl.build.recipes import RECIPES
 from salesrl_trl.demo.packaged import PACKAGED, SEARCH_POLICY
-from salesrl_trl.evaluate import __main__ as evaluate
-from salesrl_trl.evaluate import answering
 from salesrl_trl.ground.process import collect_as_usual
+from salesrl_trl.launch.evaluate import __main__ as evaluate
+from salesrl_trl.launch.evaluate import answering
+from salesrl_trl.launch.recipes import RECIPES
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

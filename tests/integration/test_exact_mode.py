@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Action
 
@@ -220,7 +220,7 @@ def weights_of(trainer):
 @pytest.fixture
 def any_text_is_an_action(monkeypatch):
     """So that what a policy of random weights says has a reward."""
-    monkeypatch.setattr("salesrl_trl.reward.chain.parse_action", action_of)
+    monkeypatch.setattr("salesrl_trl.judged.chain.parse_action", action_of)
 
 
 @pytest.fixture
@@ -525,7 +525,7 @@ def _compare_around_vllm(policy, out):
     import trl.generation.vllm_generation as upstream_vllm
 
     from salesrl_trl.generation.vllm import vllm_engine_options
-    from salesrl_trl.reward import chain
+    from salesrl_trl.judged import chain
 
     tokens = len(AutoTokenizer.from_pretrained(policy))
     given = {
@@ -582,12 +582,12 @@ def _compare_around_vllm(policy, out):
 
 def _preflights(policy, out):
     """Reports of the stages with the engine, whose weights are those of the last run: without a push, and with it."""
-    from salesrl_trl.build.plan import Plan
-    from salesrl_trl.build.settings import parse
     from salesrl_trl.generation.vllm import SalesVLLMGeneration
     from salesrl_trl.ground.patched import patched
-    from salesrl_trl.preflight.runner import examine
-    from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
+    from salesrl_trl.launch.plan import Plan
+    from salesrl_trl.launch.preflight.runner import examine
+    from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
+    from salesrl_trl.launch.settings import parse
 
     model = AutoModelForCausalLM.from_pretrained(policy)
     model.lm_head.weight.data *= 50  # surer of its tokens than the policy of the last run

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from trl import GRPOTrainer
 from werkzeug import Response
 
-from salesrl_trl.build.assembly import build_reward
-from salesrl_trl.build.checks.reward import prepare_reward
-from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ServiceUnavailable
+from salesrl_trl.launch.assembly import build_reward
+from salesrl_trl.launch.checks.reward import prepare_reward
+from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 ROOT = Path(__file__).parents[2]

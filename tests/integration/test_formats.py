@@ -11,14 +11,14 @@ from support.virtual_time import run as in_virtual_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from salesrl_trl import judge_reward
-from salesrl_trl.build.banner import banner
-from salesrl_trl.build.recipes import FULL
-from salesrl_trl.build.settings import parse
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.sources import prompt_dataset
-from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.preflight.runner import prepare
+from salesrl_trl.launch.banner import banner
+from salesrl_trl.launch.data.sources import prompt_dataset
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.recipes import FULL
+from salesrl_trl.launch.settings import parse
 
 
 @pytest.fixture(scope="module")

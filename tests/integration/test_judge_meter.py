@@ -15,7 +15,7 @@ from support.ranks import of_one_machine, run_ranks
 
 from salesrl_trl.errors import JudgeAlarm
 from salesrl_trl.names import BY_SECOND_JUDGE
-from salesrl_trl.recording.reader import recorded
+from salesrl_trl.record.reader import recorded
 
 BATCH, STEPS, ONSET = 16, 45, 25
 BOTH = [{"name": name, "base_url": "", "model": name} for name in ("first", "second")]
@@ -49,7 +49,7 @@ def run(tiny, services, tmp_path, caplog):
     """Train by the first judge, with the meter and these of its settings. Returns the trainer, and what was logged."""
     from support.scripted import build_trainer, default_rows
 
-    from salesrl_trl.build.assembly import judge_reward
+    from salesrl_trl.launch.assembly import judge_reward
 
     def train(meter, functions=(), verbose=(), second_works=True, resumed=None, before=lambda _: None, **settings):
         def respond(request):

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.launch.data.sources import build_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -93,7 +93,7 @@ def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evalu
     assert (tmp_path / "run/best/model.safetensors").is_file()
     names = {span["name"] for span in spans(tmp_path / "run")[0, "phases"]}
     assert {"policy", "engine", "warm_up", *Phase} - {"unaccounted"} <= names
-    report = [python(), "-m", "salesrl_trl.report", str(tmp_path / "run")]
+    report = [python(), "-m", "salesrl_trl.record.report", str(tmp_path / "run")]
     text = subprocess.run(report, capture_output=True, text=True, check=True).stdout
     assert "Steps done                 3" in text
     assert "Best quick evaluation      step 2" in text

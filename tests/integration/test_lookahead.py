@@ -16,11 +16,20 @@ from support.scripted import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import ConfigError, RunStopped
-from salesrl_trl.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.names import EQUAL, REFILLED, REWARD_EXPOSED, REWARD_HIDDEN, STALENESS, STALENESS_MAX, Phase, time_of
+from salesrl_trl.launch.data.sources import build_dataset
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.names import (
+    EQUAL,
+    REFILLED,
+    REWARD_EXPOSED,
+    REWARD_HIDDEN,
+    STALENESS,
+    STALENESS_MAX,
+    Phase,
+    time_of,
+)
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Action, Reward
 
@@ -141,7 +150,7 @@ def any_text_is_an_action(monkeypatch):
     def action_of(completion, _):
         return Action(fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""})
 
-    monkeypatch.setattr("salesrl_trl.reward.chain.parse_action", action_of)
+    monkeypatch.setattr("salesrl_trl.judged.chain.parse_action", action_of)
 
 
 @pytest.fixture
@@ -279,7 +288,7 @@ def test_every_step_logs_the_same_keys_and_the_figures_of_what_it_trained_on(tra
 
 def _as_judged(texts):
     """As the judge reads them."""
-    from salesrl_trl.reward.parsing import parse_action
+    from salesrl_trl.judged.parsing import parse_action
 
     return [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
 

@@ -16,11 +16,8 @@ from support.scripted import settings, steps_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from salesrl_trl.build.assembly import open_reward
-from salesrl_trl.build.checks.reward import read_reward
-from salesrl_trl.config import RewardConfig, SalesGRPOConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
-from salesrl_trl.data.sources import prompt_dataset
 from salesrl_trl.errors import (
     BudgetSpent,
     ConfigError,
@@ -29,18 +26,22 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
     TooFewRewardsError,
 )
-from salesrl_trl.recording.completion_record import Judged
-from salesrl_trl.recording.reader import open_record, recorded
-from salesrl_trl.recording.schema import record_file
+from salesrl_trl.launch.assembly import open_reward
+from salesrl_trl.launch.checks.reward import read_reward
+from salesrl_trl.launch.data.sources import prompt_dataset
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.record.reader import open_record, recorded
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.view import queries
+from salesrl_trl.record.view.record_index import Index
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import Judged
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
-from salesrl_trl.view import queries
-from salesrl_trl.view.record_index import Index
 
 KINDS = ["short", "long"] * 8
 ROWS = [

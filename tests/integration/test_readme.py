@@ -39,6 +39,6 @@ def test_the_command_trains_in_a_folder_without_a_recipe(tmp_path):
     assert "[Run] the policy is in mine" in done.stderr  # a line of the module that ran as `__main__`
     assert (tmp_path / "mine/model.safetensors").is_file()
     record = json.loads((tmp_path / "mine/run.json").read_text("utf-8"))
-    assert record["command"] == ["python -m salesrl_trl.train", *few, "--output_dir", "mine"]
+    assert record["command"] == ["python -m salesrl_trl.launch.train", *few, "--output_dir", "mine"]
     settings = yaml.safe_load((tmp_path / "mine/config.yaml").read_text("utf-8"))
     assert (settings["vllm_max_model_length"], settings["save_steps"]) == (320, 15)  # of full.yaml's `small_policy`

@@ -14,17 +14,18 @@ from support.loopback import ACTION, BAD, action
 from support.ranks import of_one_machine, run_ranks
 from support.scripted import build_trainer, default_rows, loopback_reward
 
-from salesrl_trl.build.assembly import open_reward
-from salesrl_trl.build.checks.reward import check_stand_ins
-from salesrl_trl.config import RewardConfig, SalesGRPOConfig
-from salesrl_trl.data.sources import build_dataset, load_rows
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import FILE, PROMPT_STYLE
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.parts.recorder import RecorderPart
-from salesrl_trl.recording.reader import digest_of, open_record, recorded
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import Recorder
-from salesrl_trl.reward.replay import ReplayReward
+from salesrl_trl.launch.assembly import open_reward
+from salesrl_trl.launch.checks.reward import check_stand_ins
+from salesrl_trl.launch.data.sources import build_dataset, load_rows
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.record.reader import digest_of, open_record, recorded
+from salesrl_trl.record.recorder import RecorderPart
+from salesrl_trl.record.replay import ReplayReward
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.writer import Recorder
 from salesrl_trl.trainer import SalesGRPOTrainer
 from scripts import make_demo_cassette
 
@@ -153,7 +154,7 @@ def test_the_packaged_record_trains_the_packaged_policy_without_network(policy_p
 
     for name in ("connect", "connect_ex", "bind"):
         monkeypatch.setattr(socket.socket, name, refused)
-    caplog.set_level("INFO", "salesrl_trl.reward.replay")
+    caplog.set_level("INFO", "salesrl_trl.record.replay")
     rows = load_rows("demo", "train", ("fairness", "hallucination"))
     config = SalesGRPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, max_steps=2, logging_steps=1, per_device_train_batch_size=32,

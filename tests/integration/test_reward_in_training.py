@@ -8,7 +8,7 @@ import pytest
 from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
 
 from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
-from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.reward.reward_loop import warm_up
 
 DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))

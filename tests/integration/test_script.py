@@ -14,9 +14,9 @@ from salesrl_trl import Budget, Limit, Price, Transport, per_completion
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import RunStopped
 from salesrl_trl.ground import own_code
-from salesrl_trl.recording.reader import recorded
+from salesrl_trl.record.reader import recorded
+from salesrl_trl.record.view.run_folder import read_run
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.view.run_folder import read_run
 
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Question {place}"}]} for place in range(16)])
 

@@ -14,7 +14,7 @@ from support.scripted import settings
 from transformers import AutoTokenizer
 
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
-from salesrl_trl.rollout.tools import ToolCalls
+from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.wiring import trl_access
 
 TURNS = int(os.environ.get("TURNS", "100"))

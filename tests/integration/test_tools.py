@@ -18,12 +18,12 @@ from support.viewing import asked, served
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from salesrl_trl.agents.tools import tool
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.reader import recorded
+from salesrl_trl.record.reader import recorded
+from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.functions import per_completion, reward_of
-from salesrl_trl.reward.replay import ReplayReward
-from salesrl_trl.rollout.tools import tool
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.wiring.components import Components
 

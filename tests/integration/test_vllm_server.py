@@ -31,16 +31,16 @@ from support.vllm_server import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
-from salesrl_trl.build.checks.outcome import StageVerdict
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.settings import parse
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.judged.verdict import response_format
+from salesrl_trl.launch.checks.outcome import StageVerdict
+from salesrl_trl.launch.data.sources import build_dataset
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.preflight.runner import examine
+from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
+from salesrl_trl.launch.settings import parse
 from salesrl_trl.names import EQUAL, STALENESS, STALENESS_MAX, outcome_of
-from salesrl_trl.preflight.runner import examine
-from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
-from salesrl_trl.reward.judge.verdict import response_format
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Action, Outcome, Reward
@@ -79,7 +79,7 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
 ):
     services = Services(httpserver)
     # Random weights can't copy a nonce either: there is one for all requests here, and the schema holds it.
-    monkeypatch.setattr("salesrl_trl.reward.judge.provider.make_nonce", lambda: "0" * 16)
+    monkeypatch.setattr("salesrl_trl.judged.provider.make_nonce", lambda: "0" * 16)
     schema = copy.deepcopy(response_format(expect_reference=True))
     schema["json_schema"]["schema"]["properties"]["nonce"] = {"type": "string", "const": "0" * 16}
     # Random weights end no text and no number by themselves: what ends one is made likely where the schema allows it.
@@ -122,7 +122,7 @@ def without_a_push(patch):
     patch.setattr(VLLMClient, "update_named_params", lambda *_, **__: None)
     fields = {"user_profile": "", "history_summary": ""}
     action_of = lambda completion, _: Action(fields={**fields, "rewritten_query": completion})  # noqa: E731
-    patch.setattr("salesrl_trl.reward.chain.parse_action", action_of)
+    patch.setattr("salesrl_trl.judged.chain.parse_action", action_of)
 
 
 def build_trainer(served, server, services, out, instruments=None, **given):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from salesrl_trl.config import RewardConfig
+from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.reward_loop import RewardLoop
 

@@ -4,8 +4,8 @@ import asyncio
 import math
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError, ServiceRejected
+from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.reward.functions import per_completion, per_group
-from salesrl_trl.reward.judge.judge_interface import Judge
 from salesrl_trl.reward.stage import Added, Case, Missing, RewardStage
 from salesrl_trl.types import InvalidAction, Outcome, Reward, Verdict
 

@@ -9,7 +9,7 @@ from support.scripted import build_trainer, default_rows, loopback_reward, setti
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 PATH = "seams.own_engine.Writer"

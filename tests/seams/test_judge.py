@@ -4,10 +4,10 @@ import pytest
 from seams.own_reward import LONG, Brevity, ByLength, Deaf
 from support.loopback import ACTION, ANSWER, action, build_reward, row
 
-from salesrl_trl.build.assembly import NOWHERE, addresses
-from salesrl_trl.build.assembly import build_reward as build_from_settings
-from salesrl_trl.build.checks.reward import check_stand_ins, prepare_reward
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.assembly import NOWHERE, addresses
+from salesrl_trl.launch.assembly import build_reward as build_from_settings
+from salesrl_trl.launch.checks.reward import check_stand_ins, prepare_reward
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Outcome
 
@@ -53,7 +53,7 @@ def test_settings_name_it_by_its_dotted_path_and_need_no_address_no_key_and_no_r
         ({"judge": "seams.own_reward.Brevity"}, r"no salesrl_trl\.reward\.judge\.judge_interface\.Judge"),
         ({"judge": "seams.own_reward.ByLenght"}, "has no 'ByLenght'"),
         ({"judge": "ByLength"}, "dotted path"),
-        ({"judge": "salesrl_trl.reward.judge.judge_interface.Judge"}, "abstract"),
+        ({"judge": "salesrl_trl.judged.judge_interface.Judge"}, "abstract"),
         (
             {"judge": "seams.own_reward.ByLength", "judge_base_url": "http://127.0.0.1:9/v1"},
             "`judge` is given beside `judge_base_url`",

@@ -8,11 +8,11 @@ import pytest
 from support.loopback import Services
 from support.scripted import build_trainer, default_rows, loopback_reward, settings
 
-from salesrl_trl.build.settings import parse
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLTarget
+from salesrl_trl.launch.settings import parse
 
 LAWS_OF_A_USER = '''
 import math

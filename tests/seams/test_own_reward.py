@@ -19,14 +19,14 @@ from support.virtual_time import play, run
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceOverloaded
-from salesrl_trl.parts.spending import Spending
+from salesrl_trl.judged.budget import FREE, Budget, Limit, read_account
+from salesrl_trl.judged.spending import Spending
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.service.budget import FREE, Budget, Limit, read_account
-from salesrl_trl.reward.service.event_loop import deadline
-from salesrl_trl.reward.service.transport import Transport
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.service.event_loop import deadline
+from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Outcome, Reward
 
 FAULTS = {

@@ -6,9 +6,9 @@ import pytest
 from seams.own_reward import LONG, Brevity, Doubt, Gate
 from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, row
 
-from salesrl_trl.build.assembly import build_reward as build_from_settings
-from salesrl_trl.build.checks.reward import prepare_reward
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.assembly import build_reward as build_from_settings
+from salesrl_trl.launch.checks.reward import prepare_reward
 from salesrl_trl.reward.batch import NOTHING_SCORED
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.types import Outcome

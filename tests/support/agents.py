@@ -8,7 +8,7 @@ import openai
 import trl
 from transformers import AutoTokenizer
 
-from salesrl_trl.rollout.chat_turns import AgentCalls, ChatForm
+from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm
 from support.keyed import make_tiny_policy
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "找"}}\n</tool_call>'

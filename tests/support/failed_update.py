@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl import per_completion
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.sources import build_dataset
+from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.rollout.normaliser import UNITS
 from support.scripted import ScriptedTrainer, default_rows, settings, steps_of
 

@@ -37,7 +37,7 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 EVERYTHING = (
     "accelerate.commands.launch", "deepspeed", "torch.distributed.fsdp", "torch.distributed.run",
     "transformers.models.qwen2.modeling_qwen2", "vllm.entrypoints.openai.api_server",
-    "salesrl_trl.train", "salesrl_trl.trainer", "support.keyed", "support.scripted",
+    "salesrl_trl.launch.train", "salesrl_trl.trainer", "support.keyed", "support.scripted",
 )  # fmt: skip
 COLD_PYTHON = str(Path(sys.prefix, "bin/python3"))
 """Python, which imports what it needs."""

@@ -56,7 +56,7 @@ class Network:
 
     def __init__(self, monkeypatch):
         self._answers = {}
-        monkeypatch.setattr("salesrl_trl.reward.service.http.open_session", lambda: self)
+        monkeypatch.setattr("salesrl_trl.service.http.open_session", lambda: self)
 
     def serve(self, answer):
         """An address at which `answer` answers."""

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.sources import build_dataset
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.names import beta_of, kl_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Message, SalesRow

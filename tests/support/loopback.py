@@ -9,12 +9,12 @@ from collections import Counter
 from werkzeug import Response
 
 from salesrl_trl.ground.fencing import read_nonce
-from salesrl_trl.reward.chain import SalesReward
-from salesrl_trl.reward.judge.judge_client import JudgeClient, load_rubrics
-from salesrl_trl.reward.judge.provider import JudgeProvider
-from salesrl_trl.reward.rag_client import RagClient
+from salesrl_trl.judged.chain import SalesReward
+from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
+from salesrl_trl.judged.provider import JudgeProvider
+from salesrl_trl.judged.rag_client import RagClient
 from salesrl_trl.reward.scoring import Scoring
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Message, SalesRow
 
 ANSWER = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}

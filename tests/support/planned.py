@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from salesrl_trl.build.plan import Plan
+from salesrl_trl.launch.plan import Plan
 
 
 def planned(data, reward):

@@ -1,9 +1,9 @@
 """Completions for a recorder, as rollouts hand them over."""
 
-from salesrl_trl.recording.completion_record import Call, CompletionRecord, Judged
-from salesrl_trl.recording.reader import recorded
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import Batch, Entry, Recorder
+from salesrl_trl.record.reader import recorded
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.writer import Batch, Entry, Recorder
+from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
 
 PROMPT = [{"role": "user", "content": "客户: 多少钱? I'm a nurse."}]
 ANSWER = {"text": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "price", "score": 0.5}], "took_ms": 1.5}

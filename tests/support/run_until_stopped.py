@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import salesrl_trl.trainer
-from salesrl_trl import train
+from salesrl_trl.launch import train
 from support.loopback import action
 from support.scripted import ScriptedTrainer
 

@@ -4,7 +4,14 @@ import json
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from salesrl_trl.names import REWARD_EXPOSED, REWARD_HIDDEN, REWARD_SECONDS, STEP_SECONDS, Phase, time_of
+from salesrl_trl.names import (
+    REWARD_EXPOSED,
+    REWARD_HIDDEN,
+    REWARD_SECONDS,
+    STEP_SECONDS,
+    Phase,
+    time_of,
+)
 from support.seconds import check_seconds
 
 

@@ -15,11 +15,11 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
-from salesrl_trl.recording.reader import digest
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import add_text, insert, opened
+from salesrl_trl.record.reader import digest
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.writer import add_text, insert, opened
 
-DEMO = Path(__file__).parents[2] / "salesrl_trl" / "data" / "demo"
+DEMO = Path(__file__).parents[2] / "salesrl_trl" / "demo" / "rows"
 GROUP = 8
 GROUPS_A_STEP = 8
 START = 1_750_000_000.0

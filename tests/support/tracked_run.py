@@ -57,9 +57,9 @@ def set_offline(out):
 def train(policy, out, trackers):
     from pytest_httpserver import HTTPServer
 
-    from salesrl_trl.build.building import settings_beside_the_trainers
-    from salesrl_trl.build.recipes import FULL
-    from salesrl_trl.build.settings import parse
+    from salesrl_trl.launch.building import settings_beside_the_trainers
+    from salesrl_trl.launch.recipes import FULL
+    from salesrl_trl.launch.settings import parse
     from support.loopback import BAD, Services, action
     from support.scripted import build_trainer, default_rows, loopback_reward
 

@@ -6,8 +6,8 @@ import threading
 from contextlib import closing, contextmanager
 from urllib.parse import urlencode
 
-from salesrl_trl.view.record_index import Index
-from salesrl_trl.view.viewer import Viewer
+from salesrl_trl.record.view.record_index import Index
+from salesrl_trl.record.view.viewer import Viewer
 
 
 @contextmanager

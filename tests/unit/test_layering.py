@@ -11,21 +11,9 @@ from support import house
 from support.forked import COLD_PYTHON
 
 ORDER = (
-    *("errors", "timing", "types", "ground", "names"),
-    *("data", "recording", "generation", "shared_prompts", "demo", "telemetry", "evaluation", "kl", "reward"),
-    *("view", "update", "rollout", "config", "checkpoint", "wiring", "parts", "trainer"),
-    *(
-        "build",
-        "run",
-        "preflight",
-        "train",
-        "env",
-        "evaluate",
-        "rejudge",
-        "report",
-        "translate",
-        "__main__",
-    ),
+    *("moved", "errors", "timing", "types", "ground", "names"),
+    *("data", "record", "telemetry", "generation", "shared_prompts", "demo", "kl", "service", "reward", "judged"),
+    *("agents", "update", "rollout", "config", "checkpoint", "wiring", "parts", "trainer", "launch", "__main__"),
 )
 WHOLE_RUN = {"build", "run", "preflight", "train", "env", "evaluate", "rejudge", "translate", "__main__"}
 """Above the trainer the packages are for readers. Their modules form no circle, as all others."""
@@ -85,18 +73,18 @@ LIGHT = {
             "salesrl_trl.names",
             "salesrl_trl.ground.fencing",
             "salesrl_trl.demo.services.demo_server",
-            "salesrl_trl.reward.chain",
-            "salesrl_trl.preflight.services",
-            "salesrl_trl.view.__main__",
-            "salesrl_trl.env",
-            "salesrl_trl.preflight",
-            "salesrl_trl.evaluate",
+            "salesrl_trl.judged.chain",
+            "salesrl_trl.launch.preflight.services",
+            "salesrl_trl.record.view.__main__",
+            "salesrl_trl.launch.env",
+            "salesrl_trl.launch.preflight",
+            "salesrl_trl.launch.evaluate",
         ),
         "torch",
     ),
     # scripts/test_components.py needs neither, and is to answer within seconds
-    "salesrl_trl.reward.episodes": "openai",
-    "salesrl_trl.preflight.runner": "vllm",
+    "salesrl_trl.agents.episodes": "openai",
+    "salesrl_trl.launch.preflight.runner": "vllm",
 }
 
 

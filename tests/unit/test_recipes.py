@@ -11,25 +11,27 @@ import yaml
 from support.forked import COLD_PYTHON
 from transformers import TrainerState
 
-from salesrl_trl.build.building import build_instruments
-from salesrl_trl.build.checks.folders import claim_output_dir
-from salesrl_trl.build.memory.estimate import Card, Estimate, Moment
-from salesrl_trl.build.settings import SALES_CHAIN, parse
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.config import SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.checks import load_object
-from salesrl_trl.data.sources import PACKAGED
 from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
-from salesrl_trl.parts.recorder import recorder_of
-from salesrl_trl.preflight.runner import prepare
-from salesrl_trl.recording.reader import recorded, run_of
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import Batch, Entry
+from salesrl_trl.launch.building import build_instruments
+from salesrl_trl.launch.checks.folders import claim_output_dir
+from salesrl_trl.launch.data.sources import PACKAGED
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.memory.estimate import Card, Estimate, Moment
+from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.launch.settings import SALES_CHAIN, parse
+from salesrl_trl.launch.train import main
+from salesrl_trl.record.reader import recorded, run_of
+from salesrl_trl.record.recorder import recorder_of
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.writer import Batch, Entry
 from salesrl_trl.telemetry.instruments import InstrumentSettings
-from salesrl_trl.train import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -43,7 +45,7 @@ def prepared(*arguments):
 @pytest.fixture
 def _in_this_process(monkeypatch):
     for name in ("set_up_logging", "keep_console"):  # they are for a whole process
-        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
+        monkeypatch.setattr(f"salesrl_trl.launch.train.{name}", lambda *_: None)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -290,7 +292,7 @@ def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps
     assert "Traceback" not in done.stderr
     assert "DataError: there is no dataset file" in (tmp_path / "run/run.log").read_text()
     imported = {line.rsplit("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "salesrl_trl.train" in imported
+    assert "salesrl_trl.launch.train" in imported
     # vLLM's CPU platform walks over all loaded modules and trips over llvmlite's, which bm25s brings
     assert "llvmlite" not in imported
 
@@ -343,9 +345,9 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
         gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
         return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.build.memory.estimate.card_here", lambda device: Card("a card", 80.0))
-    monkeypatch.setattr("salesrl_trl.build.memory.estimate.estimate", weighed)
-    monkeypatch.setattr("salesrl_trl.preflight.memory.is_torchao_available", lambda: True)
+    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.estimate", weighed)
+    monkeypatch.setattr("salesrl_trl.launch.preflight.memory.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--dtype", "bfloat16"]
     given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]
     config = parse([*given, "--use_cpu", "true", "--bf16", "false"], ROOT / "recipes/full.yaml")
@@ -359,7 +361,7 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
 
 @pytest.mark.usefixtures("_in_this_process")
 def test_of_two_runs_in_one_folder_the_second_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("salesrl_trl.train.prepare", lambda _: pytest.fail("the folder is another run's"))
+    monkeypatch.setattr("salesrl_trl.launch.train.prepare", lambda _: pytest.fail("the folder is another run's"))
     with claim_output_dir(tmp_path), pytest.raises(SystemExit) as ended:
         main(DEBUG, ["--output_dir", str(tmp_path)])
     assert ended.value.code == 2
@@ -373,7 +375,7 @@ def test_ctrl_c_ends_a_run_with_one_line_and_the_shell_s_code(interrupted, tmp_p
     def interrupt(*_):
         raise StopRequested("Ctrl-C")
 
-    monkeypatch.setattr(f"salesrl_trl.train.{interrupted}", interrupt)
+    monkeypatch.setattr(f"salesrl_trl.launch.train.{interrupted}", interrupt)
     with pytest.raises(SystemExit) as ended:
         main(DEBUG, ["--output_dir", str(tmp_path)])
     assert ended.value.code == 75

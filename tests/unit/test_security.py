@@ -10,13 +10,13 @@ from support.unsafe import findings
 from trl import ModelConfig
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.files import read_yaml
 from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.launch.data.files import read_yaml
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
     # Limits and defaults of settings, written in the package's own source, which it reads without importing it.
-    "salesrl_trl/build/settings_help.py": ["eval"],
+    "salesrl_trl/launch/settings_help.py": ["eval"],
     # Between the trainer and the child that it started, through a socket without a name.
     "salesrl_trl/reward/remote.py": ["pickle.loads"],
 }
@@ -95,7 +95,7 @@ def test_what_is_safe_is_left_alone(source):
 def test_code_of_a_model_s_repository_is_run_only_when_it_is_asked_for(tmp_path):
     assert SalesGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).trust_remote_code is False
     assert getattr(ModelConfig(), "trust_remote_code", False) is False
-    settings = [*ROOT.glob("recipes/*.yaml"), *ROOT.glob("salesrl_trl/build/presets/*.yaml")]
+    settings = [*ROOT.glob("recipes/*.yaml"), *ROOT.glob("salesrl_trl/launch/presets/*.yaml")]
     assert len(settings) > 8
     for path in settings:
         assert "trust_remote_code" not in path.read_text("utf-8"), path

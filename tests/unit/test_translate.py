@@ -6,13 +6,13 @@ import pytest
 import yaml
 from datasets import Dataset
 
-from salesrl_trl.build.coming_from import flat
-from salesrl_trl.build.settings import parse
-from salesrl_trl.data.sources import load_rows, prompt_dataset
-from salesrl_trl.data.templates import build_prompt
+from salesrl_trl.launch.coming_from import flat
+from salesrl_trl.launch.data.sources import load_rows, prompt_dataset
+from salesrl_trl.launch.data.templates import build_prompt
+from salesrl_trl.launch.settings import parse
+from salesrl_trl.launch.train import main as train
+from salesrl_trl.launch.translate import main
 from salesrl_trl.names import FINISHED_FILE
-from salesrl_trl.train import main as train
-from salesrl_trl.translate import main
 
 VERL = """
 data:
@@ -88,7 +88,7 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
     for line in (
         "num_generations: 8 # rollout.n: 8\n",
         "weight_decay: 0.01 # actor.optim.weight_decay: 0.01, the default\n",
-        "--num_processes 4 -m salesrl_trl.train",
+        "--num_processes 4 -m salesrl_trl.launch.train",
         "#   trainer.total_epochs: ${oc.env:EPOCHS} is not known\n",
         "#   critic.optim.lr: GRPO has no critic\n",
         "#   model.lora_alpha: without effect, for model.lora_rank is off\n",
@@ -248,7 +248,7 @@ def test_a_translated_recipe_starts_and_trains(tmp_path, monkeypatch, tiny):
     text = DAPO.replace("POLICY", str(tiny)).replace("OUT", str(tmp_path / "run"))
     _, recipe = translated(tmp_path, text.replace("train.parquet", str(tmp_path / "train.parquet")))
     for name in ("set_up_logging", "keep_console"):  # they are for a whole process
-        monkeypatch.setattr(f"salesrl_trl.train.{name}", lambda *_: None)
+        monkeypatch.setattr(f"salesrl_trl.launch.train.{name}", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     given = ("--use_cpu", "true", "--per_device_eval_batch_size", "2", "--dtype", "float32", "--record", "false")
     train(recipe, [*given])
@@ -295,7 +295,7 @@ def test_two_machines_have_a_command_each(tmp_path):
     text = translated(tmp_path, VERL.replace("n_gpus_per_node: 4", "n_gpus_per_node: 4\n  nnodes: 2"))[1].read_text()
     machines = "--num_machines 2 --main_process_ip FIRST_MACHINE --main_process_port 29500"
     for rank in (0, 1):
-        end = f"--machine_rank {rank} -m salesrl_trl.train RECIPE.yaml\n"
+        end = f"--machine_rank {rank} -m salesrl_trl.launch.train RECIPE.yaml\n"
         assert f"#   accelerate launch --num_processes 8 {machines} {end}" in text
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from salesrl_trl.build.coming_from import answer
-from salesrl_trl.build.presets import FOLDER as PRESETS
-from salesrl_trl.build.settings import names_of_settings
 from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.launch.coming_from import answer
+from salesrl_trl.launch.presets import FOLDER as PRESETS
+from salesrl_trl.launch.settings import names_of_settings
 from salesrl_trl.names import FIGURES
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ ROWS: dict[str, list[Check]] = {
     "14": of(recipe, ("fast_load", "vllm_engine_kwargs", dict.fromkeys(CACHED, True)))
     + of(there, "tests/unit/config/test_engine.py::test_prefix_caching_and_chunked_prefill_arrive_in_the_engine")
     + of(word, *((f"vllm_{name}", "vllm_engine_kwargs") for name in (*CACHED, "load_format"))),
-    "15, 50": of(says, ("salesrl_trl/build/checks/environment.py", "shm")) + of(command, ("preflight", "--stage")),
+    "15, 50": of(says, ("salesrl_trl/launch/checks/environment.py", "shm")) + of(command, ("preflight", "--stage")),
     "16": of(is_script, "scripts/test_components.py")
     + of(there, "tests/unit/test_layering.py::test_modules_do_not_drag_in_what_they_do_not_need"),
     "17, 23": of(command, "preflight") + of(setting, "mode") + of(word, ("total_epochs", "mode: rollouts", 0)),
@@ -121,16 +121,16 @@ ROWS: dict[str, list[Check]] = {
     "24, 25, 26": of(recipe, ("dual", "branch_kl"))
     + of(there, "tests/unit/kl/test_penalty.py", "tests/unit/kl/test_branched.py")
     + of(metric, "kl/{branch}_in_band", "kl/{branch}_clamped"),
-    "27": of(says, ("salesrl_trl/build/banner.py", "end tokens")),
+    "27": of(says, ("salesrl_trl/launch/banner.py", "end tokens")),
     "28": of(recipe, ("fast_rollout", "judge_timeout_s", 6), ("fast_rollout", "max_attempts")),
     "29, 30": of(there, "tests/unit/evaluation/test_quick.py", "tests/unit/evaluation/test_quick_record.py")
-    + of(says, ("salesrl_trl/evaluation/quick_record.py", "[QuickEval@", "[Pareto@")),
+    + of(says, ("salesrl_trl/launch/evaluation/quick_record.py", "[QuickEval@", "[Pareto@")),
     "31, 32": of(recipe, ("full", "torch_compile")) + of(is_script, "scripts/install_flash_attn.sh"),
     "33, 34, 49": of(is_script, "scripts/check_gpu_memory.py")
     + of(recipe, *((name, "vllm_gpu_memory_utilization") for name in CARDS)),
     "35, N9": of(command, ("env", "--has"))
     + of(there, "tests/unit/ground/test_own_code.py")
-    + of(says, ("salesrl_trl/build/banner.py", "salesrl_trl {code()}"))
+    + of(says, ("salesrl_trl/launch/banner.py", "salesrl_trl {code()}"))
     + of(says, ("salesrl_trl/trainer.py", "warn_of_changes()")),
     "36-38": of(there, "tests/invariance/test_settings.py")
     + of(recipe, ("full", "gradient_checkpointing"), ("full", "torch_empty_cache_steps"), ("full", LOADER[0]))

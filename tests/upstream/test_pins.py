@@ -26,7 +26,7 @@ from vllm.entrypoints.offline_utils import OfflineInferenceMixin
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms.interface import Platform
 
-from salesrl_trl.evaluate.answering import GRAPH_POOL
+from salesrl_trl.launch.evaluate.answering import GRAPH_POOL
 
 
 def source_hash(function):
@@ -167,7 +167,7 @@ def test_the_setting_beta_is_read_only_while_the_trainer_is_built():
 
 
 def test_the_reference_model_has_the_policys_number_format():
-    """`build.memory.estimate` counts its bytes so, and a KL between two formats would not begin at 0."""
+    """`launch.memory.estimate` counts its bytes so, and a KL between two formats would not begin at 0."""
     assert 'model_init_kwargs.setdefault("dtype", self.model.dtype)' in inspect.getsource(GRPOTrainer.__init__)
 
 

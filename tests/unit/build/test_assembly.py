@@ -12,15 +12,16 @@ import pytest
 from support.loopback import ACTION, ANSWER, action, row, score_batch
 from support.seconds import check_seconds
 
-from salesrl_trl.build.assembly import build_reward, open_reward
-from salesrl_trl.build.checks.reward import prepare_reward
-from salesrl_trl.config import RewardConfig, SalesGRPOConfig
+from salesrl_trl.agents.tools import drain_traffic
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceUnavailable
 from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.judged.budget import read_account
+from salesrl_trl.judged.parsing import MAX_FIELD_CHARS
+from salesrl_trl.launch.assembly import build_reward, open_reward
+from salesrl_trl.launch.checks.reward import prepare_reward
+from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import SPENT_FILE
-from salesrl_trl.reward.parsing import MAX_FIELD_CHARS
-from salesrl_trl.reward.service.budget import read_account
-from salesrl_trl.rollout.tools import drain_traffic
 from salesrl_trl.types import Message, Outcome
 
 BRANCHES = ("fairness", "hallucination")
@@ -91,7 +92,7 @@ def test_requests_of_the_packaged_tool_are_held_against_the_budget(config, servi
 
 
 def test_a_run_beside_a_locked_cache_of_references_scores_everything_at_once(config, services, tmp_path, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.reward.cache.LAST_WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("salesrl_trl.judged.cache.LAST_WRITE_TIMEOUT_S", 0.1)
     completions = [action(query=f"q{number}") for number in range(32)]
     score(config(), tmp_path / "first", completions[:1])
     with contextlib.closing(sqlite3.connect(tmp_path / "references.sqlite", isolation_level=None)) as other:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl.build.banner import banner
-from salesrl_trl.build.settings import parse
+from salesrl_trl.launch.banner import banner
+from salesrl_trl.launch.settings import parse
 from salesrl_trl.types import SalesRow
 
 ROOT = Path(__file__).parents[3]
@@ -75,7 +75,7 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
     ids=["as it stands", "own policy with LoRA", "own services", "own parts", "groups", "fixed coefficients"],
 )  # fmt: skip
 def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.build.settings.RunConfig.policy_path", str(tiny))
+    monkeypatch.setattr("salesrl_trl.launch.settings.RunConfig.policy_path", str(tiny))
     arguments = [str(tiny) if argument == "POLICY" else argument for argument in arguments]
     config = parse([*arguments, "--use_cpu", "--output_dir", str(tmp_path)], ROOT / f"recipes/{recipe}.yaml")
     notes = [*config.notes, *config.training.machine_notes]
@@ -109,7 +109,7 @@ def test_a_recipe_may_leave_to_its_default_what_it_sets_for_the_small_policy(tmp
 
 def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
     script = (
-        "import subprocess, sys; from pathlib import Path; from salesrl_trl.run.console import keep_console;"
+        "import subprocess, sys; from pathlib import Path; from salesrl_trl.launch.console import keep_console;"
         "keep_console(Path(sys.argv[1])); print('out'); subprocess.run(['sh', '-c', 'echo child >&2']); 1 / 0"
     )
     kept = tmp_path / "run.log"
@@ -123,7 +123,7 @@ def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
 def test_the_log_goes_on_when_the_console_has_ended(tmp_path: Path) -> None:
     """As with `| head`, or a terminal that was closed."""
     script = (
-        "import os, sys; from pathlib import Path; from salesrl_trl.run.console import keep_console;"
+        "import os, sys; from pathlib import Path; from salesrl_trl.launch.console import keep_console;"
         "keep_console(Path(sys.argv[1])); os.write(1, b'first\\n'); sys.stdin.readline();"
         "os.write(1, b'second\\n'); os.write(2, b'third\\n'); os.write(1, b'last\\n')"
     )

@@ -11,17 +11,18 @@ import pytest
 from transformers import Qwen2Config
 from werkzeug import Response
 
-from salesrl_trl.build.checks.addresses import check_models, check_rag, check_vllm_server
-from salesrl_trl.build.checks.dataset import prompt_limit
-from salesrl_trl.build.checks.folders import earlier_start
-from salesrl_trl.build.checks.model import check_model, load_tokenizer, positions_of
-from salesrl_trl.build.checks.reward import read_key
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.recipes import RECIPES
-from salesrl_trl.build.settings import parse
-from salesrl_trl.config import DataConfig, SalesGRPOConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
-from salesrl_trl.reward.service.http import HttpClient
+from salesrl_trl.launch.checks.addresses import check_models, check_rag, check_vllm_server
+from salesrl_trl.launch.checks.dataset import prompt_limit
+from salesrl_trl.launch.checks.folders import earlier_start
+from salesrl_trl.launch.checks.model import check_model, load_tokenizer, positions_of
+from salesrl_trl.launch.checks.reward import read_key
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.recipes import RECIPES
+from salesrl_trl.launch.settings import parse
+from salesrl_trl.service.http import HttpClient
 
 
 def test_a_hub_out_of_reach_is_told_at_once_and_one_that_answers_is_asked_on(monkeypatch, httpserver):
@@ -347,7 +348,7 @@ def endless(httpserver):
 
 
 def test_a_health_page_without_an_end_is_left_at_the_probes_time(endless, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.build.checks.addresses.PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("salesrl_trl.launch.checks.addresses.PROBE_TIMEOUT_S", 0.3)
     with pytest.raises(ServiceUnavailable, match=r"no complete answer in time.*within 0.3 s"):
         check_rag(endless, None)
 

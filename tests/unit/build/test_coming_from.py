@@ -2,9 +2,16 @@
 
 import pytest
 
-from salesrl_trl.build.coming_from import CONVERTERS, GONE, answer, beside, known_as, names
-from salesrl_trl.build.settings import names_of_settings, parse
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.coming_from import (
+    CONVERTERS,
+    GONE,
+    answer,
+    beside,
+    known_as,
+    names,
+)
+from salesrl_trl.launch.settings import names_of_settings, parse
 
 
 def test_the_table_leads_to_settings_that_there_are_and_holds_none_itself():

@@ -20,10 +20,11 @@ from transformers import (
 from trl import ModelConfig, get_peft_config
 
 from benchmarks.memory import Row, estimate_of, figures_of, settings_of
-from salesrl_trl.build import software
-from salesrl_trl.build.checks.outcome import Findings, StageVerdict
-from salesrl_trl.build.memory import estimate as cards
-from salesrl_trl.build.memory.estimate import (
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch import software
+from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
+from salesrl_trl.launch.memory import estimate as cards
+from salesrl_trl.launch.memory.estimate import (
     SCORING,
     Estimate,
     Moment,
@@ -32,7 +33,7 @@ from salesrl_trl.build.memory.estimate import (
     moment_bytes,
     saved_activations,
 )
-from salesrl_trl.build.memory.shape import (
+from salesrl_trl.launch.memory.shape import (
     Engine,
     Setup,
     Sharding,
@@ -42,10 +43,9 @@ from salesrl_trl.build.memory.shape import (
     setup_of,
     shape_of,
 )
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.settings import parse
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.preflight import memory
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.preflight import memory
+from salesrl_trl.launch.settings import parse
 from salesrl_trl.telemetry.device import GIB
 from salesrl_trl.update.weights import spare_casts
 
@@ -310,7 +310,7 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
         with torch.device("meta"):
             return MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
 
-    monkeypatch.setattr("salesrl_trl.build.memory.shape.empty_model", other_kind)
+    monkeypatch.setattr("salesrl_trl.launch.memory.shape.empty_model", other_kind)
     model_shape.cache_clear()
     found = stage(60)
     model_shape.cache_clear()

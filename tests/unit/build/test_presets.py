@@ -7,12 +7,12 @@ import pytest
 import torch
 from check_gpu_memory import main
 
-from salesrl_trl.build.memory.estimate import named_card
-from salesrl_trl.build.presets import FOLDER, PRESETS
-from salesrl_trl.build.settings import parse
-from salesrl_trl.config.reward import Attempts
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.preflight.runner import prepare
+from salesrl_trl.launch.memory.estimate import named_card
+from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.presets import FOLDER, PRESETS
+from salesrl_trl.launch.reward_config import Attempts
+from salesrl_trl.launch.settings import parse
 from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +44,7 @@ def weighed(model, capsys, monkeypatch):
     """The estimate that the script prints for a model, and its exit code."""
 
     def weigh(size, card, *arguments):
-        monkeypatch.setattr("salesrl_trl.preflight.memory.is_torchao_available", lambda: True)
+        monkeypatch.setattr("salesrl_trl.launch.preflight.memory.is_torchao_available", lambda: True)
         asked = ["--model_name_or_path", model(size), "--card", card, "--prompt_tokens", "1024", "--json"]
         code = main([*asked, *arguments])
         return code, json.loads(capsys.readouterr().out)
@@ -87,7 +87,7 @@ def test_every_preset_works_with_every_recipe(name):
 
 def test_the_presets_are_beside_the_recipes():
     assert sorted(path.stem for path in (ROOT / "recipes/presets").glob("*.yaml")) == [*PRESETS]
-    assert "build/presets/*.yaml" in (ROOT / "setup.cfg").read_text()
+    assert "launch/presets/*.yaml" in (ROOT / "setup.cfg").read_text()
     assert FOLDER.is_relative_to(ROOT / "salesrl_trl")
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from salesrl_trl.build import building as module
-from salesrl_trl.build.building import begin_read_ahead, read_ahead, weight_files
+from salesrl_trl.launch import building as module
+from salesrl_trl.launch.building import begin_read_ahead, read_ahead, weight_files
 from salesrl_trl.timing import TimingContext
 
 

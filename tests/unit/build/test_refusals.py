@@ -4,11 +4,13 @@ import json
 
 import pytest
 
-from salesrl_trl.build.recipes import FULL
-from salesrl_trl.build.settings import parse
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ConfigErrors, Refusals
-from salesrl_trl.preflight.runner import prepare
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.recipes import FULL
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.launch.settings import parse
 
 JUDGES = [
     {"name": "a", "base_url": "http://127.0.0.1:9/v1", "model": "m", "temperature": "hot", "weigt": 2},

@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl.build.services_plan import StepSettings
-from salesrl_trl.build.settings import PATHS, all_kinds, names_of_settings, parse, parse_part
-from salesrl_trl.build.settings_help import FIRST, GROUPS, OWN_TEXTS, answer_help, settings, shown
-from salesrl_trl.config import DataConfig, RewardConfig
 from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.launch.services_plan import StepSettings
+from salesrl_trl.launch.settings import PATHS, all_kinds, names_of_settings, parse, parse_part
+from salesrl_trl.launch.settings_help import (
+    FIRST,
+    GROUPS,
+    OWN_TEXTS,
+    answer_help,
+    settings,
+    shown,
+)
 
 ROOT = Path(__file__).parents[3]
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 from support.scripted import sales_settings
 
-from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of, shape_of, weights_of, write_identity
+from salesrl_trl.checkpoint.identity import (
+    check_identity,
+    identity_of,
+    rows_of,
+    shape_of,
+    weights_of,
+    write_identity,
+)
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import IDENTITY_FILE

@@ -6,17 +6,19 @@ from datetime import timedelta
 
 import pytest
 
-from salesrl_trl.build.assembly import budget_of
-from salesrl_trl.config import DataConfig, RewardConfig, SalesGRPOConfig, TelemetryConfig
+from salesrl_trl.config import SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.checks import load_object
-from salesrl_trl.config.judge import JudgeProviderConfig
 from salesrl_trl.config.rollouts import why_in_trls_order, why_in_turn, why_not_divisible
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.judged.budget import CALLS, USD, Limit
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.reward.service.budget import CALLS, USD, Limit
+from salesrl_trl.launch.assembly import budget_of
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.judge_config import JudgeProviderConfig
+from salesrl_trl.launch.reward_config import RewardConfig
 
 
 def training(**kwargs):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from salesrl_trl.build.checks import model as model_checks
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.checks import model as model_checks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ON_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}

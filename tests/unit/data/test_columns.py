@@ -8,10 +8,10 @@ import pytest
 import yaml
 from support.published import bbq, write
 
-from salesrl_trl.build.settings import SettingsParser
-from salesrl_trl.config import DataConfig
-from salesrl_trl.data.sources import load_rows
 from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.launch.data.sources import load_rows
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.settings import SettingsParser
 
 BRANCHES = ("fairness", "hallucination", "tone")
 

@@ -12,7 +12,7 @@ import pytest
 from salesrl_trl.demo.services.rubric import protected_terms
 
 ROOT = Path(__file__).resolve().parents[3]
-DEMO = ROOT / "salesrl_trl" / "data" / "demo"
+DEMO = ROOT / "salesrl_trl" / "demo" / "rows"
 GENERATOR = ROOT / "scripts" / "make_demo_data.py"
 FILES = ["drafts.jsonl", "heldout.jsonl", "knowledge.jsonl", "protected_terms.json", "train.jsonl"]
 FIELDS = ["user_profile", "rewritten_query", "history_summary"]

@@ -5,10 +5,10 @@ import json
 import pytest
 from support.published import DIALOGUE, QA, SUMMARIZATION, TOPIOCQA, bbq, qrecc, write
 
-from salesrl_trl.data.form import Form
-from salesrl_trl.data.formats import BBQ, FORMATS, HaluEval, QReCC, TopiOCQA
-from salesrl_trl.data.sources import load_records, load_rows
 from salesrl_trl.errors import DataError
+from salesrl_trl.launch.data.form import Form
+from salesrl_trl.launch.data.formats import BBQ, FORMATS, HaluEval, QReCC, TopiOCQA
+from salesrl_trl.launch.data.sources import load_records, load_rows
 
 BRANCHES = ("fairness", "hallucination")
 

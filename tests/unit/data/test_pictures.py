@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 from support.seeing import draw, processor, seeing_rows
 
-from salesrl_trl.data.form import Form
-from salesrl_trl.data.lengths import LengthLimit, fit_prompts, token_counter
 from salesrl_trl.data.pictures import picture_counter
-from salesrl_trl.data.sources import build_dataset, load_rows
-from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.errors import DataError
+from salesrl_trl.launch.data.form import Form
+from salesrl_trl.launch.data.lengths import LengthLimit, fit_prompts, token_counter
+from salesrl_trl.launch.data.sources import build_dataset, load_rows
+from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.rollout.pipeline import prompts_of
 
 TURNS = [{"role": "customer", "content": "How much is it?"}]

@@ -6,10 +6,10 @@ import math
 import pytest
 from datasets import Dataset
 
-from salesrl_trl.data import files
-from salesrl_trl.data.sources import build_dataset, load_drafts, load_rows, prompt_dataset
-from salesrl_trl.data.templates import build_prompt
 from salesrl_trl.errors import DataError
+from salesrl_trl.launch.data import files
+from salesrl_trl.launch.data.sources import build_dataset, load_drafts, load_rows, prompt_dataset
+from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.types import SalesRow
 
 BRANCHES = ("fairness", "hallucination")
@@ -237,7 +237,7 @@ def test_a_parquet_file_reads_like_its_jsonl(dataset, tmp_path):
 
 
 def test_every_draft_of_the_demo_is_a_valid_action():
-    from salesrl_trl.reward.parsing import parse_action
+    from salesrl_trl.judged.parsing import parse_action
     from salesrl_trl.types import Action
 
     every = [draft for _, drafts in load_drafts() for draft in drafts]

@@ -7,11 +7,12 @@ import pytest
 from support.planned import planned
 from support.published import DIALOGUE, QA, bbq, write
 
-from salesrl_trl.build.checks.dataset import rows_of, settle_held_out
-from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.data.lengths import fit_prompts
-from salesrl_trl.data.templates import read_template
 from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.launch.checks.dataset import rows_of, settle_held_out
+from salesrl_trl.launch.data.lengths import fit_prompts
+from salesrl_trl.launch.data.templates import read_template
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.reward_config import RewardConfig
 
 DIRECTLY = RewardConfig(reward_funcs=["judge"], judge_base_url="http://127.0.0.1:1/v1")
 

@@ -6,9 +6,9 @@ from importlib import resources
 
 import pytest
 
-from salesrl_trl.data.sources import load_rows
-from salesrl_trl.data.templates import PROMPT_STYLES, PromptTemplate, build_prompt, read_template
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.data.sources import load_rows
+from salesrl_trl.launch.data.templates import PROMPT_STYLES, PromptTemplate, build_prompt, read_template
 from salesrl_trl.types import DEFAULT_FORMAT, Message, SalesRow
 
 ROW = SalesRow(

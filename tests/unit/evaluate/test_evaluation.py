@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
-from salesrl_trl.build.plan import overlaid
-from salesrl_trl.build.recipes import FULL
-from salesrl_trl.build.settings import parse
-from salesrl_trl.data.lengths import FittingPrompts
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.errors import ConfigError, StopRequested
-from salesrl_trl.evaluate import __main__ as evaluate
-from salesrl_trl.evaluate import policies
-from salesrl_trl.evaluate.evaluation_text import text_of
-from salesrl_trl.evaluate.findings import Scored, findings_of, modes
-from salesrl_trl.evaluate.policies import common_rows, plans_of, policy_of, recipe_of, settings_of
+from salesrl_trl.launch.data.lengths import FittingPrompts
+from salesrl_trl.launch.evaluate import __main__ as evaluate
+from salesrl_trl.launch.evaluate import policies
+from salesrl_trl.launch.evaluate.evaluation_text import text_of
+from salesrl_trl.launch.evaluate.findings import Scored, findings_of, modes
+from salesrl_trl.launch.evaluate.policies import common_rows, plans_of, policy_of, recipe_of, settings_of
+from salesrl_trl.launch.plan import overlaid
+from salesrl_trl.launch.recipes import FULL
+from salesrl_trl.launch.settings import parse
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 from salesrl_trl.types import Message, Outcome, Reward, SalesRow
 

@@ -5,9 +5,9 @@ from datasets import Dataset
 from support.answers import answered
 from support.published import bbq
 
-from salesrl_trl.data.formats import BBQ
-from salesrl_trl.evaluation.bbq import BBQFigure, figures_of, named_option, target_of
-from salesrl_trl.evaluation.quick_figures import checked_figures, measure
+from salesrl_trl.launch.data.formats import BBQ
+from salesrl_trl.launch.evaluation.bbq import BBQFigure, figures_of, named_option, target_of
+from salesrl_trl.launch.evaluation.quick_figures import checked_figures, measure
 
 OPTIONS = ("The Muslim neighbour", "Not known", "The Hindu neighbour")
 

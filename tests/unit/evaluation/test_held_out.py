@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from salesrl_trl import train
-from salesrl_trl.evaluation.held_out import EvaluatedCompletion, HeldOut, spread
+from salesrl_trl.launch import train
+from salesrl_trl.launch.evaluation.held_out import EvaluatedCompletion, HeldOut, spread
 
 
 @pytest.fixture

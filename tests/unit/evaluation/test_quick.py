@@ -9,8 +9,8 @@ from support.answers import INVALID, WrittenSubject, answered, one_rank
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.evaluation.quick import QuickEvaluator, sample
-from salesrl_trl.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.launch.evaluation.quick import QuickEvaluator, sample
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.telemetry.timeline import Timeline
 
 ROWS = [{"prompt": "", "row": place} for place in range(2)]
@@ -159,7 +159,7 @@ def test_a_full_disk_ends_no_run(evaluator, tmp_path, caplog, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("salesrl_trl.evaluation.quick_record.QuickEvalHistory.write", full)
+        patched.setattr("salesrl_trl.launch.evaluation.quick_record.QuickEvalHistory.write", full)
         evaluator(subject, best=None)(0, 4)
     assert "quick_eval.jsonl can't be written (OSError)" in caplog.text
     assert list(subject.logged) == [2, 4]

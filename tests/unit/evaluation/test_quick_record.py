@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from support.answers import answered
 
-from salesrl_trl.evaluation.quick import spread
-from salesrl_trl.evaluation.quick_figures import measure
-from salesrl_trl.evaluation.quick_record import (
+from salesrl_trl.launch.evaluation.quick import spread
+from salesrl_trl.launch.evaluation.quick_figures import measure
+from salesrl_trl.launch.evaluation.quick_record import (
     QuickEvalHistory,
     QuickEvaluation,
     evaluation_of,

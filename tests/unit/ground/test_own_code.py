@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from salesrl_trl import env
 from salesrl_trl.ground import own_code
+from salesrl_trl.launch import env
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ RAISED, WRAPPED = "signal.raise_signal(signal.SIGINT)", "raise ImportError('Keyb
     ("command", "error"),
     [
         ((f"{ROOT}/recipes/debug.py",), WRAPPED),
-        (("-m", "salesrl_trl.preflight"), RAISED),
-        (("-m", "salesrl_trl.env", "--config", f"{ROOT}/recipes/debug.yaml"), RAISED),
+        (("-m", "salesrl_trl.launch.preflight"), RAISED),
+        (("-m", "salesrl_trl.launch.env", "--config", f"{ROOT}/recipes/debug.yaml"), RAISED),
         *(((f"{ROOT}/scripts/{name}.py",), RAISED) for name in (
             "warmup_model", "check_gpu_memory", "simulate_training_rewards", "test_components",
             "create_tiny_dataset",
@@ -61,9 +61,9 @@ def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, name
 @pytest.mark.parametrize(
     "command",
     [
-        ("-m", "salesrl_trl.env"),
-        ("-u", "-m", "salesrl_trl.env"),
-        ("-m", "salesrl_trl.preflight", "--calls", "4"),
+        ("-m", "salesrl_trl.launch.env"),
+        ("-u", "-m", "salesrl_trl.launch.env"),
+        ("-m", "salesrl_trl.launch.preflight", "--calls", "4"),
         (f"{ROOT}/scripts/test_rag_endpoints.py", *ADDRESS),
     ],
     ids=" ".join,
@@ -71,7 +71,7 @@ def test_a_signal_during_the_imports_of_a_recipe_is_one_line_and_75(number, name
 def test_an_output_without_room_is_one_line_and_2(command):
     with open("/dev/full", "w") as full:
         # what imports all of TRL is a fork
-        with_python = python() if "salesrl_trl.preflight" in command else COLD_PYTHON
+        with_python = python() if "salesrl_trl.launch.preflight" in command else COLD_PYTHON
         end = ended(*command, with_python=with_python, stdout=full)
     assert end.returncode == 2
     assert end.stderr.strip().startswith("the output can't be written (No space left on device)")

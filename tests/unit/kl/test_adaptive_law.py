@@ -8,7 +8,14 @@ import pytest
 from benchmarks.kl_plant import TARGETS
 from benchmarks.kl_simulate import out_of_reach
 from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
-from salesrl_trl.kl.law import ANSWER, FIRST_STEP, NOTICE, AdaptiveLaw, KLTarget, Window
+from salesrl_trl.kl.law import (
+    ANSWER,
+    FIRST_STEP,
+    NOTICE,
+    AdaptiveLaw,
+    KLTarget,
+    Window,
+)
 
 TARGET = KLTarget(beta=0.1, low=0.02, high=0.08)  # centre 0.04
 OPEN = KLTarget(beta=0.1, low=0.0, high=0.08)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from accelerate import PartialState
 
-from salesrl_trl.config import RewardConfig
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.parts.judge_meter import JudgeMeter
-from salesrl_trl.reward.judge.meter import MeterSettings
+from salesrl_trl.judged.meter import MeterSettings
+from salesrl_trl.judged.meter_part import JudgeMeter
+from salesrl_trl.launch.reward_config import RewardConfig
 
 JUDGES = [{"name": name, "base_url": "http://j/v1", "model": "m"} for name in ("first", "other")]
 METER = {"second": "other", "on_alarm": "second_judge"}

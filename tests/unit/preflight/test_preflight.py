@@ -25,21 +25,20 @@ from support.published import qrecc, write
 from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
-from salesrl_trl import env
-from salesrl_trl.build import software
-from salesrl_trl.build.checks import environment
-from salesrl_trl.build.checks.addresses import PROBE_TIMEOUT_S
-from salesrl_trl.build.checks.outcome import StageVerdict
-from salesrl_trl.build.memory.estimate import Card
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.settings import parse
-from salesrl_trl.data import sources
 from salesrl_trl.errors import SalesRLError
-from salesrl_trl.preflight import runner
-from salesrl_trl.preflight.__main__ import main
-from salesrl_trl.preflight.runner import chosen, examine, prepare
-from salesrl_trl.preflight.simulation import main as simulate
-from salesrl_trl.preflight.stage import PreflightStage
+from salesrl_trl.launch import env, software
+from salesrl_trl.launch.checks import environment
+from salesrl_trl.launch.checks.addresses import PROBE_TIMEOUT_S
+from salesrl_trl.launch.checks.outcome import StageVerdict
+from salesrl_trl.launch.data import sources
+from salesrl_trl.launch.memory.estimate import Card
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.preflight import runner
+from salesrl_trl.launch.preflight.__main__ import main
+from salesrl_trl.launch.preflight.runner import chosen, examine, prepare
+from salesrl_trl.launch.preflight.simulation import main as simulate
+from salesrl_trl.launch.preflight.stage import PreflightStage
+from salesrl_trl.launch.settings import parse
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 CHEAP = runner.STAGES[:4]  # those that ask no service and load no model
@@ -50,7 +49,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(runner, "BEFORE_A_RUN", CHEAP)
     monkeypatch.setattr(environment, "PROBE_MIB", 1)
     monkeypatch.setattr(environment, "SLOW_MIB_S", 0.0)
-    monkeypatch.setattr("salesrl_trl.run.console.set_up_logging", lambda *_: None)
+    monkeypatch.setattr("salesrl_trl.launch.console.set_up_logging", lambda *_: None)
 
 
 @pytest.fixture
@@ -385,11 +384,11 @@ def deepspeed_in_16_bits(training):
 
 
 def test_checkpoints_have_room(told, policy, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.build.memory.shape.parameter_count", lambda *_: 2**30)
+    monkeypatch.setattr("salesrl_trl.launch.memory.shape.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
     free = {"gib": 200.0}
-    monkeypatch.setattr("salesrl_trl.preflight.memory.free_gib", lambda *_: free["gib"])
-    monkeypatch.setattr("salesrl_trl.build.memory.estimate.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.preflight.memory.free_gib", lambda *_: free["gib"])
+    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.card_here", lambda device: Card("a card", 80.0))
     asked_with = functools.partial(told, *given, stages=runner.STAGES[1:5])
     assert "free disk" not in asked_with()
     free["gib"] = 30.0
@@ -494,7 +493,7 @@ def test_a_program_gets_one_json_object_of_a_failure_too(tool, arguments, messag
 
 
 def preflight(*arguments, **options):
-    command = [sys.executable, "-m", "salesrl_trl.preflight", "--config", str(RECIPE), *arguments]
+    command = [sys.executable, "-m", "salesrl_trl.launch.preflight", "--config", str(RECIPE), *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
 
 

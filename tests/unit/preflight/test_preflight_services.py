@@ -16,18 +16,18 @@ from support import virtual_time
 from support.in_memory import Network, Services
 from support.loopback import ANSWER, VERDICT, chat_completion, row
 
-from salesrl_trl.build.checks.outcome import StageVerdict
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.services_plan import StepSettings
-from salesrl_trl.build.settings import SettingsParser, all_kinds, names_of_settings, parse
-from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.preflight.__main__ import examine_alone, main, read_alone
-from salesrl_trl.preflight.services import JUDGE_STAGE, RAG_STAGE
-from salesrl_trl.preflight.stage import report_of
-from salesrl_trl.reward.judge.judge_interface import Judge
-from salesrl_trl.reward.service.budget import read_account
+from salesrl_trl.judged.budget import read_account
+from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.launch.checks.outcome import StageVerdict
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.preflight.__main__ import examine_alone, main, read_alone
+from salesrl_trl.launch.preflight.services import JUDGE_STAGE, RAG_STAGE
+from salesrl_trl.launch.preflight.stage import report_of
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.launch.services_plan import StepSettings
+from salesrl_trl.launch.settings import SettingsParser, all_kinds, names_of_settings, parse
 from salesrl_trl.types import Verdict as Scores
 
 PASSED, NOTED, FAILED = StageVerdict.PASSED, StageVerdict.NOTED, StageVerdict.FAILED
@@ -401,7 +401,7 @@ def test_the_script_for_components_begins_with_the_machine(services, capsys, mon
     given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--calls", "8"]
     given += ["--config", str(RECIPES[0]), "--output_dir", str(tmp_path), "--json"]
     monkeypatch.setattr(sys, "argv", ["test_components.py", *given])
-    monkeypatch.setattr("salesrl_trl.run.launch.end_tidily", lambda: None)  # it is for a whole process
+    monkeypatch.setattr("salesrl_trl.launch.process.end_tidily", lambda: None)  # it is for a whole process
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     found = json.loads(capsys.readouterr().out)

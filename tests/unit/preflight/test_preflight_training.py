@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from salesrl_trl.build.checks.outcome import Findings, StageVerdict
-from salesrl_trl.build.memory.estimate import SCORING, Card, Estimate, Moment
-from salesrl_trl.build.memory.shape import UnknownShape
-from salesrl_trl.build.plan import Plan
-from salesrl_trl.build.settings import parse
-from salesrl_trl.data.lengths import token_counter
+from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
+from salesrl_trl.launch.data.lengths import token_counter
+from salesrl_trl.launch.memory.estimate import SCORING, Card, Estimate, Moment
+from salesrl_trl.launch.memory.shape import UnknownShape
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.preflight.memory import Scales
+from salesrl_trl.launch.preflight.rehearsal import rehearse
+from salesrl_trl.launch.preflight.runner import BEFORE_A_RUN, examine
+from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE, judge_update, report_memory
+from salesrl_trl.launch.settings import parse
 from salesrl_trl.names import GPU_PEAK
-from salesrl_trl.preflight.memory import Scales
-from salesrl_trl.preflight.rehearsal import rehearse
-from salesrl_trl.preflight.runner import BEFORE_A_RUN, examine
-from salesrl_trl.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE, judge_update, report_memory
 from salesrl_trl.telemetry.device import GIB
 
 MEMORY_STAGE = BEFORE_A_RUN[4]
@@ -72,7 +72,7 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
         moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name=SCORING, parts={"weights": 9.0}))
         return Estimate(card_gib=80.0, moments=moments, sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.build.memory.estimate.card_here", lambda _: Card("a", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.card_here", lambda _: Card("a", 80.0))
     monkeypatch.setattr(Scales, "shape", property(weighed))
     monkeypatch.setattr(Scales, "weigh", weighed)
     memory, _, step = examine(planned(), stages=(MEMORY_STAGE, MODEL_STAGE, STEP_STAGE))
@@ -82,7 +82,9 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
 
 
 def test_the_engine_is_asked_with_the_shortest_prompt_where_rows_come_again(planned, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.preflight.rehearsal.build_trainer", lambda *_: SimpleNamespace(finish=print))
+    monkeypatch.setattr(
+        "salesrl_trl.launch.preflight.rehearsal.build_trainer", lambda *_: SimpleNamespace(finish=print)
+    )
     plan = planned("--max_train_rows", "3", "--num_generations", "2")  # 4 prompts from 3 rows: the longest comes again
     with plan.opened:
         rehearsal = rehearse(plan)

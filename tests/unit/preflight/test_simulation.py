@@ -15,17 +15,31 @@ from pathlib import Path
 import pytest
 from support.seconds import check_seconds
 
-from salesrl_trl import train
-from salesrl_trl.config import RewardConfig
-from salesrl_trl.data.sources import load_drafts, load_rows
-from salesrl_trl.preflight import simulation
-from salesrl_trl.preflight.made_up import DEFAULT_MIX, VARIANTS, Completion, actions, batches, cases_of
-from salesrl_trl.preflight.simulation import findings_of, hints, main, mix_of, report_text
+from salesrl_trl.judged.judge_interface import ProviderUsage
+from salesrl_trl.judged.parsing import parse_action
+from salesrl_trl.launch import train
+from salesrl_trl.launch.data.sources import load_drafts, load_rows
+from salesrl_trl.launch.preflight import simulation
+from salesrl_trl.launch.preflight.made_up import (
+    DEFAULT_MIX,
+    VARIANTS,
+    Completion,
+    actions,
+    batches,
+    cases_of,
+)
+from salesrl_trl.launch.preflight.simulation import findings_of, hints, main, mix_of, report_text
+from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.judge.judge_interface import ProviderUsage
-from salesrl_trl.reward.parsing import parse_action
-from salesrl_trl.reward.service.transport import TRAFFIC
-from salesrl_trl.types import DEFAULT_FORMAT, Action, Message, Outcome, Reward, SalesRow
+from salesrl_trl.service.transport import TRAFFIC
+from salesrl_trl.types import (
+    DEFAULT_FORMAT,
+    Action,
+    Message,
+    Outcome,
+    Reward,
+    SalesRow,
+)
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "simulate_training_rewards.py"
 BRANCHES = ("fairness", "hallucination")

@@ -6,9 +6,9 @@ import pytest
 from support.virtual_time import play
 
 from salesrl_trl.errors import ServiceTimeout, ServiceUnavailable
-from salesrl_trl.recording.completion_record import CallNote, CompletionRecord, noted_in
-from salesrl_trl.reward.service.event_loop import deadline
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.service.event_loop import deadline
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
 
 
 def transport(**given):

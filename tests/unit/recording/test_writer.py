@@ -19,11 +19,11 @@ from support.recordings import ANSWER, PROMPT, batch, call, entry, notes, write
 from support.seconds import until
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording import writer
-from salesrl_trl.recording.completion_record import CompletionRecord, Judged
-from salesrl_trl.recording.reader import digest_of, open_record, record_files, recorded, run_of
-from salesrl_trl.recording.schema import TABLES, record_file
-from salesrl_trl.recording.writer import Batch, Recorder
+from salesrl_trl.record import writer
+from salesrl_trl.record.reader import digest_of, open_record, record_files, recorded, run_of
+from salesrl_trl.record.schema import TABLES, record_file
+from salesrl_trl.record.writer import Batch, Recorder
+from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged
 
 
 def rows(folder, query):

@@ -15,21 +15,22 @@ import torch
 from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
 from support.planned import planned
 
-from salesrl_trl.build.checks.dataset import settle_held_out
-from salesrl_trl.config import DataConfig, RewardConfig
-from salesrl_trl.recording.completion_record import CompletionRecord
-from salesrl_trl.recording.reader import recorded
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import Batch, Entry, Recorder
-from salesrl_trl.rejudge.__main__ import main, text_of
-from salesrl_trl.rejudge.rejudging import of_all_functions, rejudged, write
-from salesrl_trl.rejudge.score_changes import Baseline, advantages, changes, rank_correlation
+from salesrl_trl.launch.checks.dataset import settle_held_out
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.record.reader import recorded
+from salesrl_trl.record.rejudge.__main__ import main, text_of
+from salesrl_trl.record.rejudge.rejudging import of_all_functions, rejudged, write
+from salesrl_trl.record.rejudge.score_changes import Baseline, advantages, changes, rank_correlation
+from salesrl_trl.record.replay import ReplayReward
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.replay import ReplayReward
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.types import Outcome, Reward, SalesRow
 from salesrl_trl.update.advantages import hybrid_advantages
 

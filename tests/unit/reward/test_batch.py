@@ -10,8 +10,8 @@ from support.virtual_time import play
 
 from salesrl_trl.reward.batch import completion_text
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.service.event_loop import CANCEL_GRACE_S, remaining_s
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.service.event_loop import CANCEL_GRACE_S, remaining_s
 from salesrl_trl.timing import overlap
 from salesrl_trl.types import Outcome, Reward
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from salesrl_trl.reward.service.breaker import (
+from salesrl_trl.service.breaker import (
     COOLDOWN_S,
     DENIED_COOLDOWN_S,
     FAILURES_TO_OPEN,

@@ -12,8 +12,7 @@ from support.in_memory import Network, Reply
 from support.loopback import row
 
 from salesrl_trl.errors import BudgetSpent, ConfigError, DeadlineExceeded, ServiceError, ServiceUnavailable
-from salesrl_trl.reward.judge.provider import JudgeProvider, Material, ProviderClient
-from salesrl_trl.reward.service.budget import (
+from salesrl_trl.judged.budget import (
     CALLS,
     FREE,
     USD,
@@ -26,8 +25,9 @@ from salesrl_trl.reward.service.budget import (
     open_account,
     read_account,
 )
-from salesrl_trl.reward.service.event_loop import deadline, now
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.judged.provider import JudgeProvider, Material, ProviderClient
+from salesrl_trl.service.event_loop import deadline, now
+from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, Answer
 
 MAX_CALLS = Limit(name="max_calls", kind=CALLS, most=100)

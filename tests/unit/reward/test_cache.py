@@ -17,9 +17,9 @@ import pytest
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
-from salesrl_trl.reward import cache as module
-from salesrl_trl.reward.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.reward.service.event_loop import deadline, remaining_s
+from salesrl_trl.judged import cache as module
+from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
+from salesrl_trl.service.event_loop import deadline, remaining_s
 
 
 def cache_of(store):
@@ -281,7 +281,7 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(path, monkeypatch):
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.judged.cache import AnswerStore
 
 async def main():
     store, number = AnswerStore(Path(sys.argv[1])), 0
@@ -318,7 +318,7 @@ def test_a_store_that_nobody_closed_holds_up_no_process(path, ends):
     code = f"""
 import asyncio, sys
 from pathlib import Path
-from salesrl_trl.reward.cache import AnswerStore
+from salesrl_trl.judged.cache import AnswerStore
 store = AnswerStore(Path(sys.argv[1]))
 async def main():
     store.put("k", 1)

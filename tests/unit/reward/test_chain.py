@@ -11,7 +11,7 @@ from support import virtual_time
 from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat_completion, row
 
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.reward.rag_client import RagClient
+from salesrl_trl.judged.rag_client import RagClient
 from salesrl_trl.types import Outcome
 
 

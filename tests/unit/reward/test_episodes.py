@@ -13,10 +13,17 @@ import pytest
 import torch
 from trl import GRPOConfig
 
-from salesrl_trl import ConfigError, Reward, SalesGRPOTrainer, ServiceError, per_completion, per_episode
+from salesrl_trl import (
+    ConfigError,
+    Reward,
+    SalesGRPOTrainer,
+    ServiceError,
+    per_completion,
+    per_episode,
+)
+from salesrl_trl.agents.episodes import PLAYED, Playing, kept
 from salesrl_trl.generation.conversations import GivenUp
 from salesrl_trl.reward.batch import Sample
-from salesrl_trl.reward.episodes import PLAYED, Playing, kept
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.reward.stage_times import StageTimes

@@ -6,7 +6,7 @@ import math
 import pytest
 from support import virtual_time
 
-from salesrl_trl.reward.service.event_loop import deadline, remaining_s
+from salesrl_trl.service.event_loop import deadline, remaining_s
 
 
 def test_a_task_takes_the_deadline_along_and_its_neighbour_another():

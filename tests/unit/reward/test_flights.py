@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support import virtual_time
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceOverloaded
-from salesrl_trl.reward.service.event_loop import deadline, now
-from salesrl_trl.reward.service.flights import (
+from salesrl_trl.service.event_loop import deadline, now
+from salesrl_trl.service.flights import (
     CLOSED,
     MARGIN,
     MIN_SAMPLES,
@@ -22,7 +22,7 @@ from salesrl_trl.reward.service.flights import (
     HedgePolicy,
     _Flight,
 )
-from salesrl_trl.reward.service.transport import Transport
+from salesrl_trl.service.transport import Transport
 
 
 @pytest.mark.parametrize("good", [0, 1, None])

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from benchmarks.meter import KINDS, WORLDS, simulate
-from salesrl_trl.reward.judge.meter import Alarm, Meter, MeterSettings
-from salesrl_trl.reward.judge.rising import Written
+from salesrl_trl.judged.meter import Alarm, Meter, MeterSettings
+from salesrl_trl.judged.rising import Written
 
 STEPS, BATCH, SHARE = 1000, 64, 0.02
 

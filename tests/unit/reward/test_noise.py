@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from salesrl_trl.reward.judge.noise import MIN_CALLS, noise_of, samples
+from salesrl_trl.judged.noise import MIN_CALLS, noise_of, samples
 from salesrl_trl.types import DEFAULT_FORMAT, ActionFormat
 
 ONE, TWO = {"fairness": "fairness"}, {"fairness": "fairness", "hallucination": "hallucination"}

@@ -7,9 +7,9 @@ import pytest
 from trl.rewards import get_soft_overlong_punishment
 
 from salesrl_trl import soft_overlong_punishment
-from salesrl_trl.build.checks.reward import own_functions
-from salesrl_trl.config import RewardConfig
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.checks.reward import own_functions
+from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.scorer import Per
 
 PATH = "salesrl_trl.soft_overlong_punishment(max_completion_len=10, soft_punish_cache=4)"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.reward.parsing import _EMPTY, INVALID_REASONS, MAX_FIELD_CHARS, is_empty_text, parse_action
+from salesrl_trl.judged.parsing import _EMPTY, INVALID_REASONS, MAX_FIELD_CHARS, is_empty_text, parse_action
 from salesrl_trl.types import Action, ActionFormat, InvalidAction
 
 FIELDS = {"user_profile": "上班族", "rewritten_query": "Python price", "history_summary": ""}

@@ -25,16 +25,16 @@ from support import deadly
 from support.forked import COLD_PYTHON
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, examples, row
 
-from salesrl_trl.build import assembly
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import NO_ACCELERATOR
+from salesrl_trl.judged.budget import Budget, Limit, read_account
+from salesrl_trl.launch import assembly
 from salesrl_trl.reward import remote as remote_module
 from salesrl_trl.reward import worker
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.reward.service.budget import Budget, Limit, read_account
 from salesrl_trl.types import Outcome
 
 PATIENCE_S = 30.0

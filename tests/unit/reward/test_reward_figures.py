@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from salesrl_trl.judged.judge_interface import ProviderUsage
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.figures import JudgeBias, RewardFigures
-from salesrl_trl.reward.judge.judge_interface import ProviderUsage
 from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.reward.service.transport import TRAFFIC
+from salesrl_trl.service.transport import TRAFFIC
 from salesrl_trl.telemetry.aggregates import StepAggregates
 from salesrl_trl.types import Outcome, Reward
 

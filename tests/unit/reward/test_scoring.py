@@ -8,7 +8,14 @@ from support.loopback import row
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.scoring import Scoring
 from salesrl_trl.reward.stage import Case
-from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, Passage, Verdict
+from salesrl_trl.types import (
+    Action,
+    Answer,
+    InvalidAction,
+    Outcome,
+    Passage,
+    Verdict,
+)
 
 PASSAGES = (Passage(id="a", text="", score=0.25), Passage(id="b", text="", score=0.5))
 ANSWER = Answer(text="x", passages=PASSAGES, took_ms=1)

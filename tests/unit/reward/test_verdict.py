@@ -9,7 +9,7 @@ from support.loopback import VERDICT, row
 
 from salesrl_trl.errors import JudgeInvalid
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.reward.judge.verdict import (
+from salesrl_trl.judged.verdict import (
     candidate_names,
     judge_message,
     read_verdict,

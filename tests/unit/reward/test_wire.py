@@ -7,7 +7,7 @@ import re
 import pytest
 
 from salesrl_trl.errors import ForeignReply, ServiceError
-from salesrl_trl.reward.service.http import REQUEST_ID_HEADER, HttpClient, check_echo, make_request_id
+from salesrl_trl.service.http import REQUEST_ID_HEADER, HttpClient, check_echo, make_request_id
 
 CALLS = 4
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.agents import ASKED, LOOK, Policy, chat_tokenizer
 
-from salesrl_trl.rollout import policy_endpoint
-from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
+from salesrl_trl.agents import policy_endpoint
+from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 
 PATH = "/v1/chat/completions"
 CALLS = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]

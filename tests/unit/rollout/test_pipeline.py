@@ -10,7 +10,7 @@ from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
-from salesrl_trl.parts.recorder import batch_of
+from salesrl_trl.record.recorder import batch_of
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch

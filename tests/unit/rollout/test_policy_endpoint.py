@@ -8,8 +8,8 @@ import openai
 import pytest
 from support.agents import ASKED, CALL, LOOK, Policy, chat_tokenizer
 
+from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.generation.conversations import GivenUp
-from salesrl_trl.rollout.policy_endpoint import PolicyEndpoint
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import time
 import pytest
 from support.recordings import batch, entry, write
 
+from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tool, tried
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
-from salesrl_trl.recording.completion_record import CompletionRecord
+from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.functions import reward_of
-from salesrl_trl.reward.replay import ReplayReward
-from salesrl_trl.reward.service.transport import Transport
-from salesrl_trl.rollout.tools import ConversationNotes, ToolCalls, tool, tried
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import CompletionRecord
 
 
 class HTTPError(Exception):

@@ -21,12 +21,12 @@ from make_troubleshooting import page
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from salesrl_trl.build.checks.addresses import check_models, check_rag
-from salesrl_trl.build.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ModelNotFoundError, ServiceError, ServiceUnavailable
-from salesrl_trl.reward.judge.verdict import read_verdict
-from salesrl_trl.run.catalogue import FAULTS, PAGE
-from salesrl_trl.run.last_words import recognised, words_of, words_of_end
+from salesrl_trl.judged.verdict import read_verdict
+from salesrl_trl.launch.catalogue import FAULTS, PAGE
+from salesrl_trl.launch.checks.addresses import check_models, check_rag
+from salesrl_trl.launch.last_words import recognised, words_of, words_of_end
+from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.update.run_control import RunControl
 
 ROOT = Path(__file__).parents[3]
@@ -152,9 +152,9 @@ def _texts(source):
         ("vllm", "v1/executor/multiproc_executor.py", "A worker of vLLM or Ray does not start"),
         ("vllm", "v1/executor/ray_utils.py", "A worker of vLLM or Ray does not start"),
         ("torch", "utils/cpp_extension.py", "A kernel does not compile"),
-        ("salesrl_trl", "build/checks/environment.py", "A lock of an interrupted build is left"),
-        ("salesrl_trl", "build/checks/environment.py", "The disk is full"),
-        ("salesrl_trl", "build/checks/model.py", "Completions do not end"),
+        ("salesrl_trl", "launch/checks/environment.py", "A lock of an interrupted build is left"),
+        ("salesrl_trl", "launch/checks/environment.py", "The disk is full"),
+        ("salesrl_trl", "launch/checks/model.py", "Completions do not end"),
     ],
 )
 def test_what_is_said_where_a_cpu_cannot_provoke_it_or_before_a_run_is_recognised(package, module, title):

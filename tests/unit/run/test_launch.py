@@ -13,8 +13,8 @@ import pytest
 from support.forked import COLD_PYTHON
 
 from salesrl_trl.ground.shutdown import EXIT_RESUMABLE
-from salesrl_trl.run import signals
-from salesrl_trl.run.launch import FOLDER, LAST_WORDS
+from salesrl_trl.launch import signals
+from salesrl_trl.launch.process import FOLDER, LAST_WORDS
 
 ROOT = Path(__file__).parents[3]
 LAUNCHER = """
@@ -27,7 +27,7 @@ if children[0].returncode:
 """
 SPEAKS = """
 import time
-from salesrl_trl.run.launch import Words, begin_run, speak
+from salesrl_trl.launch.process import Words, begin_run, speak
 begin_run()
 time.sleep({delay})
 speak(Words({text!r}, {code}, follows={follows}))
@@ -75,7 +75,7 @@ def test_of_several_processes_the_first_cause_is_said_and_its_code_left(launch, 
 ENDS = """
 import os, signal
 from pathlib import Path
-from salesrl_trl.run.launch import begin_run, keep_log
+from salesrl_trl.launch.process import begin_run, keep_log
 begin_run()
 keep_log(Path({log!r}))
 with open({log!r}, "a") as log:
@@ -112,7 +112,7 @@ def test_a_launch_of_another_program_ends_as_ever(launch, child):
 
 RUNS = """
 import sys, time
-from salesrl_trl.run.launch import begin_run
+from salesrl_trl.launch.process import begin_run
 begin_run()
 print("runs", flush=True)
 while True:

@@ -11,13 +11,12 @@ from unittest.mock import MagicMock
 import pytest
 import yaml
 
-from salesrl_trl import env, train
-from salesrl_trl.build.settings import parse
-from salesrl_trl.build.software import PACKAGE, packages
 from salesrl_trl.config.keys import is_secret
+from salesrl_trl.launch import env, signals, train
+from salesrl_trl.launch.run_record import differences, has_finished, settings_text, write_record
+from salesrl_trl.launch.settings import parse
+from salesrl_trl.launch.software import PACKAGE, packages
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
-from salesrl_trl.run import signals
-from salesrl_trl.run.run_record import differences, has_finished, settings_text, write_record
 
 ROOT = Path(__file__).parents[3]
 SETTINGS_OF_RUNS = {

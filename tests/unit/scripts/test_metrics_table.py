@@ -3,12 +3,21 @@
 from types import SimpleNamespace
 
 from salesrl_trl import names
-from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Metric, branches_in, pattern_of, reward_of
+from salesrl_trl.names import (
+    FIGURES,
+    MACHINE,
+    MEMORY,
+    THROUGHPUT,
+    Metric,
+    branches_in,
+    pattern_of,
+    reward_of,
+)
+from salesrl_trl.record.view import report_page
 from salesrl_trl.reward.figures import JudgeBias, RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import perf, step_lines, trackers
 from salesrl_trl.update.ledger import kl_names
-from salesrl_trl.view import report_page
 from scripts import make_metrics_table as tool
 
 NAMES = RewardNames(providers=("openai",), components=("judge", "reference"), stages=("own",), services=("rag_8b",))

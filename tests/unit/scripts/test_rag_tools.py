@@ -23,7 +23,7 @@ from support.seconds import check_seconds
 
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ErrorInAnswer, ServiceUnavailable
-from salesrl_trl.reward.service.http import FAILED_WORDS, make_request_id, refuse_stated_error
+from salesrl_trl.service.http import FAILED_WORDS, make_request_id, refuse_stated_error
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 ENDPOINTS = SCRIPTS / "test_rag_endpoints.py"

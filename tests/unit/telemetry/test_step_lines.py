@@ -12,7 +12,15 @@ from transformers import TrainerControl, TrainerState
 from salesrl_trl import names
 from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.logs import hide_lines
-from salesrl_trl.telemetry.step_lines import EpochLine, StepLine, clock, figure, judge_line, shares, step_line
+from salesrl_trl.telemetry.step_lines import (
+    EpochLine,
+    StepLine,
+    clock,
+    figure,
+    judge_line,
+    shares,
+    step_line,
+)
 
 BRANCHES = ("fairness", "hallucination")
 LOGS = {

@@ -10,7 +10,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from salesrl_trl.view.record_index import Index
+from salesrl_trl.record.view.record_index import Index
 
 STARTED_S = 1_700_000_000.0
 """2023-11-14 22:13:20 UTC."""

@@ -4,8 +4,15 @@ import re
 
 import pytest
 
-from salesrl_trl.view import charts
-from salesrl_trl.view.charts import BOTTOM, HEIGHT, TOP, Line, line_chart, stacked_chart
+from salesrl_trl.record.view import charts
+from salesrl_trl.record.view.charts import (
+    BOTTOM,
+    HEIGHT,
+    TOP,
+    Line,
+    line_chart,
+    stacked_chart,
+)
 
 FLOOR = HEIGHT - BOTTOM
 

@@ -5,12 +5,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from salesrl_trl import report as command
+from salesrl_trl.judged.budget import USD, Limit, Spent, open_account
 from salesrl_trl.names import JUDGE_ALARMS, SPENT_FILE, Phase, Stage
-from salesrl_trl.reward.service.budget import USD, Limit, Spent, open_account
-from salesrl_trl.view.report_page import html_page, text_page
-from salesrl_trl.view.run_folder import read_run
-from salesrl_trl.view.wording import in_language
+from salesrl_trl.record import report as command
+from salesrl_trl.record.view.report_page import html_page, text_page
+from salesrl_trl.record.view.run_folder import read_run
+from salesrl_trl.record.view.wording import in_language
 
 VOID = {"meta"}
 

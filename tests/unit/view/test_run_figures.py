@@ -2,10 +2,10 @@
 
 import pytest
 
-from salesrl_trl.view import run_figures as figures
-from salesrl_trl.view.advice import advice
-from salesrl_trl.view.run_folder import read_run
-from salesrl_trl.view.wording import percent, seconds
+from salesrl_trl.record.view import run_figures as figures
+from salesrl_trl.record.view.advice import advice
+from salesrl_trl.record.view.run_folder import read_run
+from salesrl_trl.record.view.wording import percent, seconds
 
 
 def run_of(run_folder, steps):

@@ -8,7 +8,7 @@ import pytest
 from support.forked import COLD_PYTHON
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.view.run_folder import read_run
+from salesrl_trl.record.view.run_folder import read_run
 
 
 def test_a_whole_run_is_read(two_branches):
@@ -188,7 +188,9 @@ def test_event_files_may_lie_elsewhere(run_folder, tmp_path):
 
 def test_the_report_starts_without_what_is_heavy():
     heavy = ("torch", "trl", "vllm", "transformers", "matplotlib", "tensorboard", "numpy")
-    code = f"import sys, json, salesrl_trl.report; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
+    code = (
+        f"import sys, json, salesrl_trl.record.report; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
+    )
     told = subprocess.run([COLD_PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout
     assert json.loads(told) == []
 

@@ -13,9 +13,9 @@ from support.browser import browser, why_skipped
 from support.synthetic_record import GROUP, HOSTILE, Maker, Rank
 from support.viewing import served
 
-from salesrl_trl.view import __main__ as command
-from salesrl_trl.view import queries
-from salesrl_trl.view.record_index import Index
+from salesrl_trl.record.view import __main__ as command
+from salesrl_trl.record.view import queries
+from salesrl_trl.record.view.record_index import Index
 
 pytestmark = pytest.mark.skipif(why_skipped() is not None, reason=str(why_skipped()))
 SETTLED = "document.querySelector('main h1') && document.querySelector('main').getAttribute('aria-busy') === 'false'"
@@ -196,7 +196,7 @@ def test_the_page_speaks_both_languages_and_320_pixels_need_no_sideways_scrollin
 
 
 def test_both_languages_have_the_same_words(tab, viewer):
-    from salesrl_trl.view.page import ASSETS
+    from salesrl_trl.record.view.page import ASSETS
 
     source = (ASSETS / "words.js").read_text("utf-8").partition("const WORDS")[0]
     same = "JSON.stringify(Object.keys(EN)) === JSON.stringify(Object.keys(ZH)) && Object.keys(EN).length > 90"

@@ -8,12 +8,12 @@ import pytest
 from support.synthetic_record import Maker, Rank
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.recording.reader import record_files
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.view import queries
-from salesrl_trl.view.page import data_alone
-from salesrl_trl.view.queries import completion
-from salesrl_trl.view.record_index import Index
+from salesrl_trl.record.reader import record_files
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.view import queries
+from salesrl_trl.record.view.page import data_alone
+from salesrl_trl.record.view.queries import completion
+from salesrl_trl.record.view.record_index import Index
 
 
 def rows(*runs):

@@ -7,12 +7,12 @@ import pytest
 from support.recordings import ANSWER, PROMPT, batch, call, entry, write
 from support.seconds import until
 
-from salesrl_trl.recording.completion_record import CompletionRecord, Judged
-from salesrl_trl.recording.schema import record_file
-from salesrl_trl.recording.writer import Recorder
-from salesrl_trl.view import queries, record_index
-from salesrl_trl.view.queries import completion
-from salesrl_trl.view.record_index import Index
+from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.view import queries, record_index
+from salesrl_trl.record.view.queries import completion
+from salesrl_trl.record.view.record_index import Index
+from salesrl_trl.record.writer import Recorder
+from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged
 
 REFERENCE = {**ANSWER, "text": "5980 yuan, in two parts."}
 

@@ -15,11 +15,11 @@ from support.seconds import until
 from support.synthetic_record import HOSTILE, Rank
 from support.viewing import asked, served
 
-from salesrl_trl.view import __main__ as command
-from salesrl_trl.view import queries
-from salesrl_trl.view import viewer as server
-from salesrl_trl.view.page import ASSETS, PREACT, page
-from salesrl_trl.view.record_index import Index
+from salesrl_trl.record.view import __main__ as command
+from salesrl_trl.record.view import queries
+from salesrl_trl.record.view import viewer as server
+from salesrl_trl.record.view.page import ASSETS, PREACT, page
+from salesrl_trl.record.view.record_index import Index
 
 RELEASED = "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
 
@@ -225,7 +225,7 @@ def test_a_browser_that_leaves_early_is_no_error_on_the_terminal(viewer, capfd):
 
 
 def test_the_command_serves_until_ctrl_c(two_runs):
-    line = [sys.executable, "-m", "salesrl_trl.view", str(two_runs[0])]
+    line = [sys.executable, "-m", "salesrl_trl.record.view", str(two_runs[0])]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         address = process.stdout.readline()
         process.send_signal(2)

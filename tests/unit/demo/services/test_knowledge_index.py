@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import salesrl_trl.data.demo
-from salesrl_trl.data.files import Document, load_documents
+import salesrl_trl.demo.rows
 from salesrl_trl.demo.services.bm25_index import BM25_B, BM25_K1, KnowledgeIndex
 from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import DataError
+from salesrl_trl.launch.data.files import Document, load_documents
 
 FRUIT = KnowledgeIndex([Document(id="a", text="apple"), Document(id="p", text="pear")])
 COURSES = KnowledgeIndex(
@@ -172,7 +172,7 @@ def test_bad_knowledge_base_names_the_line(tmp_path, content, message):
 
 
 def test_packaged_knowledge_base_is_found_by_its_own_titles():
-    path = Path(salesrl_trl.data.demo.__file__).parent / "knowledge.jsonl"
+    path = Path(salesrl_trl.demo.rows.__file__).parent / "knowledge.jsonl"
     documents = load_documents(path)
     index = KnowledgeIndex(documents)
     found = [index.search(f"{document.title} {document.text}", 1, 0.0)[0].id for document in documents]

@@ -1,0 +1,291 @@
+"""Calls of tools in the midst of a conversation: how they are made, and what a failed one means.
+
+Owns `@tool`, the difference between an error of the policy and a failure of a service, the counts of calls, and the
+notes of a conversation. TRL's loop asks for calls; it gets a text, or an error that it tells the policy. Calls of one
+turn run at once.
+"""
+
+import asyncio
+import functools
+import inspect
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar, overload
+
+from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
+from salesrl_trl.ground.texts import encodable
+from salesrl_trl.names import TOOL_FIGURES
+from salesrl_trl.record.reader import as_json
+from salesrl_trl.reward.watched_loop import THREADS
+from salesrl_trl.service.event_loop import deadline, seconds_or_error
+from salesrl_trl.service.http import service_error_of
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
+from salesrl_trl.timing import Span
+
+Tool = Callable[..., object]
+F = TypeVar("F", bound=Tool)
+OnFailure = Literal["leave_out", "tell"]
+Recorded = Callable[[str, str], Awaitable[tuple[str | None, str] | None]]
+"""From a call's service, such as `tool_search`, and its arguments as JSON to its answer and its failure in a record. A
+service's failure has no answer; an error of the policy has its words. `None`: the tool is called."""
+_SETTINGS = "salesrl_tool"  # attribute of a function that has settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolSettings:
+    """How a tool is called: the arguments of `tool`."""
+
+    transport: Transport | None = None
+    deadline_s: float | None = None
+    on_failure: OnFailure = "leave_out"
+    example: Mapping[str, object] | None = None
+    counted: list[Transport]
+    """Those whose traffic is the tool's: `transport`, or what the tool itself calls by."""
+
+    @classmethod
+    def of(cls, tool: Tool) -> "ToolSettings":
+        return getattr(tool, _SETTINGS, None) or cls(counted=[])
+
+
+@overload
+def tool(function: F, /) -> F: ...
+@overload
+def tool(
+    *,
+    transport: Transport | None = None,
+    deadline_s: float | None = 60.0,
+    on_failure: OnFailure = "leave_out",
+    example: Mapping[str, object] | None = None,
+) -> Callable[[F], F]: ...
+def tool(
+    function: F | None = None,
+    /,
+    *,
+    transport: Transport | None = None,
+    deadline_s: float | None = 60.0,
+    on_failure: OnFailure = "leave_out",
+    example: Mapping[str, object] | None = None,
+) -> F | Callable[[F], F]:
+    """Say how a tool of TRL's `tools`, or a method of an environment, is called, and what its failure means.
+
+    A service that fails is no error of the policy. By default such a conversation is left out of the update, with the
+    failure's code as its reason. Everything else that the function raises is told to the policy, as by TRL:
+    `{"error": ...}`.
+
+    Args:
+        transport (`Transport`, *optional*):
+            Retries, limits, hedges, a breaker and the run's budget around each call. The call is made once when not
+            given.
+        deadline_s (`float`, *optional*, defaults to `60.0`):
+            Seconds for a call, with its retries. `None` for no end.
+        on_failure (`str`, *optional*, defaults to `"leave_out"`):
+            `"leave_out"` leaves the conversation out. `"tell"` tells the policy the failure's code as an error.
+        example (`dict`, *optional*):
+            Arguments with which a function of `tools` is called once before training. A failure ends the start.
+
+    Raises `ConfigError` for another `on_failure`, or for seconds that are not positive.
+    """
+    if on_failure not in ("leave_out", "tell"):
+        raise ConfigError(f"`on_failure` is {on_failure!r}. Expected `leave_out` or `tell`.")
+    if deadline_s is not None and not deadline_s > 0:
+        raise ConfigError(f"`deadline_s` of a tool is {deadline_s}. Expected seconds above 0, or `None`.")
+
+    def with_settings(function: F) -> F:
+        settings = ToolSettings(
+            transport=transport, deadline_s=deadline_s, on_failure=on_failure, example=example,
+            counted=[] if transport is None else [transport],
+        )  # fmt: skip
+        setattr(function, _SETTINGS, settings)
+        return function
+
+    return with_settings if function is None else with_settings(function)
+
+
+@dataclass(kw_only=True, slots=True)
+class ConversationNotes:
+    """What is noted of one conversation, by the thread that goes through it and the loop on which its tools run."""
+
+    track: str  # of the trace
+    record: CompletionRecord | None = None  # gets its calls, with arguments and results. `None`: they are not recorded
+    failed: str | None = None
+    """The reason code of the failed call that leaves it out."""
+    spans: list[Span] = field(default_factory=list)  # turns, and calls of tools
+    turns: int = 0
+    _calls: int = 0  # of the last turn so far
+
+    def end_turn(self, began: float) -> None:
+        """A turn is there that was asked for at `began`."""
+        self.turns, self._calls = self.turns + 1, 0
+        self._add(f"turn {self.turns}", began, self.track, failed=False)
+
+    def call_track(self) -> str:
+        """The track of the trace for the next call: calls of one turn run at once, and spans of a track do not."""
+        self._calls += 1
+        return f"{self.track} call {self._calls}"
+
+    def _add(self, name: str, began: float, track: str, *, failed: bool) -> None:
+        self.spans.append(Span(name=name, started=began, ended=time.perf_counter(), track=track, failed=failed))
+
+
+class ToolCalls:
+    """The calls of one batch, and their counts, which have the same keys in every batch: `names` of all tools. In a
+    replay, `recorded` takes the place of calls."""
+
+    def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
+        self.began = time.perf_counter()  # when the first turns are asked for
+        self.stopped: str | None = None  # the reason code of calls that begin now: none is made. `None`: they are.
+        self._tasks: set[asyncio.Task[object]] = set()
+        self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
+        self._recorded = recorded
+
+    def of(self, tools: Iterable[Tool], notes: ConversationNotes) -> "OwnTools":
+        """The tools of one conversation as TRL's loop calls them. A failed call that leaves the conversation out
+        answers with an empty text; `notes` have its reason."""
+        return OwnTools({each.__name__: functools.partial(self._call, each, notes) for each in tools})
+
+    @property
+    def under_way(self) -> int:
+        return len(self._tasks)
+
+    def cut_off(self, reason: str) -> None:
+        """Make no more calls: those under way and all later ones fail with this reason. From any thread."""
+        self.stopped = reason
+        for task in list(self._tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def _call(self, tool: Tool, notes: ConversationNotes, /, **arguments: object) -> object:
+        settings = ToolSettings.of(tool)
+        counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
+        began, track, has_failed = time.perf_counter(), notes.call_track(), True
+        task = asyncio.current_task()
+        assert task is not None
+        counts["calls"] += 1
+        self._tasks.add(task)
+        try:
+            if self.stopped is not None:
+                raise asyncio.CancelledError
+            result = await self._noted(settings, tool, notes, arguments)
+            has_failed = False
+        except asyncio.CancelledError:
+            if self.stopped is None:
+                raise
+            notes.failed = notes.failed or self.stopped
+            return ""
+        except ServiceError as error:
+            counts["failures"] += 1
+            if settings.on_failure == "tell":
+                raise RuntimeError(error.code) from error
+            notes.failed = notes.failed or error.code
+            return ""
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # told to the policy, as by TRL
+            counts["errors"] += 1
+            raise error if isinstance(error, Exception) else RuntimeError(type(error).__name__) from error
+        finally:
+            self._tasks.discard(task)
+            counts["seconds"] += time.perf_counter() - began
+            notes._add(f"tool_{tool.__name__}", began, track, failed=has_failed)
+        return result
+
+    async def _noted(
+        self, settings: ToolSettings, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]
+    ) -> object:
+        """`_within`, or what a record has in its place, noted in the conversation's record."""
+        service, asked = f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
+        turn, content = f"turn {notes.turns}", asked.encode(errors="replace")
+        with noted_in(notes.record), CallNote(service, turn, content, stays=True) as note:
+            try:
+                known = None if self._recorded is None else await self._recorded(service, asked)
+                if known is None:
+                    result = await _within(settings, service, tool, arguments)
+                else:
+                    result, failure = known
+                    if failure and result is None:
+                        raise ServiceError(f"{service} failed in the recorded run ({failure})", failure)
+                    if failure:
+                        raise RuntimeError(result)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                if not isinstance(error, ServiceError):
+                    words = str(error) if isinstance(error, Exception) else type(error).__name__
+                    note.answer = (told := encodable(words, f"an error of {service}")).encode()
+                    if told is not words:  # a replay raises this text
+                        raise RuntimeError(told) from error
+                raise
+            if not isinstance(result, list):  # of parts of a message, such as pictures
+                note.answer = encodable(str(result), f"a result of {service}").encode()
+        return result
+
+
+class OwnTools(dict[str, Tool]):
+    """Tools by name, for TRL's loop. It has every name: one that is unknown raises what TRL raises for it, when its
+    turn comes, so that results stand in the order of calls."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> Tool:
+        async def unknown(**arguments: object) -> None:
+            raise ValueError(f"Tool {name} not found.")
+
+        return unknown
+
+
+async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: Mapping[str, object]) -> object:
+    """Call a tool. Raises a `ServiceError` where a service failed, and what the tool raised otherwise."""
+
+    async def attempt() -> tuple[object, BaseException | None]:
+        try:
+            if inspect.iscoroutinefunction(tool):
+                return await tool(**arguments), None
+            call: Future[object] = THREADS.submit(lambda: tool(**arguments))
+            return await asyncio.wrap_future(call), None
+        except ServiceError:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if (known := service_error_of(service, error)) is not None:
+                raise known from error
+            return None, error  # the policy's: nobody tries again
+
+    made = attempt() if settings.transport is None else None
+    late = asyncio.timeout(settings.deadline_s)
+    try:
+        async with late:
+            with deadline(float("inf") if settings.deadline_s is None else settings.deadline_s):
+                result, error = await (made or settings.transport.call(attempt))  # type: ignore[union-attr]
+    except TimeoutError:
+        if not late.expired():
+            raise
+        raise ServiceTimeout(f"{service} did not answer in {settings.deadline_s} s", f"{service}_timeout") from None
+    if error is not None:
+        raise error
+    return result
+
+
+async def drain_traffic(tools: Iterable[Tool]) -> dict[str, Counter[str]]:
+    """The traffic of all transports of tools since the last time, by service. Budgets get back what is not spent. On
+    the event loop of their calls."""
+    traffic: dict[str, Counter[str]] = {}
+    for transport in dict.fromkeys(transport for tool in tools for transport in ToolSettings.of(tool).counted):
+        traffic.setdefault(transport.service, Counter()).update(transport.drain_traffic())
+        if transport.budget is not None:
+            transport.budget.settle()
+    return traffic
+
+
+async def tried(tools: Sequence[Tool]) -> dict[str, float | ServiceError]:
+    """Call each tool that has an example once, all at once. Returns by name the seconds, or the error; NaN for a tool
+    without one."""
+
+    async def once(tool: Tool) -> float | ServiceError:
+        settings = ToolSettings.of(tool)
+        if settings.example is None:
+            return math.nan
+        service = f"tool_{tool.__name__}"
+        return await seconds_or_error(functools.partial(_within, settings, service, tool, settings.example))
+
+    ended = await asyncio.gather(*map(once, tools))
+    return {tool.__name__: result for tool, result in zip(tools, ended, strict=True)}

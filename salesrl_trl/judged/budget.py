@@ -1,0 +1,416 @@
+"""What a run may spend: the account that its processes share, and the requests of this process held against it.
+
+    {"services": {"judge_a": {"calls": 30, "prompt_tokens": 9000, "completion_tokens": 600, "usd": 0.42}},
+     "taken": {"max_usd": 0.5}, "most": {"max_usd": 2.0}, "refused": {}}
+
+- A process takes calls and US dollars in blocks, so that a request costs no look at the file. All blocks together are
+  never more than what is left. The block of a process that was killed stays taken: its requests may have left.
+- A request counts before it is sent, with the mean cost of those before it. When it has ended, its own cost replaces
+  the mean. So no limit of calls is passed, and no limit of US dollars but by the error of that mean.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from filelock import FileLock
+
+from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError, ServiceUnavailable
+from salesrl_trl.ground.process import write_whole
+from salesrl_trl.service.event_loop import PerLoop, now, remaining_s, waiting_for
+
+logger = logging.getLogger(__name__)
+
+CALLS, USD, TOKENS = "calls", "usd", "tokens"
+BLOCKS = 32
+"""A block is a 32nd of a process's even part of what is left. So kills and idle processes cost a small share."""
+MOST_REQUESTS = 256  # most requests' worth of a block
+LOCK_TIMEOUT_S = 20.0  # longest wait for other processes. One of them needs milliseconds.
+LOCK_RETRY_S = 0.002
+WRITE_AFTER_S = 1.0  # while requests are sent, the account is written at least so often
+NO_ACCOUNT = "budget_unknown"  # reason code of a request that was not sent because the account can't be used
+LEAST_LEVEL = 1e-6  # less is the rounding of a clock that is far on, and no wait would make it good
+BURST = 1 / 12
+"""Share of a rate per minute that may be sent at once. The rest flows in evenly, so that no minute has more."""
+LONGEST_NAP_S = 0.5
+"""Longest time between two looks at the level of tokens. Requests that had fewer tokens than expected raise it."""
+FIRST_PROMPT_TOKENS = 1000  # tokens of a prompt, until one has been counted
+FIRST_SHARE = 1e-3  # most that a request is expected to cost until one has been counted, as a share of the limit
+LATEST = 64  # the mean tokens of a request are those of about so many of the latest
+
+
+@dataclass(kw_only=True, slots=True)
+class Spent:
+    """Requests that left, and what they cost."""
+
+    calls: float = 0
+    prompt_tokens: float = 0
+    completion_tokens: float = 0
+    usd: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, other: "Spent") -> None:
+        for name in Spent.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """One limit of a run's spending."""
+
+    name: str  # its setting: `"max_calls"`, `"judge_providers[openai].max_usd"`
+    kind: str  # what it counts: `CALLS` or `USD`
+    most: float
+    service: str | None = None  # the service that it is about. `None`: all of the reward's services.
+
+    def of(self, spent: Spent) -> float:
+        return spent.calls if self.kind == CALLS else spent.usd
+
+
+@dataclass(kw_only=True, slots=True)
+class Account:
+    """What the processes of a run, and of the runs that it goes on from, have spent."""
+
+    services: dict[str, Spent] = field(default_factory=dict)
+    """By service. Requests that are under way count with what they are expected to cost."""
+    taken: dict[str, float] = field(default_factory=dict)
+    """Calls or US dollars of each limit that are used, or in the block of a process."""
+    most: dict[str, float] = field(default_factory=dict)
+    """What each limit was when a block of it was last taken or given back."""
+    refused: dict[str, float] = field(default_factory=dict)
+    """Names of the limits at which a request was refused, and what they were then."""
+
+    def total(self, service: str | None = None) -> Spent:
+        """The sum of a service, or of all."""
+        total = Spent()
+        for name, spent in self.services.items():
+            if service in (None, name):
+                total.add(spent)
+        return total
+
+    def used(self, limit: Limit) -> float:
+        """Calls or US dollars that count against a limit."""
+        return limit.of(self.total(limit.service))
+
+    def reached(self, limits: Iterable[Limit]) -> list[Limit]:
+        """The limits at which requests are refused, by what they are now."""
+        refused = self.refused
+        return [limit for limit in limits if max(refused.get(limit.name, -math.inf), self.used(limit)) >= limit.most]
+
+    def give_back(self, limit: Limit, held: float) -> None:
+        """A process gives back what is left of its block; below 0 if it used more."""
+        # at least what was spent: a limit may be new in an old run
+        self.taken[limit.name] = max(self.taken.get(limit.name, 0.0) - held, self.used(limit))
+        self.most[limit.name] = limit.most
+
+    def take(self, limit: Limit, request: float, processes: int) -> float | None:
+        """Take a block for requests of this many calls or US dollars. `None`: nothing is left for one."""
+        left = limit.most - self.taken[limit.name]
+        if left <= 0 or left < request:
+            self.refused[limit.name] = limit.most
+            return None
+        block = max(request, min(left / (BLOCKS * processes), MOST_REQUESTS * request))
+        if limit.kind == CALLS:
+            block = math.floor(block)
+        self.taken[limit.name] += block
+        return block
+
+
+@contextlib.contextmanager
+def open_account(path: Path) -> Iterator[Account]:
+    """The account, for one process at a time. What the block changes is written at its end, whole or not at all.
+    Raises `OSError` or `ConfigError` where the file can't be used."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, poll_interval=LOCK_RETRY_S):
+        account = read_account(path)
+        yield account
+        write_whole(path, json.dumps(asdict(account), indent=1))
+
+
+def read_account(path: Path) -> Account:
+    """The account in a file, from any process. Nothing is spent where there is no file. Raises `ConfigError` where
+    the file can't be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Account(**{**content, "services": {name: Spent(**sums) for name, sums in content["services"].items()}})
+    except FileNotFoundError:
+        return Account()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"the account of what was spent, {path}, can't be read ({error}). Expected the file of an earlier run. "
+            "See to its folder; or delete the file, to begin with nothing spent."
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """What the tokens of a provider cost, in US dollars."""
+
+    prompt_token: float = 0.0
+    completion_token: float = 0.0
+    max_completion_tokens: int = 512  # most tokens of an answer
+
+    def of(self, prompt_tokens: float, completion_tokens: float) -> float:
+        return prompt_tokens * self.prompt_token + completion_tokens * self.completion_token
+
+    @property
+    def is_free(self) -> bool:
+        return self.prompt_token == self.completion_token == 0
+
+
+FREE = Price()
+
+
+class Budget:
+    """What this process holds of the run's account in `path`, and what it has spent since it last wrote there. All
+    methods belong to one event loop. `processes` is the number of ranks, which share the account. A script of your own
+    makes one, with `names.SPENT_FILE` of its output folder, and a quota of it for the `Transport` of a function:
+
+        budget = Budget(Path("out/budget.json"), [Limit(name="max_calls", kind="calls", most=10_000)])
+        transport = Transport("my_judge", ..., quota=budget.quota("my_judge", Price(prompt_token=2.5e-7)))
+
+    For US dollars the function states the tokens of a request: `with transport.bill() as bill: bill.count(900, 60)`.
+    """
+
+    def __init__(self, path: Path, limits: Sequence[Limit] = (), processes: int = 1) -> None:
+        self.path = path
+        self.limits = tuple(limits)
+        self._processes = processes
+        self._held = {limit.name: 0.0 for limit in limits}  # of the blocks that were taken
+        self._refused: set[str] = set()  # names of limits of which nothing is left
+        self._unwritten: dict[str, Spent] = {}  # by service
+        self._written_s = -math.inf
+        self._has_complained = False
+
+    def quota(
+        self, service: str, price: Price = FREE, tokens_per_minute: float | None = None,
+        requests_per_minute: float | None = None,
+    ) -> "ServiceQuota":  # fmt: skip
+        """The quota of a service, by all limits that are about it. Limits of money are not about one without price."""
+        about = [limit for limit in self.limits if limit.service in (None, service)]
+        limits = [limit for limit in about if not (limit.kind == USD and price.is_free)]
+        each = ((TOKENS, tokens_per_minute), (CALLS, requests_per_minute))
+        rates = [Rate(most / self._processes, kind) for kind, most in each if most is not None]
+        return ServiceQuota(self, service, limits, price, rates)
+
+    def refused(self, limits: Sequence[Limit]) -> Limit | None:
+        """The first of these limits of which nothing is left."""
+        return next((limit for limit in limits if limit.name in self._refused), None)
+
+    def take(self, limits: Sequence[Limit], request: Spent) -> None:
+        """Take blocks of the limits that this process has used up. Afterwards they hold the request, or are refused.
+        Raises `ServiceError` where the account can't be used."""
+        if short := [limit for limit in limits if self._held[limit.name] < limit.of(request)]:
+            self._exchange(short, request)
+
+    def record(self, service: str, limits: Sequence[Limit], spent: Spent) -> None:
+        """Count a request, or what it cost more or less than was expected."""
+        for limit in limits:
+            self._held[limit.name] -= limit.of(spent)
+        self._unwritten.setdefault(service, Spent()).add(spent)
+        if now() - self._written_s >= WRITE_AFTER_S:
+            with contextlib.suppress(ServiceError):  # requests with a limit fail by themselves
+                self._exchange(())
+
+    def settle(self) -> None:
+        """Write what was spent and give back what is held. What can't be written now is written with the next."""
+        if self._unwritten or any(self._held.values()):
+            with contextlib.suppress(ServiceError):
+                self._exchange(self.limits)
+
+    def _exchange(self, limits: Sequence[Limit], request: Spent | None = None) -> None:
+        """Write what was spent, give back what is held of these limits, and take new blocks for such requests."""
+        self._written_s = now()
+        blocks: dict[str, float | None] = {}
+        try:
+            with open_account(self.path) as account:
+                for service, spent in self._unwritten.items():
+                    account.services.setdefault(service, Spent()).add(spent)
+                for limit in limits:
+                    account.give_back(limit, self._held[limit.name])
+                    blocks[limit.name] = 0.0
+                    if request is not None:
+                        blocks[limit.name] = account.take(limit, limit.of(request), self._processes)
+        except (OSError, ConfigError) as error:
+            message = f"the account of what was spent, {self.path}, can't be used: {error}."
+            if not self._has_complained:
+                self._has_complained = True
+                logger.error(f"{message} Requests with a limit fail until then. See to the folder and its free space.")
+            raise ServiceError(message, NO_ACCOUNT) from None
+        self._unwritten = {}
+        self._held |= {name: block or 0.0 for name, block in blocks.items()}
+        self._refused |= {name for name, block in blocks.items() if block is None}
+
+
+class Rate:
+    """The law of `tokens_per_minute` and `requests_per_minute`: a level that grows evenly up to a burst.
+
+    A request takes what it is expected to have, and settles the difference when it has ended. It waits until the level
+    is as high, or at its highest. Pure.
+    """
+
+    def __init__(self, per_minute: float, kind: str = TOKENS) -> None:
+        self.kind = kind
+        self._burst = per_minute * BURST
+        self._per_second = per_minute * (1 - BURST) / 60
+        self._level = self._burst
+        self._at: float | None = None
+
+    def of(self, spent: Spent) -> float:
+        return spent.tokens if self.kind == TOKENS else spent.calls
+
+    def wait_s(self, moment: float, amount: float) -> float:
+        """Seconds until a request of so many tokens, or 1, may be sent; 0 for at once."""
+        if self._at is not None:
+            self._level = min(self._level + max(moment - self._at, 0.0) * self._per_second, self._burst)
+        self._at = moment
+        short = min(amount, self._burst) - self._level
+        return short / self._per_second if short > LEAST_LEVEL else 0.0
+
+    def take(self, amount: float) -> None:
+        """A request of so much is about to be sent. A negative number gives back."""
+        self._level -= amount
+
+
+@dataclass(eq=False)
+class ServiceQuota:
+    """The requests to one service, held against the limits that are about it. Made by `Budget.quota`."""
+
+    budget: Budget
+    service: str
+    limits: Sequence[Limit]
+    price: Price
+    rates: Sequence[Rate]
+
+    def __post_init__(self) -> None:
+        self._counted = 0  # requests in the mean
+        self._prompt_tokens = float(FIRST_PROMPT_TOKENS)
+        self._completion_tokens = float(self.price.max_completion_tokens)
+        self._expected: deque[Spent] = deque()  # of the requests to a judge that have not ended
+        self._queue: PerLoop[asyncio.Lock] = PerLoop(asyncio.Lock)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.budget.refused(self.limits) is not None
+
+    def refuse_if_spent(self) -> None:
+        if (limit := self.budget.refused(self.limits)) is not None:
+            raise BudgetSpent(f"{self.service} was not asked: the limit {limit.name} is reached")
+
+    async def admit(self) -> None:
+        """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
+        `ServiceError` where the account can't be used, `TimeoutError` where the deadline comes first."""
+        self.refuse_if_spent()
+        if not self.rates:
+            self._begin()
+            return
+        with waiting_for(self._in_words):
+            async with asyncio.timeout(remaining_s()), self._queue.get():
+                while wait_s := self._wait_s():
+                    await asyncio.sleep(min(wait_s, LONGEST_NAP_S))
+                self._begin()
+
+    def _wait_s(self) -> float:
+        request = self._request()
+        return max((rate.wait_s(now(), rate.of(request)) for rate in self.rates), default=0.0)
+
+    def _in_words(self) -> str:
+        kinds = {TOKENS: "tokens_per_minute", CALLS: "requests_per_minute"}
+        return f"{self.service}'s {' and '.join(kinds[rate.kind] for rate in self.rates)}"
+
+    def admits_now(self) -> bool:
+        """Count one more request, if it may be sent without a wait."""
+        if self.is_spent or self._wait_s():
+            return False
+        with contextlib.suppress(ServiceError):
+            self._begin()
+            return True
+        return False
+
+    def give_back(self) -> None:
+        """A request that was admitted is not sent."""
+        self._end(Spent(calls=-1))
+
+    def charge(self, tokens: tuple[float, float] | None, *, is_stated: bool = False) -> None:
+        """A request has ended with so many tokens of prompt and answer. `None`: nobody knows, so the mean counts.
+        `is_stated`: by the provider."""
+        if tokens is not None and is_stated:
+            self._counted = min(self._counted + 1, LATEST)
+            self._prompt_tokens += (tokens[0] - self._prompt_tokens) / self._counted
+            self._completion_tokens += (tokens[1] - self._completion_tokens) / self._counted
+        self._end(self._spent(*(tokens or (self._prompt_tokens, self._completion_tokens))))
+
+    def _spent(self, prompt_tokens: float, completion_tokens: float) -> Spent:
+        usd = self.price.of(prompt_tokens, completion_tokens)
+        return Spent(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, usd=usd)
+
+    def _request(self) -> Spent:
+        """What a request is expected to take."""
+        request = self._spent(self._prompt_tokens, self._completion_tokens)
+        request.calls = 1
+        if not self._counted:
+            limits = (limit.most for limit in self.limits if limit.kind == USD)
+            request.usd = min([request.usd, *(FIRST_SHARE * most for most in limits)])
+        return request
+
+    def _begin(self) -> None:
+        request = self._request()
+        self.budget.take(self.limits, request)
+        self.refuse_if_spent()
+        self.budget.record(self.service, self.limits, Spent(calls=1, usd=request.usd))
+        for rate in self.rates:
+            rate.take(rate.of(request))
+        if any(rate.kind == TOKENS for rate in self.rates) or not self.price.is_free:
+            request.calls = 0  # that it was sent is no expectation
+            self._expected.append(request)
+
+    def _end(self, spent: Spent) -> None:
+        """Replace what was expected of a request by what it was."""
+        expected = self._expected.popleft() if self._expected else Spent()
+        for rate in self.rates:
+            rate.take(rate.of(spent) - rate.of(expected))
+        spent.usd -= expected.usd
+        self.budget.record(self.service, self.limits, spent)
+
+
+@dataclass
+class Bill:
+    """The bill of one request to a provider: `with transport.bill() as bill: ...; bill.count(prompt, completion)`.
+
+    A request that was cut off under way, or whose answer states no usage, is billed by the mean of the others: the
+    provider has worked, and bills it. One that was refused by its status, or could not be sent, costs nothing.
+    Without a quota nothing is billed.
+    """
+
+    quota: ServiceQuota | None
+    tokens: tuple[int, int] | None = None
+
+    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
+        self.tokens = (prompt_tokens, completion_tokens)
+
+    def __enter__(self) -> "Bill":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.quota is None:
+            return
+        is_free = isinstance(error, ServiceUnavailable) or (isinstance(error, ServiceError) and bool(error.status))
+        self.quota.charge(self.tokens or ((0, 0) if is_free else None), is_stated=self.tokens is not None)
+
+
+def reported(account: Account, reached: Sequence[Limit]) -> str:
+    """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
+    from salesrl_trl.telemetry.step_lines import calls_and_usd
+
+    total = account.total()
+    names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
+    return f"{calls_and_usd(total.calls, total.usd)} were spent; reached: {names}"

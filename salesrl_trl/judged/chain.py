@@ -1,0 +1,205 @@
+"""The packaged reward chain: parse -> RAG 8B and 32B, and then what `judge_reward` does with the answer.
+
+Owns how an action becomes an answer, what every failure on the way means, and the first question to every service.
+`launch.assembly` makes it.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from salesrl_trl.errors import ServiceError
+from salesrl_trl.judged.cache import AnswerStore
+from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge, add_places, slots_of
+from salesrl_trl.judged.meter import METER
+from salesrl_trl.judged.parsing import is_empty_text, parse_action
+from salesrl_trl.judged.rag_answers import RagAnswers
+from salesrl_trl.judged.rag_client import RagBackend, answer_to_json
+from salesrl_trl.names import Stage
+from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.scorer import RewardNames
+from salesrl_trl.reward.scoring import Scoring
+from salesrl_trl.reward.stage import Case, Missing, RewardStage
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.service.event_loop import clocked, deadline, remaining_s
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import noted_in
+from salesrl_trl.types import (
+    DEFAULT_FORMAT,
+    SALES,
+    ActionFormat,
+    Answer,
+    Example,
+    InvalidAction,
+    SalesRow,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class SalesReward(JudgeReward):
+    """The packaged reward: both RAG endpoints, the judge, a score.
+
+    Args:
+        rows (`Sequence[SalesRow]`):
+            All rows, addressed by the dataset's `row` column.
+        rag (`RagBackend`):
+            Both RAG endpoints.
+        score_threshold (`float`):
+            Passages below this normalised score in [0, 1] are left out.
+        top_k (`int`):
+            Most passages to retrieve.
+        answers (`AnswerStore`, *optional*):
+            Keeps 8B answers and verdicts. In memory when not given.
+        references (`AnswerStore`, *optional*):
+            Keeps 32B answers, which do not depend on the policy. In memory when not given.
+        action_format (`ActionFormat`, *optional*):
+            What an action consists of.
+        announces (`bool`, *optional*, defaults to `True`):
+            Whether this is the process that logs what became of kept references.
+        judge, scoring, deadline_s, stages, lines, records, second:
+            As in `JudgeReward`. The record has answers too.
+
+    Raises:
+        `ConfigError`: as `JudgeReward` does.
+    """
+
+    __name__ = SALES
+
+    def __init__(
+        self, rows: Sequence[SalesRow], rag: RagBackend, judge: Judge, scoring: Scoring, *, score_threshold: float,
+        top_k: int, deadline_s: float, stages: Sequence[RewardStage] = (), answers: AnswerStore | None = None,
+        references: AnswerStore | None = None, action_format: ActionFormat = DEFAULT_FORMAT, announces: bool = True,
+        lines: SampleLines | None = None, records: bool = False, second: SecondJudge | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            judge, scoring, deadline_s=deadline_s, stages=stages, answers=answers, lines=lines, records=records,
+            second=second,
+        )  # fmt: skip
+        self._rows = rows
+        self._format = action_format
+        self._announces = announces
+        self._rag = rag
+        self._references = references or AnswerStore()
+        self._answers = RagAnswers(rag, score_threshold, top_k, action_format, self._store, self._references)
+
+    @property
+    def names(self) -> RewardNames:
+        of_judge = super().names
+        return replace(
+            of_judge,
+            columns=frozenset({"row", METER}),
+            needs=(),
+            at_once=min(slots_of(self._rag.transports), of_judge.at_once),
+            components=self._scoring.component_names,
+            places={**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **of_judge.places},
+            # A run can go on without the 32B endpoint.
+            required=(tuple(self._rag.transports)[:1], *of_judge.required),
+        )
+
+    async def prepare(self, rows: Iterable[Example]) -> None:
+        """Ask for the 32B answers of these rows. After an error the next completion asks again, and reports it."""
+        wanted = [self._rows[index] for index in dict.fromkeys(int(row["row"]) for row in rows)]
+        with deadline(self.deadline_s), noted_in(self._ahead_record if self.records else None):
+            fetched = [self._answers.fetch_reference(row) for row in wanted if self._scoring.rubrics(row.branch)]
+            await asyncio.gather(*fetched, return_exceptions=True)
+
+    async def drain(self) -> BatchReport:
+        answers, references = self._answers.answer_cache, self._answers.reference_cache
+        of_judge = await super().drain()
+        hits = {"answers": answers.hits + of_judge.cache_hits["answers"], "references": references.hits}
+        answers.hits = references.hits = 0
+        return replace(of_judge, cache_hits=hits)
+
+    async def warm_up(self) -> dict[str, float | ServiceError]:
+        row, answers = self._rows[0], self._answers
+        action = answers.plain_action(row.conversation[-1].content)
+        with deadline(self.deadline_s):
+            # 1. Both endpoints about the first row.
+            of_8b, of_32b = await asyncio.gather(
+                clocked(functools.partial(answers.ask_8b, row, action)),
+                clocked(functools.partial(answers.ask_32b, row)),
+            )
+            results: dict[str, float | ServiceError] = {
+                name: result if isinstance(result, ServiceError) else result[1]
+                for name, result in zip(self._rag.transports, (of_8b, of_32b), strict=True)
+            }
+            # 2. The judge about their answer, if any branch needs one.
+            if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
+                known = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
+                answer = known[0] if known else Answer(text="No answer.", passages=(), took_ms=0.0)
+                results.update(await self._warm_up_judges(row, action, answer))
+            # 3. Whether the index is empty.
+            if not isinstance(of_8b, ServiceError) and not of_8b[0].passages:
+                any_passage = await clocked(functools.partial(answers.index_has_some, row))
+                if not isinstance(any_passage, ServiceError) and not any_passage[0] and self._announces:
+                    logger.warning(
+                        f"[RAG] {self._rag.identity} finds nothing for the first row, not even without a threshold: "
+                        "look whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are "
+                        "not scored (`no_passages`)."
+                    )
+            # 4. Whether references that an earlier run kept still hold.
+            if not isinstance(of_32b, ServiceError):
+                judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
+                line = await answers.compare_references(judged)
+                if self._announces and line is not None:
+                    text, is_warning = line
+                    logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
+        await self.drain()  # the first step's figures are its own
+        add_places(results, self.names.places)
+        return results
+
+    async def aclose(self) -> None:
+        await self._answers.aclose()
+        await super().aclose()
+
+    def _transports(self) -> dict[str, Transport]:
+        return {**self._rag.transports, **super()._transports()}
+
+    async def _case(self, sample: Sample, stages: StageTimes) -> Case | InvalidAction | Missing:
+        # 1. Parse it. What is no action is the policy's own fault.
+        began = time.perf_counter()
+        action = parse_action(sample.text, self._format)
+        stages.record(Stage.PARSE, began)
+        if isinstance(action, InvalidAction):
+            return action
+        # 2. Ask both endpoints at the same time.
+        row, record = self._rows[int(sample.row["row"])], stages.completion_record
+        if record is not None:
+            record.action = action.as_dict()
+        reference_asked = asyncio.ensure_future(self._reference_or_none(row, stages))
+        try:
+            answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
+            self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
+            if record is not None:
+                record.answer = answer_to_json(answer)
+            # 3. Refuse an answer that says nothing, unless the index is at fault.
+            if not answer.passages and not await self._answers.index_has_some(row):
+                return Missing(reason="no_passages")
+            if is_empty_text(answer.text):
+                return InvalidAction(reason="hollow_answer")
+            return Case(row=row, action=action, answer=answer, reference=await reference_asked)
+        finally:
+            reference_asked.cancel()  # nobody needs it any more, so its error is not reported
+
+    async def _reference_or_none(self, row: SalesRow, stages: StageTimes) -> Answer | None:
+        """The reference answer, in half of the time that is left. Without it the judge scores the candidate alone."""
+        if not self._scoring.rubrics(row.branch):
+            return None
+        with deadline(remaining_s() / 2):
+            try:
+                async with asyncio.timeout(remaining_s()):  # a call that others share may take longer
+                    answer = await stages.timed(self._answers.reference(row), Stage.RAG_32B)
+            except (ServiceError, TimeoutError) as error:
+                reason = error.code if isinstance(error, ServiceError) else "deadline"
+                self.lines.no_answer(row.row_id, Stage.RAG_32B, reason)
+                return None
+        self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
+        if stages.completion_record is not None:
+            stages.completion_record.reference = answer_to_json(answer)
+        return answer

@@ -1,0 +1,414 @@
+"""The packaged judge's score of an answer: stages of one's own -> judge -> further stages -> score.
+
+`JudgeReward` scores what a policy answers directly. `chain.SalesReward` derives from it, and makes the answer to score
+of an action. Owns the order of the stages, and what every failure of them means. `launch.assembly` makes it.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeAlias, TypeVar
+
+from salesrl_trl.data.rows import parse_row, shape
+from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
+from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
+from salesrl_trl.judged.judge_interface import Judge, check_verdicts, judged
+from salesrl_trl.judged.meter import METER, SECOND, SECOND_JUDGE, MeterSettings
+from salesrl_trl.judged.noise import JudgedSample
+from salesrl_trl.judged.parsing import is_empty_text
+from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
+from salesrl_trl.names import Stage
+from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.scorer import (
+    AT_ONCE,
+    DEADLINE_S,
+    Needs,
+    Per,
+    RewardNames,
+    Scorer,
+)
+from salesrl_trl.reward.scoring import Scoring, missing
+from salesrl_trl.reward.stage import Case, Missing, RewardStage
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.together import Member, Together
+from salesrl_trl.service.event_loop import deadline, remaining_s
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
+from salesrl_trl.types import (
+    ALL,
+    JUDGE,
+    NOTHING_WRITTEN,
+    Action,
+    Answer,
+    Criterion,
+    InvalidAction,
+    Outcome,
+    Reward,
+    SalesRow,
+    Verdict,
+)
+
+T = TypeVar("T")
+
+Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
+"""A part behind the answer: from a case to what is known then, or to a refusal."""
+Asked: TypeAlias = tuple[Judge, Case]
+Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
+COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
+"""What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
+texts, or of `{text, weight, name}`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecondJudge:
+    """Whom the meter over the judge asks, and what the judge itself is asked again and again."""
+
+    judge: Judge
+    anchors: Sequence[JudgedSample]
+    settings: MeterSettings
+
+
+class JudgeReward(Scorer):
+    """The packaged judge as a reward function. It scores the completion itself: no RAG service, no action.
+
+    Args:
+        judge (`Judge`):
+            The judge: `JudgeClient` for services, or one of your own.
+        scoring (`Scoring`):
+            The law of the reward.
+        deadline_s (`float`, *optional*, defaults to `300.0`):
+            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
+            `"deadline"`.
+        stages (`Sequence[RewardStage]`, *optional*, defaults to none):
+            Stages of your own, in their order, those behind the judge after those before it.
+        answers (`AnswerStore`, *optional*):
+            Keeps verdicts. In memory when not given.
+        lines (`SampleLines`, *optional*):
+            Logs what happens to single completions. Failures alone, at the level DEBUG, when not given.
+        records (`bool`, *optional*, defaults to `False`):
+            Whether verdicts and calls are kept for the record of the run. They hold customers' texts.
+        second (`SecondJudge`, *optional*):
+            Whom the meter over the judge asks. Without one there is no meter.
+
+    Raises:
+        `ConfigError`: the judge is no `Judge`, a stage is no `RewardStage`, two stages have one name, or no stage adds
+            a component that is weighed.
+    """
+
+    __name__ = JUDGE  # TRL names the reward's metrics after it
+
+    def __init__(
+        self, judge: Judge, scoring: Scoring, *, deadline_s: float = DEADLINE_S, stages: Sequence[RewardStage] = (),
+        answers: AnswerStore | None = None, lines: SampleLines | None = None, records: bool = False,
+        second: SecondJudge | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(deadline_s)
+        self.records = records
+        self._ahead_record = CompletionRecord()  # of calls that no completion waits for
+        self.lines = lines or self.lines
+        if not isinstance(judge, Judge):
+            raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
+        self._judge = judge
+        self._second = second
+        self._judges = (judge,) if second is None else (judge, second.judge)
+        self._rewarding = self._judges[: 1 + (second is not None and second.settings.on_alarm == SECOND_JUDGE)]
+        self._store = answers or AnswerStore()
+        self._verdicts = Cache(self._store, verdicts_to_json, verdicts_from_json)
+        self._per = Per.GROUP if judge.orders else Per.COMPLETION
+        self._together = Together(self._per, self._verdicts_of)
+        self._judged_singly = 0
+        self._scoring = scoring.with_stages(stages)
+        self._stages = tuple(stages)
+        self._before: list[Step] = [functools.partial(_run, stage) for stage in stages if not stage.after_judge]
+        self._behind: list[Step] = [functools.partial(_run, stage) for stage in stages if stage.after_judge]
+
+    @property
+    def names(self) -> RewardNames:
+        return RewardNames(
+            functions={self.own_name: self.own_name},
+            together=self._per,
+            judges_groups=self._per is Per.GROUP,
+            columns=frozenset((*COLUMNS, METER)),
+            needs=needs_of(self._scoring),
+            at_once=min(slots_of(judge.transports) for judge in self._rewarding),
+            providers=tuple(name for judge in self._judges for name in judge.provider_names),
+            components=self._scoring.judged_names,
+            stages=tuple(stage.name for stage in self._stages),
+            services=tuple(self._transports()),
+            places={name: place for judge in self._judges for name, place in judge.places.items()},
+            required=tuple(tuple(judge.places) for judge in self._rewarding),  # one of its providers
+            meter=None if self._second is None else self._second.settings,
+        )
+
+    async def drain(self) -> BatchReport:
+        """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
+        usage = {name: use for judge in self._judges for name, use in judge.drain_usage().items()}
+        # The figures of a judge's bias are of one: of the first, while that one gives rewards.
+        records = [judge.drain_records() for judge in self._judges]
+        drained = BatchReport(
+            usage=usage,
+            traffic={name: transport.drain_traffic() for name, transport in self._transports().items()},
+            judged_singly=self._judged_singly,
+            records=next(filter(None, records[: len(self._rewarding)]), ()),
+            cache_hits={"answers": self._verdicts.hits, "references": 0},
+            calls=self._ahead_record.drain_calls(),
+        )
+        self._verdicts.hits = self._judged_singly = 0
+        if self.budget is not None:
+            self.budget.settle()
+        return drained
+
+    async def warm_up(self) -> dict[str, float | ServiceError]:
+        branch = next(iter(self._scoring.weights))
+        row = SalesRow(row_id="warm-up", branch=branch, prompt="What is 1 + 1?")
+        with deadline(self.deadline_s):
+            results = await self._warm_up_judges(row, NOTHING_WRITTEN, _answer("2"))
+        await self.drain()  # the first step's figures are its own
+        add_places(results, self.names.places)
+        return results
+
+    async def aclose(self) -> None:
+        await self._verdicts.aclose()
+        for judge in self._judges:
+            await judge.aclose()
+        for stage in self._stages:
+            await stage.aclose()
+        await self._store.aclose()
+        await super().aclose()
+
+    def _transports(self) -> Mapping[str, Transport]:
+        return {name: transport for judge in self._judges for name, transport in judge.transports.items()}
+
+    async def _warm_up_judges(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
+        asked = await asyncio.gather(*(judge.warm_up(row, action, answer) for judge in self._judges))
+        return {name: result for results in asked for name, result in results.items()}
+
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        if METER in sample.row:
+            return await self._judged_for_meter(sample, stages)
+        record = stages.own_record if self.records else None
+        with self._together.entered(sample) as member, noted_in(record):
+            if sample.failed is not None:
+                return missing(Outcome.INFRA, sample.failed)
+            judge = self._judges[sample.by_second]
+            try:
+                # 1. The answer to score.
+                result: Case | InvalidAction | Missing = await self._case(sample, stages)
+                # 2. The stages of one's own and the judge. Each may refuse the case.
+                steps: list[Step] = [*self._before, functools.partial(self._judged, member, judge), *self._behind]
+                for step in steps:
+                    if isinstance(result, Case):
+                        result = await step(result, stages)
+                # 3. The number.
+                if isinstance(result, Missing):
+                    return missing(Outcome.INFRA, result.reason)
+                if isinstance(result, InvalidAction):
+                    return self._scoring.score_invalid(result)
+                return _by_criteria(self._scoring.score(result), result)
+            except ServiceError as error:
+                return missing(Outcome.INFRA, error.code)
+
+    async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
+        """The second judge's score of a completion, or the first one's of an anchor: asked, whatever was kept."""
+        assert self._second is not None
+        judge, at = self._judge, sample.row[METER]
+        with noted_in(self._ahead_record if self.records else None):
+            try:
+                if at == SECOND:
+                    case = await self._case(sample, stages)
+                    if not isinstance(case, Case):
+                        return missing(Outcome.INFRA, case.reason)
+                    judge, rubric, material = self._second.judge, case.row.branch, case
+                else:
+                    anchor = self._second.anchors[at]
+                    rubric = anchor.rubric
+                    material = Case(
+                        row=anchor.row, action=anchor.action, answer=anchor.candidate, reference=anchor.reference
+                    )
+                asked = judge.judge(rubric, material.row, material.action, material.answer, material.reference)
+                verdict = await stages.timed(asked, Stage.JUDGE)
+            except ServiceError as error:
+                return missing(Outcome.INFRA, error.code)
+        return Reward(outcome=Outcome.OK, value=verdict.candidate)
+
+    async def _case(self, sample: Sample, stages: StageTimes) -> Case | InvalidAction | Missing:
+        """The answer to score, with its row and its reference; or why there is none."""
+        try:
+            row, reference = judged_row(sample.row, [*self._scoring.weights])
+        except DataError as error:
+            self.faults.log_once(f"a row can't be judged: {error}")
+            return Missing(reason="row_not_judgeable")
+        if is_empty_text(sample.text):
+            return InvalidAction(reason="hollow_answer")
+        answer = None if reference is None else _answer(reference)
+        return Case(row=row, action=NOTHING_WRITTEN, answer=_answer(sample.text), reference=answer)
+
+    async def _judged(self, member: Member[Asked, Results], judge: Judge, case: Case, stages: StageTimes) -> Case:
+        """Ask for all verdicts that the branch weighs at the same time: on this case, or on those of its group."""
+        if self._per is Per.GROUP:
+            try:
+                results = await member.result((judge, case))
+            finally:
+                if self.records:
+                    member.note(stages.own_record, self._per.value)
+            stages.record(Stage.JUDGE, member.started)
+        else:
+            wanted = self._scoring.rubrics(case.row.branch)
+            asked = asyncio.gather(*(self._alone(judge, rubric, case) for rubric in wanted.values()))
+            results = dict(zip(wanted, await stages.timed(asked, Stage.JUDGE), strict=True))
+        if stages.completion_record is not None:
+            stages.completion_record.verdicts |= {
+                name: Judged(reason=result.code) if isinstance(result, ServiceError) else Judged(
+                    candidate=result.candidate, reference=result.reference, reason=result.reason,
+                    provider=result.provider,
+                )
+                for name, result in results.items()
+            }  # fmt: skip
+        verdicts = {name: None if isinstance(result, ServiceError) else result for name, result in results.items()}
+        failed = next((result for result in results.values() if isinstance(result, ServiceError)), None)
+        if failed is None:
+            return replace(case, verdicts=verdicts)
+        outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
+        return replace(case, verdicts=verdicts, failure=(outcome, failed.code))
+
+    async def _verdicts_of(self, asked: Sequence[Asked]) -> list[Results]:
+        """What their judge said of each of these cases, by component. Those of one row and reference are judged
+        together, and equal ones as one."""
+        judge, cases = asked[0][0], [case for _, case in asked]  # a batch has one judge
+        results: list[Results] = [{} for _ in cases]
+        wanted = [self._scoring.rubrics(case.row.branch) for case in cases]
+        groups: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # to equal cases, those of one row and reference
+        for place, case in enumerate(cases):
+            blank = replace(case, action=NOTHING_WRITTEN, answer=_answer(""))
+            for name, rubric in wanted[place].items():
+                group = groups.setdefault((name, rubric, cache_key(_material(rubric, blank))), {})
+                group.setdefault(cache_key(_material(rubric, case)), []).append(place)
+
+        async def judge_all(name: str, rubric: str, group: Mapping[str, list[int]]) -> None:
+            places = [group[key] for key in sorted(group)]  # so that the same texts are the same call
+            said = await self._judged_or_errors(judge, rubric, [cases[equal[0]] for equal in places])
+            for equal, result in zip(places, said, strict=True):
+                for place in equal:
+                    results[place][name] = result
+
+        await asyncio.gather(*(judge_all(name, rubric, group) for (name, rubric, _), group in groups.items()))
+        return [{name: said[name] for name in names} for said, names in zip(results, wanted, strict=True)]
+
+    async def _judged_or_errors(
+        self, judge: Judge, rubric: str, cases: Sequence[Case]
+    ) -> Sequence[Verdict | ServiceError]:
+        """The verdicts on different answers to one row. Where the call for all of them fails, or takes half of the
+        time, they are judged one by one."""
+        if len(cases) > 1:
+            half_s = remaining_s() / 2
+            with deadline(half_s), contextlib.suppress(ServiceError, TimeoutError):
+                async with asyncio.timeout(half_s):  # a judge of one's own may know no deadline
+                    return await self._ask(judge, rubric, cases)
+            self._judged_singly += len(cases)
+        return await asyncio.gather(*(self._alone(judge, rubric, case) for case in cases))
+
+    async def _alone(self, judge: Judge, rubric: str, case: Case) -> Verdict | ServiceError:
+        try:
+            return (await self._ask(judge, rubric, [case]))[0]
+        except ServiceError as error:
+            return error
+
+    async def _ask(self, judge: Judge, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict]:
+        """Kept verdicts, or those of a call, on a case or on several together."""
+        row, reference = _row(rubric, cases[0].row), cases[0].reference
+        candidates = [(case.action, case.answer) for case in cases]
+        materials = (_material(rubric, case) for case in cases)
+        return await self._verdicts.get(
+            cache_key(judge.identity(rubric), *materials, *[judge.orders] * (len(cases) > 1)),
+            lambda: judged(judge, rubric, row, candidates, reference),
+            functools.partial(check_verdicts, len(cases), reference is not None),
+        )
+
+
+def _row(rubric: str, row: SalesRow) -> SalesRow:
+    return row if rubric == row.branch else replace(row, criteria=())  # by a further rubric the answer as a whole
+
+
+def _material(rubric: str, case: Case) -> tuple[object, ...]:
+    """All that decides a verdict on a case, beside the judge, as JSON values."""
+    row, reference = _row(rubric, case.row), case.reference
+    texts = (case.answer.text, None if reference is None else reference.text)
+    criteria = [asdict(criterion) for criterion in row.criteria]
+    return (row.branch, row.context, row.documents, case.action.as_dict(), texts, *criteria)
+
+
+def _by_criteria(reward: Reward, case: Case) -> Reward:
+    """The reward with a part for each criterion of the row, and a metric for each that has a name."""
+    verdict, criteria = case.verdicts.get(JUDGE), case.row.criteria
+    if verdict is None or not verdict.criteria:  # a judge of a user's own may score the answer as a whole
+        return reward
+    scored = [*zip(criteria, verdict.criteria, strict=True)]
+    parts = {criterion.name or f"criterion_{number}": score for number, (criterion, score) in enumerate(scored, 1)}
+    metrics = tuple((f"rewards/{JUDGE}/{criterion.name}", score) for criterion, score in scored if criterion.name)
+    return replace(reward, components={**parts, **reward.components}, metrics=metrics)
+
+
+async def _run(stage: RewardStage, case: Case, stages: StageTimes) -> Case | InvalidAction | Missing:
+    return stage.of(case, await stages.timed(stage.run(case), stage.name))
+
+
+def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:
+    """Let each error's message say where its service is."""
+    for name, result in results.items():
+        if isinstance(result, ServiceError):
+            result.args = (f"{result} ({name}: {places[name]})",)
+
+
+def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[SalesRow, str | None]:
+    """A row of the trainer's dataset as the judge reads it, and its reference answer. Raises `DataError` for a column
+    of another form, without its text."""
+    reference, criteria = reference_and_criteria(columns)
+    given = {name: columns.get(name) for name in COLUMNS}
+    record = {name: value for name, value in given.items() if value not in (None, "", [])}  # lists: a table's gaps
+    if [*branches] == [ALL]:
+        record["branch"] = ALL
+    row = parse_row(record, place if isinstance(place := columns.get("row"), int) else 0, branches, "the dataset")
+    return replace(row, criteria=criteria, columns={}), reference
+
+
+def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tuple[Criterion, ...]]:
+    """What the judge reads of these two columns of a row. Raises `DataError` as `judged_row` does."""
+    reference = columns.get("reference")
+    if reference is not None and not isinstance(reference, str):
+        raise DataError(f"`reference` is {shape(reference)}. Expected a text, or nothing.")
+    return reference or None, _criteria(columns.get("criteria"))
+
+
+def _criteria(value: object) -> tuple[Criterion, ...]:
+    expected = "Expected a list of texts, or of {text, weight, name}."
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise DataError(f"`criteria` is {shape(value)}. {expected}")
+    criteria = []
+    for entry in value:
+        try:
+            given = {"text": entry} if isinstance(entry, str) else entry
+            fields: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
+            criteria.append(Criterion(**fields))
+        except (AttributeError, TypeError, ValueError):
+            raise DataError(f"`criteria` holds {shape(entry)}. {expected}") from None
+    return tuple(criteria)
+
+
+def needs_of(scoring: Scoring) -> tuple[Needs, ...]:
+    """What the judge of a policy's own answers can't do without."""
+    needs = Needs(function=JUDGE, per=Per.COMPLETION, columns=frozenset({"reference"}), of_trl=frozenset())
+    return (needs,) * any("margin" in weights for weights in scoring.weights.values())
+
+
+def _answer(text: str) -> Answer:
+    return Answer(text=text, passages=(), took_ms=0.0)
+
+
+def slots_of(transports: Mapping[str, Transport]) -> int:
+    """The most calls at once of services of which each could answer."""
+    return max((transport.max_concurrency for transport in transports.values()), default=AT_ONCE)

@@ -1,0 +1,291 @@
+"""Whether a judge's score still means what it meant: what to ask a second judge, and what its verdicts say.
+
+`rising` finds what the policy writes more and more often and what the judge rewards within groups. Of completions with
+such a thing a second judge scores some. Both judges' difference on them is compared with that on completions without
+it. Pure: it owns no call and no collective. `rollout.judge_meter` asks, and tells what was answered.
+
+The rule of an alarm is a wager. A suspicion gets a capital, and each verdict multiplies it:
+
+    capital <- capital * exp(z - 1/2),    z in [-CLIP, CLIP]
+
+Where z has a mean of at most 0 and a variance of at most 1, the factor's mean is about 1 or less, so that the capital
+of an honest judge does not grow in the mean. All suspicions together get 1 for each batch, and a capital of `ALARM` is
+an alarm. So the chance of a false alarm in n batches is at most about n / `ALARM` (Ville's inequality).
+"""
+
+import itertools
+import math
+import random
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from salesrl_trl.judged.rising import (
+    PHRASE,
+    Feature,
+    Features,
+    Rise,
+    Rising,
+    Written,
+)
+
+ALARM = 10_000.0  # capital of an alarm: at most 1 honest run in 10 has one in 1,000 batches
+CLIP = 2.0  # largest |z|. A larger one would let rare, far-off verdicts decide.
+TOLERANCE = 0.05  # a difference between two judges that means nothing yet, in units of the score
+CONFIRMED = 0.7  # share of a thing's worth that the second judge has to confirm
+FLOOR = 0.05  # smallest standard deviation of a difference, for judges whose scores are coarse
+SUSPECTS = 4  # things that are looked at at the same time
+CLEARED = math.exp(-2)  # share of its capital at which a suspect is let go
+AGAIN = 2.0  # times its importance at which it is looked at again
+RANDOM = 0.3  # share of the calls that look at completions by lot, for the agreement of both judges
+FEWEST, MOST = 12, 160  # completions with two verdicts that a scale needs, and the latest that are kept
+MOST_AT_ONCE = 8  # completions with something suspect that are asked for after one batch
+LAG, FEWEST_GAPS, MOST_GAPS = 12, 20, 240  # batches with whose effect of the order a later one is compared
+OF_FEATURES, OF_ANCHORS, OF_ORDER = 0.8, 0.1, 0.1  # capital for each batch
+
+METER = "judge_meter"  # column of a row that is judged for the meter alone: `SECOND`, or the number of an anchor
+SECOND = "second"
+WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # what an alarm does
+ANCHORS = 8  # fixed answers that the judge scores again and again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeterSettings:
+    """What a reward says of its meter."""
+
+    share: float = 0.02  # most calls of the meter, for each completion
+    anchor_steps: int = 50  # batches between two looks at the anchors
+    anchors: int = 0  # how many there are
+    on_alarm: str = WARN
+    shows_text: bool = False  # whether lines may quote customers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alarm:
+    """What the judge rewards and the second one does not; or what has changed in the judge, without a worth."""
+
+    what: Feature
+    before: float  # share of the completions that had it, or the judge's figure
+    now: float
+    worth: float | None = None  # as in `Rise`
+    confirmed: float = math.nan  # the same by the second judge, on the completions that it scored
+    example: str = ""
+
+    def described(self, *, with_text: bool) -> str:
+        """In words. `with_text`: whether the phrase and the example, which may quote a customer, are shown."""
+        kind, name = self.what
+        if self.worth is None:
+            return f"{name}: {self.before:+.2f} before, {self.now:+.2f} now"
+        shown = f"the phrase {name!r}" if kind == PHRASE and with_text else "a phrase" if kind == PHRASE else name
+        return (
+            f"{shown} is in {self.now:.0%} of the completions, {self.before:.0%} before; the judge gives "
+            f"{self.worth:+.2f} for it within groups, the second judge {self.confirmed:+.2f}"
+        ) + f". For example: {self.example}" * with_text
+
+
+@dataclass(slots=True)
+class _Suspect:
+    rise: Rise
+    capital: float
+    least: float  # capital at which it is let go
+    gaps: list[float] = field(default_factory=list)  # by how much the judge liked it more than the second one
+
+
+@dataclass(slots=True)
+class _SecondCall:
+    """A completion that the second judge scores."""
+
+    written: Written
+    features: Features
+    tested: Sequence[Feature]  # the suspects of that time that it has
+    is_by_lot: bool
+    second: float = math.nan
+
+    def gap(self, ratio: float) -> float:
+        return self.written.score - ratio * self.second
+
+
+class _Change:
+    """Two wagers on a figure of the judge: that it has risen, and that it has fallen."""
+
+    def __init__(self) -> None:
+        self._capitals = [0.0, 0.0]
+
+    def is_alarm(self, change: float, sd: float, granted: float) -> bool:
+        """After a further value, which differs so much from the usual one. The wagers start over after an alarm."""
+        for place, sign in enumerate((1, -1)):
+            self._capitals[place] += granted / 2
+            self._capitals[place] *= _factor((sign * change - TOLERANCE) / sd)
+        if max(self._capitals) < ALARM:
+            return False
+        self._capitals = [0.0, 0.0]
+        return True
+
+
+def _factor(z: float) -> float:
+    return math.exp(min(max(z, -CLIP), CLIP) - 0.5)
+
+
+class Meter:
+    """Takes batch after batch of a run."""
+
+    def __init__(self, settings: MeterSettings) -> None:
+        self.alarms: list[Alarm] = []  # whoever reads them empties the list
+        self._settings = settings
+        self._batch = self._next_look = 0
+        self._rng = random.Random(0)
+        self._calls = self._by_lot = 0.0  # calls that may still be made, and those of them that go by lot
+        self._rising = Rising()
+        self._free = 0.0  # capital that nobody has
+        self._suspects: dict[Feature, _Suspect] = {}
+        self._cleared: dict[Feature, float] = {}  # the importance up to which a feature is left alone
+        self._numbers = itertools.count()
+        self._open: dict[int, _SecondCall | int] = {}  # by number; an anchor's number where it is one
+        self._known: deque[_SecondCall] = deque(maxlen=MOST)
+        self._anchors: list[list[float]] = [[] for _ in range(settings.anchors)]  # the scores of each
+        self._drift, self._order = _Change(), _Change()
+        self._order_gaps: list[float] = []
+
+    def agreement(self, branch: str) -> float:
+        """Correlation of both judges on the latest completions that were drawn by lot; NaN where it is undefined."""
+        known = [call for call in self._known if call.is_by_lot and call.written.branch == branch]
+        try:
+            return statistics.correlation([call.written.score for call in known], [call.second for call in known])
+        except statistics.StatisticsError:
+            return math.nan
+
+    @property
+    def drift(self) -> float:
+        """Mean score of the anchors in the last look, less that in the first two; NaN before the third one."""
+        changes = [scores[-1] - statistics.fmean(scores[:2]) for scores in self._anchors if len(scores) > 2]
+        return statistics.fmean(changes) if changes else math.nan
+
+    def add(self, written: Sequence[Written], size: int, order_gap: float = math.nan) -> dict[int, int]:
+        """A batch of training: `size` completions, of which these are looked at. `order_gap`: the mean score of
+        candidates shown first less that of those shown second. Returns what to score: a number for each, and its place
+        in `written`, for the second judge; -1 - n for the anchor n, for the judge itself."""
+        self._batch += 1
+        self._calls += self._settings.share * size
+        self._by_lot += self._settings.share * size * RANDOM
+        self._free += OF_FEATURES
+        self._look_at_order(order_gap)
+        features = [self._rising.features(one.text) for one in written]
+        asked = self._choose(written, features)  # by what was known before, so that chance does not choose them
+        self._rising.add(written, features)
+        self._look_for_suspects()
+        return asked
+
+    def add_scores(self, scores: Mapping[int, float | None]) -> None:
+        """Scores by the numbers of `add`. `None` is a call that failed: it counts for nothing."""
+        for number, score in scores.items():
+            call = self._open.pop(number)
+            if score is None:
+                continue
+            if isinstance(call, int):
+                self._look_at_anchor(call, score)
+                continue
+            call.second = score
+            for feature in call.tested:
+                if feature in self._suspects:
+                    self._wager(feature, call)
+            self._known.append(call)
+
+    def _choose(self, written: Sequence[Written], features: Sequence[Features]) -> dict[int, int]:
+        """Anchors where they are due; completions by lot; and some that have what is suspect, the most important of
+        that first."""
+        places, anchors = set[int](), len(self._anchors)
+        is_due = anchors > 0 and self._batch >= self._next_look
+        if is_due and self._calls >= anchors:
+            self._calls -= anchors
+            self._next_look, is_due = self._batch + self._settings.anchor_steps, False
+            places |= {-1 - at for at in range(anchors)}
+        asked = {next(self._numbers): place for place in sorted(places)}
+        self._open |= {number: -1 - place for number, place in asked.items()}
+        chosen: dict[int, bool] = {}  # place, and whether by lot
+        while self._by_lot >= 1 and self._calls >= 1 and written:
+            self._by_lot, self._calls = self._by_lot - 1, self._calls - 1
+            chosen[self._rng.randrange(len(written))] = True
+        lots, most = self._rng.sample(range(len(written)), len(written)), len(chosen) + MOST_AT_ONCE
+        for feature in self._suspects:
+            for place in lots:
+                if self._calls < 1 + anchors * is_due or len(chosen) == most:
+                    break
+                if feature in features[place] and place not in chosen:
+                    chosen[place] = False
+                    self._calls -= 1
+        for place, is_by_lot in chosen.items():
+            tested = [feature for feature in self._suspects if feature in features[place]]
+            number = next(self._numbers)
+            asked[number] = place
+            self._open[number] = _SecondCall(written[place], features[place], tested, is_by_lot)
+        return asked
+
+    def _look_for_suspects(self) -> None:
+        """Take up what rises and is rewarded, the most important of it. Each gets half of the capital that is free,
+        and gives it back when it is displaced or does not rise any more."""
+        rises = self._rising.found()
+        cleared = self._cleared
+        taken = [feature for feature, rise in rises.items() if rise.importance >= cleared.get(feature, 0.0)][:SUSPECTS]
+        known, self._suspects = self._suspects, {}
+        self._free += sum(suspect.capital for feature, suspect in known.items() if feature not in taken)
+        for feature in taken:
+            if (suspect := known.get(feature)) is None:
+                capital = self._free / 2
+                self._free -= capital
+                suspect = _Suspect(rises[feature], capital, capital * CLEARED)
+            suspect.rise = rises[feature]
+            self._suspects[feature] = suspect
+
+    def _wager(self, feature: Feature, call: _SecondCall) -> None:
+        """Bet on whether the judge likes a completion more than the second one does, compared with those of its branch
+        that do not have the feature."""
+        known, branch = self._known, call.written.branch
+        others = [one for one in known if one.written.branch == branch and feature not in one.features]
+        if len(others) < FEWEST:
+            return
+        # 1. By what the second judge's scores are multiplied, and how much both differ anyway.
+        spreads = (statistics.stdev(one.written.score for one in known), statistics.stdev(one.second for one in known))
+        ratio = min(max((spreads[0] + FLOOR) / (spreads[1] + FLOOR), 0.5), 2.0)
+        sd = max(statistics.stdev(one.gap(ratio) for one in known), FLOOR)
+        # 2. The bet.
+        suspect = self._suspects[feature]
+        suspect.gaps.append(call.gap(ratio) - statistics.fmean(one.gap(ratio) for one in others))
+        allowed = max(TOLERANCE, (1 - CONFIRMED) * suspect.rise.worth)
+        suspect.capital *= _factor((suspect.gaps[-1] - allowed) / sd)
+        # 3. Its end.
+        if suspect.capital >= ALARM:
+            confirmed, text = suspect.rise.worth - statistics.fmean(suspect.gaps), call.written.text
+            alarm = Alarm(what=feature, confirmed=confirmed, example=text, **suspect.rise._asdict())
+            self.alarms.append(alarm)
+        if suspect.capital >= ALARM or suspect.capital <= suspect.least:
+            del self._suspects[feature]
+            self._cleared[feature] = AGAIN * suspect.rise.importance
+
+    def _look_at_anchor(self, at: int, score: float) -> None:
+        """Whether the judge scores the same answer otherwise than in its first two looks."""
+        self._anchors[at].append(score)
+        first, second, *later = (*self._anchors[at], math.nan)
+        if len(later) < 2:
+            return
+        # The change is from a mean of two, whose own error is half of that of their difference.
+        squares = [(scores[0] - scores[1]) ** 2 for scores in self._anchors if len(scores) > 1]
+        sd = math.sqrt(0.75 * statistics.fmean(squares)) + FLOOR
+        granted = OF_ANCHORS * self._settings.anchor_steps / len(self._anchors)
+        if self._drift.is_alarm(score - (first + second) / 2, sd, granted):
+            before = statistics.fmean(statistics.fmean(scores[:2]) for scores in self._anchors if len(scores) > 2)
+            what = ("judge", "the judge scores the same answers otherwise than at first")
+            self.alarms.append(Alarm(what=what, before=before, now=before + self.drift))
+
+    def _look_at_order(self, gap: float) -> None:
+        """Whether scores depend on the order of two answers otherwise than they did."""
+        if math.isnan(gap):
+            return
+        known = self._order_gaps[:-LAG]
+        self._order_gaps = [*self._order_gaps, gap][-MOST_GAPS:]
+        if len(known) < FEWEST_GAPS:
+            return
+        usual, sd = statistics.fmean(known), statistics.stdev(known) * (1 + 2 / len(known)) + FLOOR / 2
+        if self._order.is_alarm(gap - usual, sd, OF_ORDER):
+            what = ("judge", "the judge scores the answer that it reads first otherwise than the second, by")
+            self.alarms.append(Alarm(what=what, before=usual, now=gap))

@@ -1,0 +1,182 @@
+"""How far the verdicts of a judge differ on the same answer: by chance, and by the order of the two answers.
+
+Owns a small set of answers from right to wrong, for which the preflight asks the judge, and the figures. Pure.
+"""
+
+import itertools
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from salesrl_trl.types import (
+    NOTHING_WRITTEN,
+    Action,
+    ActionFormat,
+    Answer,
+    Message,
+    SalesRow,
+)
+
+ORDERS = (True, False)  # the candidate first, and second
+MIN_REPEATS = 2  # verdicts on the same input: one alone has no spread
+MIN_ANSWERS = 2
+MIN_CALLS = MIN_ANSWERS * len(ORDERS) * MIN_REPEATS  # fewest verdicts that show noise, order and spread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedSample:
+    """One verdict to ask for."""
+
+    rubric: str
+    row: SalesRow
+    action: Action
+    candidate: Answer
+    reference: Answer
+    candidate_first: bool
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """The answers that are compared: one rubric and one conversation, as a group of completions in training."""
+        return self.rubric, self.row.row_id
+
+    @property
+    def answer(self) -> tuple[str, str, str]:
+        """The answer to score, in either order."""
+        return *self.group, self.candidate.text
+
+
+def samples(
+    rubrics: Mapping[str, str], action_format: ActionFormat | None, calls: int, *, of_groups: bool = False
+) -> list[list[JudgedSample]]:
+    """The verdicts to ask for, by calls: each answer in both orders, at least twice, `calls` at most and `MIN_CALLS`
+    at least. `rubrics` names for each rubric a branch that is judged by it. With few calls some are left out. Without
+    an `action_format` the answers are those of a policy that writes no action. `of_groups`: a call is for all answers
+    to a conversation. Their `candidate_first` says whether they stand in the first half, before the reference."""
+    noise_set = resources.files(__package__).joinpath("noise_set.json")
+    talks = json.loads(noise_set.read_text(encoding="utf-8"))  # answers from right to wrong
+    # 1. As many rubrics and conversations as have all their answers asked for twice, in both orders.
+    size, turns = len(talks[0]["answers"]), len(talks)
+    calls, per_call = (calls * size, size) if of_groups else (calls, 1)
+    pairs = [(name, (at + turn) % turns) for turn in range(turns) for at, name in enumerate(rubrics)]
+    chosen = pairs[: max(calls // (size * len(ORDERS) * MIN_REPEATS), 1)]
+    # 2. Fewer answers where not even one pair has them all, the best and the worst among them.
+    answers = min(size, calls // (len(ORDERS) * MIN_REPEATS * len(chosen)))
+    places = [round(at * (size - 1) / (answers - 1)) for at in range(answers)]
+    inputs = []
+    for name, number in chosen:
+        talk = talks[number]
+        row = SalesRow(
+            row_id=f"noise-{number}",
+            branch=rubrics[name],
+            conversation=tuple(Message(role=role, content=content) for role, content in talk["conversation"]),
+            documents=(talk["document"],),
+        )
+        reference = Answer(text=talk["reference"], passages=(), took_ms=0.0)
+        for first in ORDERS:
+            call = []
+            for place, written in ((place, talk["answers"][place]) for place in places):
+                action = NOTHING_WRITTEN if action_format is None else _action(written, action_format)
+                candidate = Answer(text=written["answer"], passages=(), took_ms=0.0)
+                is_first = first == (2 * place < size) if of_groups else first
+                call.append(JudgedSample(rubric=name, row=row, action=action, candidate=candidate, reference=reference,
+                                         candidate_first=is_first))  # fmt: skip
+            inputs += [call] if of_groups else [[sample] for sample in call]
+    # 3. Further verdicts on the same.
+    return inputs * (calls // per_call // len(inputs))
+
+
+def anchors(rubrics: Mapping[str, str], action_format: ActionFormat | None, most: int) -> list[JudgedSample]:
+    """Different answers, `most` at most, to be judged again and again. Arguments as in `samples`."""
+    wanted = samples(rubrics, action_format, max(most * len(ORDERS) * MIN_REPEATS, MIN_CALLS))
+    return [*{sample.answer: sample for [sample] in wanted}.values()][:most]
+
+
+def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:
+    """An action of the run's format: the query, and what else there is room for."""
+    others = [name for name in action_format.fields if name != action_format.query]
+    texts = zip(others, (written["profile"], written["summary"]), strict=False)
+    fields = dict.fromkeys(action_format.fields, "") | dict(texts) | {action_format.query: written["query"]}
+    return Action(fields=fields, query_field=action_format.query)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """The noise of a judge, in units of its score. A figure is `None` where there are too few verdicts."""
+
+    repeat_sd: float | None  # standard deviation of the verdicts on one input: one answer in one order
+    verdict_sd: float | None
+    """Standard deviation of the verdicts on one answer in both orders: the noise of a verdict in training."""
+    order_gap: float | None  # mean score of candidates that stood first, less that of the same ones that stood second
+    order_gap_error: float | None  # standard error of the gap
+    spread_sd: float | None  # standard deviation of the answers of one conversation, without the noise
+
+    def share(self, repeats: int = 1) -> float | None:
+        """The share of noise in the variance of a group's scores, each the mean of so many verdicts. An even number
+        has each order equally often, so that the order cancels out.
+
+            share = noise^2 / (noise^2 + spread^2),    noise^2 = sd^2 / repeats
+        """
+        if self.verdict_sd is None or self.repeat_sd is None or self.spread_sd is None:
+            return None
+        noise = (self.verdict_sd if repeats % 2 else self.repeat_sd) ** 2 / repeats
+        total = noise + self.spread_sd**2
+        return noise / total if total else None
+
+
+def noise_of(scored: Iterable[tuple[JudgedSample, float]]) -> Noise:
+    """The figures of some verdicts: samples with the score of their candidate. Invalid verdicts are left out."""
+    inputs: dict[tuple[tuple[str, str, str], bool], list[float]] = defaultdict(list)
+    answers: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    groups: dict[tuple[str, str], dict[tuple[str, str, str], list[float]]] = defaultdict(dict)
+    for sample, score in scored:
+        inputs[sample.answer, sample.candidate_first].append(score)
+        answers[sample.answer].append(score)
+        groups[sample.group][sample.answer] = answers[sample.answer]
+    gaps = [
+        statistics.fmean(inputs[answer, True]) - statistics.fmean(inputs[answer, False])
+        for answer in answers
+        if inputs.get((answer, True)) and inputs.get((answer, False))
+    ]
+    verdict_sd = _pooled_sd(answers.values())
+    means = [[statistics.fmean(scores) for scores in group.values()] for group in groups.values()]
+    spread = _pooled_sd(means)
+    if spread is not None and verdict_sd is not None:
+        of_means = verdict_sd**2 * statistics.fmean(1 / len(scores) for scores in answers.values())
+        spread = math.sqrt(max(spread**2 - of_means, 0.0))
+    return Noise(
+        repeat_sd=_pooled_sd(inputs.values()),
+        verdict_sd=verdict_sd,
+        order_gap=statistics.fmean(gaps) if gaps else None,
+        order_gap_error=statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None,
+        spread_sd=spread,
+    )
+
+
+def _pooled_sd(groups: Iterable[Sequence[float]]) -> float | None:
+    """The standard deviation inside the groups; `None` if no group has two values."""
+    several = [group for group in groups if len(group) > 1]
+    if not several:
+        return None
+    squares = sum((len(group) - 1) * statistics.variance(group) for group in several)
+    return math.sqrt(squares / sum(len(group) - 1 for group in several))
+
+
+def widest_gap(scored: Mapping[str, Sequence[tuple[JudgedSample, float]]]) -> float | None:
+    """The largest difference between the mean scores of two judges, over the answers that both scored."""
+    means = [
+        {
+            answer: statistics.fmean(score for sample, score in pairs if sample.answer == answer)
+            for answer in {sample.answer for sample, _ in pairs}
+        }
+        for pairs in scored.values()
+    ]
+    gaps = [
+        abs(statistics.fmean(first[answer] - other[answer] for answer in first.keys() & other.keys()))
+        for first, other in itertools.combinations(means, 2)
+        if first.keys() & other.keys()
+    ]
+    return max(gaps, default=None)

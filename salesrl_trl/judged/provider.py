@@ -1,0 +1,338 @@
+"""One judge provider: the request for a verdict, and its cost.
+
+Owns the wire format of a chat completion, tokens and prices. `request_form` owns which fields a request has, `verdict`
+the message and which text counts as a verdict. `judge_client` owns which provider is asked, and calls it.
+"""
+
+import functools
+import random
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from salesrl_trl.errors import (
+    AccessDenied,
+    BadServiceResponse,
+    ForeignVerdict,
+    JudgeInvalid,
+    ServiceError,
+    ServiceRejected,
+)
+from salesrl_trl.ground.fencing import make_nonce
+from salesrl_trl.judged.budget import Bill
+from salesrl_trl.judged.cache import cache_key
+from salesrl_trl.judged.judge_interface import Candidates, ProviderUsage
+from salesrl_trl.judged.request_form import RequestForm
+from salesrl_trl.judged.verdict import (
+    candidate_names,
+    judge_message,
+    read_verdict,
+    response_format,
+    signed_rubric,
+)
+from salesrl_trl.service.error_body import WITHHELD_MARKS
+from salesrl_trl.service.http import HttpClient, form_of, read_json, refuse_stated_error
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.types import Answer, SalesRow, Verdict
+
+RESPONSE_FORMATS = ("auto", "json_schema", "text")
+"""`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""
+
+MAX_TOKENS = 10**9  # most tokens of one call. A larger number is not counted.
+
+TOKENS_OF_SCORE, TOKENS_OF_CRITERION = 32, 8
+"""Room for each further candidate in a verdict: its name, its score and JSON, and for each criterion a number."""
+
+CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
+"""Values of `finish_reason`, in lower case, of a text that was cut off: those of OpenAI, Gemini and Mistral."""
+WITHHELD = frozenset(
+    {"content_filter", "refusal", "safety", "recitation", "blocklist", "prohibited_content", "spii", "sensitive"}
+)
+"""Those of a text that a filter or the model itself withheld: of OpenAI, Anthropic, Gemini and GLM."""
+BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
+"""Those of a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM and DeepSeek."""
+
+_LESS = (
+    ", or have it think less by `extra_body`: {reasoning_effort: low} for OpenAI and Gemini, {reasoning_effort: none} "
+    "for Ollama, {chat_template_kwargs: {enable_thinking: false}} for vLLM and SGLang"
+)
+ASKING = frozenset({"user", "system", "developer", "tool"})
+"""Roles of messages that are sent to a model. A reply in one of them is an echo, or was mixed up."""
+
+_UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})
+"""Codes of answers that do not keep to the schema: after one `auto` asks for this verdict by text."""
+_TEXTS = (None, "text", "output_text")  # types of parts, as against `reasoning_text`
+_THOUGHTS = ("reasoning", "reasoning_content", "thinking")
+"""Fields of a message with a model's thoughts: of OpenRouter and Ollama, vLLM and DeepSeek, others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeProvider:
+    """One OpenAI-compatible endpoint."""
+
+    name: str  # its name in metrics, logs and reason codes: `"openai"`
+    base_url: str  # its address, `/v1` included: `"https://api.openai.com/v1"`
+    model: str
+    transport: Transport
+    api_key: str | None = field(default=None, repr=False)
+    weight: float = 1.0  # its share of the verdicts, relative to the other providers' weights. 0: only if others fail.
+    response_format: str = "auto"  # one of `RESPONSE_FORMATS`
+    temperature: float | None = 0.0  # `None` for a model that accepts none
+    max_completion_tokens: int = 512  # room for the verdict, and for a reasoning model's thoughts
+    extra_body: Mapping[str, object] = field(default_factory=dict, repr=False)
+    """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
+    usd_per_million_prompt_tokens: float = 0.0
+    usd_per_million_completion_tokens: float = 0.0
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow")  # thoughts
+    role: object = None
+    content: object = None
+    refusal: object = None
+
+    @property
+    def text(self) -> str:
+        """The content, or the texts among its parts: some models send thoughts and text as a list."""
+        if isinstance(self.content, str):
+            return self.content
+        parts = self.content if isinstance(self.content, list) else [self.content]
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else part for part in parts]
+        return "".join(text for text in texts if isinstance(text, str))
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(fail_fast=True)
+
+
+@dataclass(frozen=True)
+class Material:
+    """The answers to judge, and the rubric."""
+
+    name: str
+    rubric: str
+    row: SalesRow
+    candidates: Candidates  # one alone, or several that are compared with each other
+    reference: Answer | None
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A hash of everything that a judge reads."""
+        reference = None if self.reference is None else self.reference.text
+        written = [(action.as_dict(), answer.text) for action, answer in self.candidates]
+        material = (self.row.context, self.row.documents, written, reference)
+        return cache_key(self.name, material, *map(asdict, self.row.criteria))
+
+    def orders(self, count: int) -> Iterator[list[int]]:
+        """So many orders of the candidates and, behind them, the reference: by chance, the same for the same material.
+        Every second one is the one before turned round, so that each answer is in front as often as behind."""
+        places, draws = [*range(len(self.candidates) + (self.reference is not None))], random.Random(self.key)
+        for number in range(count):
+            if number % 2 == 0 and (number == 0 or len(places) > 2):
+                draws.shuffle(places)
+            else:
+                places.reverse()
+            yield [*places]
+
+
+class ProviderClient:
+    """Asks one provider. Keeps its connections, its usage, and whether it takes a schema."""
+
+    def __init__(self, settings: JudgeProvider) -> None:
+        self.settings = settings
+        self.http = HttpClient(settings.transport.service, settings.base_url, api_key=settings.api_key)
+        self.form = RequestForm(settings.name, settings.response_format)
+        self._usage = ProviderUsage()
+
+    def drain_usage(self) -> ProviderUsage:
+        usage, self._usage = self._usage, ProviderUsage()
+        return usage
+
+    async def ask(self, material: Material, *, order: Sequence[int], patient: bool) -> list[Verdict]:
+        """The verdict on each candidate, by schema, or by text where that does not work."""
+        unheld = False  # the schema did not work for this material, and text has not been tried since
+
+        async def attempt() -> list[Verdict]:
+            nonlocal unheld
+            if not unheld and self.form.goes_by_schema():
+                try:
+                    verdicts = await self._one_way(material, order, by_text=False)
+                except (JudgeInvalid, ServiceRejected) as error:
+                    if not self._may_not_take_formats(error):
+                        raise
+                else:
+                    self.form.record_schema(worked=True)
+                    return verdicts
+                unheld = True
+                await self.settings.transport.admit()
+            try:
+                verdicts = await self._one_way(material, order, by_text=True)
+            except ServiceError:
+                unheld = False
+                raise
+            if unheld:
+                self.form.record_schema(worked=False)
+            return verdicts
+
+        return await self.settings.transport.call(attempt, patient=patient)
+
+    def _may_not_take_formats(self, error: ServiceError) -> bool:
+        if self.settings.response_format != "auto":
+            return False
+        if isinstance(error, ServiceRejected):
+            is_of_request = not isinstance(error, AccessDenied) and error.code.endswith(("_http_400", "_http_422"))
+            return is_of_request and not error.marks & WITHHELD_MARKS
+        return error.code in _UNHELD
+
+    async def _one_way(self, material: Material, order: Sequence[int], *, by_text: bool) -> list[Verdict]:
+        nonce = make_nonce()  # of the fence and of the verdict, for this one request
+        message = judge_message(material.row, material.candidates, material.reference, order=order, nonce=nonce)
+        names = candidate_names(nonce, len(material.candidates))
+        shown = [names[place] for place in order if place < len(names)]
+        expect_reference, criteria = material.reference is not None, material.row.criteria
+        room = (len(names) - 1) * (TOKENS_OF_SCORE + TOKENS_OF_CRITERION * len(criteria))
+        body: dict[str, object] = {
+            "model": self.settings.model,
+            "messages": [
+                {"role": "system", "content": signed_rubric(material.rubric, nonce, criteria, shown)},
+                {"role": "user", "content": message},
+            ],
+            "max_completion_tokens": self.settings.max_completion_tokens + room,
+        }
+        if self.settings.temperature is not None:
+            body["temperature"] = self.settings.temperature
+        if not by_text:
+            body["response_format"] = response_format(
+                expect_reference=expect_reference, by_criteria=bool(criteria), of_group=len(names) > 1
+            )
+
+        def read(answer: bytes) -> list[Verdict]:
+            value = self._completion(answer, {**body, **self.settings.extra_body})
+            usage = value.get("usage") if isinstance(value, dict) else None
+            try:
+                text, count = _text_of(value), len(names)
+                verdicts = read_verdict(
+                    text, nonce=nonce, expect_reference=expect_reference, criteria=criteria, count=count
+                )
+            except ForeignVerdict:  # another request counts its tokens
+                raise
+            except ServiceError:
+                self._count_tokens(usage, bill)
+                raise
+            self._count_tokens(usage, bill)
+            self._usage.verdicts += 1
+            return verdicts
+
+        while True:
+            sent = self.form.of({**body, **self.settings.extra_body})
+            try:
+                with self.settings.transport.bill() as bill:
+                    return await self.http.post("/chat/completions", sent, read)
+            except ServiceRejected as error:
+                if error.marks & WITHHELD_MARKS:
+                    raise _refused("an error of its content filter") from None
+                if not self.form.leave_out(error.refused & sent.keys()):
+                    raise
+            await self.settings.transport.admit()
+
+    def _completion(self, answer: bytes, sent: Collection[str] = ()) -> object:
+        """The body of a reply as JSON. Raises `ServiceError` if it is no JSON, or says that it is an error."""
+        service = self.settings.transport.service
+        try:
+            value = of_stream(answer) if re.match(rb"\s*(data|event|id|):", answer) else read_json(answer)
+        except ValueError:
+            raise BadServiceResponse(
+                f"{service} answered with a body of {len(answer)} bytes that is {form_of(answer)}. Expected a chat "
+                "completion.",
+                code=f"{service}_bad_response",
+            ) from None
+        refuse_stated_error(service, value, sent)
+        choices = value.get("choices") if isinstance(value, dict) else None
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict) and "error" in choice:  # OpenRouter's, in the midst of a text
+                refuse_stated_error(service, choice, sent)
+        return value
+
+    def _count_tokens(self, stated: object, bill: Bill) -> None:
+        usage = stated if isinstance(stated, dict) else {}
+        counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]  # gateways send nulls
+        if not all(type(count) is int and 0 <= count <= MAX_TOKENS for count in counts):
+            return
+        prompt, completion = counts
+        if any(counts) and None not in map(usage.get, ("prompt_tokens", "completion_tokens")):  # else by the mean
+            bill.count(prompt, completion)
+        self._usage.prompt_tokens += prompt
+        self._usage.completion_tokens += completion
+        self._usage.usd += (
+            prompt * self.settings.usd_per_million_prompt_tokens
+            + completion * self.settings.usd_per_million_completion_tokens
+        ) / 1e6
+
+
+def _text_of(completion: object) -> str:
+    """The text of a chat completion. Raises `JudgeInvalid` for one that is not whole."""
+    try:
+        choices = _Completion.model_validate(completion).choices
+    except ValidationError:
+        choices = []
+    if not choices:
+        raise JudgeInvalid("the judge answered 200 without any choice. Expected a chat completion.", "judge_empty")
+    end, message = str(choices[0].finish_reason).lower(), choices[0].message
+    text = message.text
+    if message.role in ASKING:
+        raise JudgeInvalid("the judge's message has the role of one who asks. Expected `assistant`.", "judge_role")
+    if end in CUT_OFF:
+        where = "in" if text else "before"
+        raise JudgeInvalid(
+            f"`max_completion_tokens` was used up {where} the verdict. Raise it in `judge_providers`{_LESS}.",
+            "judge_cut_off",
+        )
+    if message.refusal or end in WITHHELD:
+        raise _refused(f"finish_reason {end}" if end in WITHHELD else "a refusal")
+    if end in BROKEN_OFF:
+        raise JudgeInvalid(f"the judge broke off (finish_reason {end}). Expected a verdict.", "judge_broken_off")
+    has_text, extra = bool(text.strip()), message.model_extra or {}
+    if not has_text and (isinstance(message.content, list) or any(extra.get(name) for name in _THOUGHTS)):
+        raise JudgeInvalid(
+            "the judge thought, and answered without any text. Raise `max_completion_tokens` in `judge_providers`"
+            f"{_LESS}.",
+            "judge_only_thoughts",
+        )
+    if not has_text:
+        raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
+    return text
+
+
+def _refused(what: str) -> JudgeInvalid:
+    return JudgeInvalid(
+        f"the judge, or its provider's filter, answered with {what}. Expected a verdict: text beside is none.",
+        "judge_refused",
+    )
+
+
+def of_stream(answer: bytes) -> object:
+    """The completion of a reply that came as a stream of events, which was not asked for. Raises `ValueError` for one
+    that is not whole."""
+    lines = [line[5:].strip() for line in answer.splitlines() if line.startswith(b"data:")]
+    chunks = [read_json(line) for line in lines if line not in (b"", b"[DONE]")]
+    text, usage, end = "", None, None
+    for chunk in chunks:
+        if not isinstance(chunk, dict) or chunk.get("error") or (len(chunks) == 1 and b'"delta"' not in answer):
+            return chunk
+        usage = chunk.get("usage") or usage
+        try:
+            for choice in chunk.get("choices") or ():
+                text += _Message(content=(choice.get("delta") or {}).get("content")).text
+                end = choice.get("finish_reason") or end
+        except (AttributeError, TypeError):
+            raise ValueError("a stream of something else") from None
+    if end is None:
+        raise ValueError("a stream without its end")
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": end}], "usage": usage}

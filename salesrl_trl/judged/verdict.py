@@ -1,0 +1,285 @@
+"""The message to a judge, and the verdict in its answer. Pure; `provider` calls it.
+
+Completions are hostile text, so they stand in fenced sections of the user message only. A verdict is a JSON object at
+the very end, signed with the request's nonce. Any other text is `JudgeInvalid`, never a number.
+"""
+
+import functools
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
+from salesrl_trl.ground.fencing import fence, is_nonce
+from salesrl_trl.ground.texts import encodable
+from salesrl_trl.judged.judge_interface import Candidates
+from salesrl_trl.types import Answer, Criterion, SalesRow, Verdict
+
+if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
+    from openai.types.shared_params import ResponseFormatJSONSchema
+
+MESSAGE_VERSION = 2  # version of the message. Raise it with each change: verdicts on another version are not reused.
+MAX_VERDICT_CHARS = 65_536
+"""Characters of a judge's text that are read, from its end. A judge may think aloud before the verdict."""
+MAX_OBJECT_STARTS = 64
+"""Most opening braces that are tried, from the end of the text, beside those of candidates' scores. The reason in a
+verdict holds fewer."""
+ALONE = "answer"  # name of a candidate that is judged alone
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # names of sections have no digits
+
+_TWICE: dict[str, object] = {}  # stands for an object in which a key comes twice
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=lambda pairs: _TWICE if len(dict(pairs)) < len(pairs) else dict(pairs),
+    strict=False,  # line breaks in strings
+)
+_COMMA = re.compile(r'("(?:[^"\\]|\\.)*+"?)|,(?=\s*[}\]])', re.DOTALL)  # a string, or a comma before an end
+_END_TOKEN = re.compile(r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|</?\w{1,16}>|`{3}")
+_CLOSING = re.compile(r"[^\d{}\[\]\"<>]{1,200}[.!?。！？]", re.DOTALL)
+"""A sentence behind a verdict. One with a number, or cut off in its midst, may take the verdict back."""
+
+
+_Score = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+_FIELDS = frozenset({"nonce", "candidate", "candidates", "reference", "reason"})
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+@functools.cache
+def _form(of_reference: bool | None, by_criteria: bool, of_group: bool) -> type[BaseModel]:
+    """The form of a verdict. `of_reference`: whether it has a score of the reference, or `None` for either. It has the
+    same names for each request: some providers take seconds to prepare a new schema."""
+    score: Any = list[_Score] if by_criteria else _Score
+    reference: Any = {True: score, False: None, None: score | None}[of_reference]
+    named: Any = create_model("_Named", __config__=_STRICT, name=(str, ...), score=(score, ...))
+    scores: dict[str, Any] = {"candidates": (list[named], ...)} if of_group else {"candidate": (score, ...)}
+    fields = {"nonce": (str, ...), **scores, "reference": (reference, ...), "reason": (str, ...)}
+    return create_model("_Verdict", __config__=_STRICT, **fields)
+
+
+_INSTRUCTION = """
+
+End your reply with the JSON object, and write nothing after it. Begin the object with the field "nonce" that holds
+{nonce}, which shows that the verdict is yours and on these answers:
+{{"nonce": "{nonce}", {candidate}, "reference": {score} or null, "reason": "<one sentence>"}}"""
+_OF_GROUP = """
+
+There are {count} candidate answers, each in a section that ends with its name: {names}. Where a reference answer is
+given, it is the anchor: score it first, then each candidate by the same measure. The order of the sections means
+nothing. Answers that are equally good have equal scores."""
+_BY_CRITERIA = """
+
+Score each answer by these {count} criteria, one by one, and by nothing else: 1 for one that it meets, 0 for one that
+it does not, a number between for one that it meets in part.
+{criteria}
+A score is a list of {count} numbers, in the order of the criteria. null stands for a reference that is not given."""
+
+
+def candidate_names(nonce: str, count: int) -> list[str]:
+    """Different names of so many candidates of a request: letters that no candidate can know. One alone has none."""
+    if count == 1:
+        return [ALONE]
+    return [f"{number:06x}".translate(_LETTERS) for number in random.Random(nonce).sample(range(16**6), count)]
+
+
+def judge_message(
+    row: SalesRow, candidates: Candidates, reference: Answer | None, *, order: Sequence[int], nonce: str
+) -> str:
+    """The user message: all material in sections, whose fences the nonce marks. `order`: places of the candidates,
+    and behind them that of the reference, as they are shown."""
+    material = {"branch": row.branch, "conversation": row.context, "documents": "\n\n".join(row.documents)}
+    answers = []
+    for name, (action, answer) in zip(candidate_names(nonce, len(candidates)), candidates, strict=True):
+        written = {f"action_{name}": json.dumps(action.as_dict(), ensure_ascii=False)} if action.fields else {}
+        if name == ALONE and written:
+            material["action"] = written.pop(f"action_{name}")
+        answers.append({**written, f"candidate_{name}": answer.text})
+    if reference is not None:
+        answers.append({"reference_answer": reference.text})
+    for place in order:
+        material |= answers[place]
+    return fence(material, nonce)
+
+
+@functools.cache
+def response_format(
+    *, expect_reference: bool, by_criteria: bool = False, of_group: bool = False
+) -> "ResponseFormatJSONSchema":
+    """The schema of a verdict, as the field `response_format` of a request. It has no value for the nonce. A model
+    that may choose null for the reference does so at times."""
+    pair, verdict = "pair" if expect_reference else "lone", "criteria" if by_criteria else "verdict"
+    schema = _form(expect_reference, by_criteria, of_group).model_json_schema()
+    name = f"{pair}_{'group_' * of_group}{verdict}"
+    return {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": schema}}
+
+
+def signed_rubric(rubric: str, nonce: str, criteria: Sequence[Criterion] = (), names: Sequence[str] = (ALONE,)) -> str:
+    """The system message. The rubric is not a template: only what is appended is filled in. `names`: those of the
+    candidates, in the order in which they are shown."""
+    score, is_group = "[<0 to 1>, ...]" if criteria else "<0 to 1>", len(names) > 1
+    if is_group:
+        rubric += _OF_GROUP.format(count=len(names), names=", ".join(names))
+    if criteria:
+        listed = "\n".join(f"{number}. {criterion.text}" for number, criterion in enumerate(criteria, 1))
+        rubric += _BY_CRITERIA.format(count=len(criteria), criteria=listed)
+    of_each = f'"candidates": [{{"name": "{names[0]}", "score": {score}}}, ... one entry for each name]'
+    candidate = of_each if is_group else f'"candidate": {score}'
+    return rubric + _INSTRUCTION.format(nonce=nonce, score=score, candidate=candidate)
+
+
+def read_verdict(
+    content: str, *, nonce: str, expect_reference: bool, criteria: Sequence[Criterion] = (), count: int = 1
+) -> list[Verdict]:
+    """Read a verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce. One on
+    several candidates, as many as `count`, has a score under each of their names, once, and under no other name.
+    Returns what it says of each candidate.
+
+    With `criteria` it has a score for each, and their weighted mean is the answer's.
+
+    A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
+    before the last object is read, but for another signed one with other scores: two verdicts are none. Line breaks
+    in a string, commas too many, a code fence, a model's end token and a closing sentence are read over. With
+    `expect_reference`, a reference answer was shown and must be scored. Raises
+    `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
+    """
+    names = candidate_names(nonce, count)
+    whole, most = content[-MAX_VERDICT_CHARS:], MAX_OBJECT_STARTS + len(names)
+    text = _without_end(whole.rpartition("</think>")[2])
+    if (last := _last_object(text, most)) is None and whole.rfind("}") > whole.rfind("</think>") >= 0:
+        last = _last_object(text := _without_end(whole), most)  # the reason quotes that tag
+    if last is _TWICE:
+        raise _invalid("a verdict with a field twice", "judge_outside_schema")
+    if last is None:
+        raise _invalid(f"{len(content)} characters that do not end with a JSON object", "judge_not_json")
+    if last.get("nonce") != nonce:
+        raise _unsigned(last.get("nonce"))
+    if text.count(nonce) > 1 and any(_scores_of(other) != _scores_of(last) for other in _signed(text, nonce)):
+        raise _invalid("several verdicts that differ", "judge_two_verdicts")
+    try:
+        said = _form(None, bool(criteria), len(names) > 1).model_validate(last).model_dump()
+    except ValidationError as error:
+        raise _invalid(f"a verdict in which {_faults(error)}", "judge_outside_schema") from None
+    if expect_reference and said["reference"] is None:
+        raise _invalid("a verdict without the score of the reference that was shown", "judge_no_reference")
+    named = said["candidates"] if len(names) > 1 else [{"name": ALONE, "score": said["candidate"]}]
+    scores = {entry["name"]: entry["score"] for entry in named}
+    if scores.keys() != {*names} or len(named) != len(names):
+        known = len(scores.keys() & {*names})
+        raise _invalid(f"{len(named)} scores, for {known} of {len(names)} candidates", "judge_wrong_candidates")
+    reference = said["reference"] if expect_reference else None
+    if criteria and reference is not None:
+        reference = _mean(reference, criteria)
+    shared = {"reference": reference, "reason": encodable(said["reason"], "a judge's reason")}
+    if not criteria:
+        return [Verdict(candidate=scores[name], **shared) for name in names]
+    return [Verdict(candidate=_mean(scores[name], criteria), criteria=tuple(scores[name]), **shared) for name in names]
+
+
+def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
+    """The weighted mean of scores by criteria. Raises `JudgeInvalid` unless each criterion has one."""
+    if len(scores) != len(criteria):
+        raise _invalid(f"{len(scores)} scores for {len(criteria)} criteria", "judge_wrong_criteria")
+    weighted = sum(criterion.weight * score for criterion, score in zip(criteria, scores, strict=True))
+    return weighted / sum(criterion.weight for criterion in criteria)
+
+
+def verdicts_to_json(verdicts: Sequence[Verdict]) -> object:
+    """The value in the cache: an object for one verdict, a list for those of a group."""
+    values = [asdict(verdict) for verdict in verdicts]
+    return values if len(values) > 1 else values[0]
+
+
+def verdicts_from_json(value: Any) -> Sequence[Verdict]:
+    """The verdicts of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
+    return [Verdict(**each) for each in (value if isinstance(value, list) else [value])]
+
+
+def _last_object(text: str, most: int) -> dict[str, object] | None:
+    """The object at the end of a text, or `_TWICE`. `None` if there is none."""
+    for read in _readings(text):
+        start = len(read)
+        for _ in range(most):
+            start = read.rfind("{", 0, start)
+            if start < 0:
+                break
+            value, end = _object_at(read, start)
+            if value is not None and end == len(read):
+                return value
+    return None
+
+
+def _signed(text: str, nonce: str) -> list[dict[str, object]]:
+    """The objects of a text that hold the nonce, the latest `MAX_OBJECT_STARTS`."""
+    text = _without_commas(text)
+    starts = [text.rfind("{", 0, match.start()) for match in re.finditer(nonce, text)]
+    values = [_object_at(text, start)[0] for start in starts[-MAX_OBJECT_STARTS:] if start >= 0]
+    return [value for value in values if value is not None and value.get("nonce") == nonce]
+
+
+def _object_at(text: str, start: int) -> tuple[dict[str, object] | None, int]:
+    """The object that begins there, and its end; `None` if none does."""
+    try:
+        return _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None, start
+
+
+def _scores_of(verdict: dict[str, object]) -> list[object]:
+    return [verdict.get(name) for name in ("candidate", "candidates", "reference")]
+
+
+def _readings(text: str) -> Iterator[str]:
+    yield text
+    yield _without_commas(text)
+
+
+def _without_commas(text: str) -> str:
+    """A text without commas before the end of a list or an object."""
+    return _COMMA.sub(lambda match: match[1] or "", text)
+
+
+def _without_end(text: str) -> str:
+    """A text without what models write behind a verdict: end tokens, a code fence, and one whole sentence."""
+    behind = text.rfind("}") + 1
+    end = _END_TOKEN.sub("", text[behind:]).strip()
+    return text[:behind] if not end or _CLOSING.fullmatch(end) else text
+
+
+def _unsigned(got: object) -> JudgeInvalid:
+    """The error for a verdict without the request's nonce. The message shows no nonce."""
+    if isinstance(got, str) and is_nonce(got):
+        return ForeignVerdict(
+            "the verdict returns another nonce than the request's. Expected its own: replies are mixed up, or the "
+            "judge copies badly.",
+            code="judge_foreign_verdict",
+        )
+    what = "has no field `nonce`" if got is None else "holds something else in its field `nonce`"
+    return JudgeInvalid(
+        f"the verdict does not return the request's nonce: it {what}. Expected the 16 digits that the system message "
+        "asks for.",
+        code="judge_unsigned",
+    )
+
+
+def _faults(error: ValidationError) -> str:
+    """The faults in the fields of a verdict, without the judge's words."""
+    faults = []
+    for detail in error.errors(include_input=False, include_url=False):
+        name = detail["loc"][0]
+        known = name in _FIELDS
+        faults.append(f"`{name}`: {detail['msg'].lower()}" if known else "a field stands that was not asked for")
+    return "; ".join(dict.fromkeys(faults))
+
+
+def _invalid(got: str, code: str) -> JudgeInvalid:
+    return JudgeInvalid(
+        f"the judge answered with {got}. Expected one JSON object {{nonce, candidate: 0..1, reference: 0..1 or null, "
+        "reason: text}. It is up and answers, but gives no verdict: take a model that keeps to JSON, or leave one "
+        "that thinks more `max_completion_tokens`.",
+        code=code,
+    )

@@ -1,0 +1,467 @@
+"""From settings to the reward chain: its clients, with limits, caches and keys, and the process that it runs in.
+
+Owns the wiring, and the budget of a run's folder. `train`, `evaluate`, `rejudge` and `preflight` call it.
+`checks.reward` checks the settings before. The clients themselves take plain arguments.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from salesrl_trl.config.checks import build_object
+from salesrl_trl.config.ranges import from_fields
+from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import cache_dir
+from salesrl_trl.judged.budget import (
+    CALLS,
+    FREE,
+    USD,
+    Budget,
+    Limit,
+    Price,
+    read_account,
+    reported,
+)
+from salesrl_trl.judged.cache import AnswerStore
+from salesrl_trl.judged.chain import SalesReward
+from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
+from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
+from salesrl_trl.judged.meter import ANCHORS, MeterSettings
+from salesrl_trl.judged.noise import anchors
+from salesrl_trl.judged.provider import JudgeProvider
+from salesrl_trl.judged.rag_answers import RagAnswers
+from salesrl_trl.judged.rag_client import RagBackend, RagClient
+from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward, read_reward
+from salesrl_trl.launch.judge_config import JudgeProviderConfig
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.names import SPENT_FILE
+from salesrl_trl.record.replay import ReplayReward
+from salesrl_trl.reward.mixed import combined
+from salesrl_trl.reward.remote import RemoteReward
+from salesrl_trl.reward.sample_lines import SampleLines
+from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.types import (
+    ALL,
+    DEFAULT_FORMAT,
+    JUDGE,
+    SALES,
+    ActionFormat,
+    SalesRow,
+)
+
+if TYPE_CHECKING:
+    from salesrl_trl.config import SalesGRPOConfig
+
+logger = logging.getLogger(__name__)
+
+NOWHERE = "http://nobody.invalid/v1"  # stands for the address of a service that is not asked
+
+
+@contextlib.contextmanager
+def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
+    """The embedded services, which stop on exit. Where no address is configured, one process of each node has them
+    begin to start now."""
+    from accelerate import PartialState  # brings torch, which configured services do not need
+
+    services = EmbeddedServices(documents=_documents(config))
+    try:
+        if (config.embeds_rag or config.embeds_judge) and PartialState().is_local_main_process:
+            services.launch()
+        yield services
+    finally:
+        services.stop()
+
+
+def _documents(config: RewardConfig) -> Path | None:
+    return None if config.knowledge_file is None else Path(config.knowledge_file).expanduser()
+
+
+@contextlib.contextmanager
+def open_reward(
+    config: RewardConfig, training: "SalesGRPOConfig", rows: Sequence[SalesRow], parts: RewardParts | None = None,
+    services: EmbeddedServices | None = None, *, records: bool = False,
+) -> Iterator[Scorer]:  # fmt: skip
+    """Check the settings, start the embedded services where no address is configured, and build the reward chain.
+
+    The services stop on exit. `SalesGRPOTrainer.finish` closes the connections of the chain.
+
+        with open_reward(RewardConfig(), training, rows) as reward:
+            trainer = SalesGRPOTrainer(model, reward, training, train_dataset=build_dataset(rows, "instruct"))
+
+    Args:
+        config (`RewardConfig`):
+            Settings of the services.
+        training (`SalesGRPOConfig`):
+            The trainer's settings: branches, device, processes, output folder.
+        rows (`Sequence[SalesRow]`):
+            Training rows and held-out rows.
+        parts (`RewardParts`, *optional*):
+            From `prepare_reward`, which is called without them.
+        services (`EmbeddedServices`, *optional*):
+            From `launched_services`, which is called without them.
+        records (`bool`, *optional*, defaults to `False`):
+            As in `SalesReward`.
+
+    Raises:
+        `SalesRLError`: a setting or a service is not as expected.
+    """
+    if parts is None:
+        branches = training.branches or sorted({row.branch for row in rows})
+        parts = prepare_reward(config, branches, training.hybrid_reference_weight > 0)
+    with (
+        addresses(config, services) as urls,
+        _connected(config, parts, urls[0], training) as budget,
+    ):
+
+        def packaged() -> Scorer:
+            reward = build_reward(
+                config, parts, rows, *urls, output_dir=Path(training.output_dir), processes=training.world_size,
+                process_index=training.process_index, records=records,
+            )  # fmt: skip
+            stays = config.asks_nobody or training.device.type == "cpu"
+            return placed(reward, None if config.asks_nobody else training.reward_process, stays)
+
+        paths, own = config.reward_funcs or [SALES], parts.functions
+        rewards = [own[path] if path in own else packaged() for path in paths]
+        weights = training.reward_weights or [1.0] * len(rewards)
+        replay = config.parsed_replay()
+        if replay is None:
+            reward = combined(rewards, weights, training.reward_process)
+            with patched(reward, "budget", reward.budget or budget):
+                yield reward
+            return
+        reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
+        yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
+
+
+@contextlib.contextmanager
+def _connected(
+    config: RewardConfig, parts: RewardParts, rag_base_url: str, training: "SalesGRPOConfig"
+) -> Iterator[Budget | None]:
+    """The packaged tool, if the policy has it, with a client of its own: its event loop is not that of rewards. Gives
+    the budget to show where rewards have none."""
+    budget = None
+    if parts.search is not None:
+        rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
+        budget = budget_of(config, Path(training.output_dir), training.world_size)  # one for each event loop
+        clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
+        is_kept = config.rag_base_url is not None or config.rag is not None
+        backend, asked = (
+            clients.rag(rag_base_url, name_8b="tool_search"),
+            (config.rag_score_threshold, config.rag_top_k),
+        )
+        answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
+        references = _kept_references(config, is_kept)
+        parts.search.connect(RagAnswers(backend, *asked, DEFAULT_FORMAT, answers, references))
+        budget = budget and Budget(budget.path, budget.limits)
+    try:
+        yield budget
+    finally:
+        if parts.search is not None:
+            parts.search.close()
+
+
+def _log_embedded(config: RewardConfig, at: ServiceAddresses) -> None:
+    used = [f"RAG {at.rag_base_url}"] * config.embeds_rag + [f"judge {at.judge_base_url}"] * config.embeds_judge
+    logger.info(f"embedded: {', '.join(used)}")
+
+
+@contextlib.contextmanager
+def addresses(config: RewardConfig, services: EmbeddedServices | None = None) -> Iterator[tuple[str, str]]:
+    """The addresses of the RAG service and the judge. Embedded ones are started where none is configured; all ranks
+    learn those of their own node. `services`: from `launched_services`, which is called without them."""
+    if not (config.embeds_rag or config.embeds_judge):
+        yield config.rag_base_url or NOWHERE, config.judge_base_url or NOWHERE
+        return
+    with contextlib.ExitStack() as stack:
+        if services is None and "WORLD_SIZE" not in os.environ:
+            here = stack.enter_context(EmbeddedServices(documents=_documents(config)))
+            _log_embedded(config, here)
+        else:
+            here = _of_this_node(config, services or stack.enter_context(launched_services(config)))
+        yield config.rag_base_url or here.rag_base_url, config.judge_base_url or here.judge_base_url
+
+
+def _of_this_node(config: RewardConfig, services: EmbeddedServices) -> ServiceAddresses:
+    from accelerate import PartialState  # brings torch, which a process alone does not need
+    from accelerate.utils import gather_object
+
+    state = PartialState()
+    started: ServiceAddresses | SalesRLError | None = None
+    if state.is_local_main_process:
+        try:
+            started = services.start()
+            _log_embedded(config, started)
+        except SalesRLError as error:
+            started = error
+    everywhere = gather_object([started])
+    for result in everywhere:
+        if isinstance(result, SalesRLError):
+            raise result
+    here = everywhere[state.process_index - state.local_process_index]  # of this node's main process
+    assert isinstance(here, ServiceAddresses)
+    return here
+
+
+def placed(chain: JudgeReward, in_a_process: bool | None, on_cpu: bool) -> JudgeReward | RemoteReward:
+    """Move the chain into a process of its own, or leave it in the trainer's. `in_a_process`: the setting
+    `reward_process`, whose `None` chooses a process of its own, except on a CPU."""
+    if in_a_process is False or (in_a_process is None and on_cpu):
+        return chain
+    try:
+        return RemoteReward(chain)
+    except ConfigError as error:
+        if in_a_process:
+            raise
+        logger.warning(f"rewards stay in the trainer's process, where they take vLLM's time: {error}")
+        return chain
+
+
+def build_reward(
+    config: RewardConfig, parts: RewardParts, rows: Sequence[SalesRow], rag_base_url: str, judge_base_url: str, *,
+    output_dir: Path | None, processes: int = 1, process_index: int = 0, records: bool = False,
+    keeps_references: bool = True,
+) -> JudgeReward:  # fmt: skip
+    """Build the packaged reward: the chain, or with `judge` in `reward_funcs` the judge alone, which needs no rows.
+
+    `output_dir`: folder of the run's own cache of answers; nothing is kept or counted without one.
+    `keeps_references`: whether 32B answers of other runs are taken and left for them, if the settings say so too.
+    """
+    budget = None if output_dir is None else budget_of(config, output_dir, processes)
+    clients, direct = ServiceClients(config, parts, processes, budget), config.judges_answers
+    # an embedded service has a new address in every run, so its answers are not kept
+    is_kept = not (config.embeds_judge if direct else config.rag_base_url is None and config.rag is None)
+    common: dict[str, Any] = {
+        "deadline_s": config.reward_deadline_s,
+        "stages": parts.stages,
+        "lines": SampleLines(config.verbose),
+        "records": records,
+        "answers": _kept_answers(config, output_dir, process_index, is_kept),
+        "second": clients.second_judge(None if direct else config.action_format()),
+    }
+    judge = clients.judge(judge_base_url, for_rewards=True)
+    if direct:
+        reward = JudgeReward(judge, parts.scoring, **common)
+    else:
+        reward = SalesReward(
+            # services and judge see text; a child process gets a copy
+            [replace(row, images=(), columns={}) for row in rows],
+            clients.rag(rag_base_url),
+            judge,
+            parts.scoring,
+            score_threshold=config.rag_score_threshold,
+            top_k=config.rag_top_k,
+            action_format=config.action_format(),
+            announces=process_index == 0,
+            references=_kept_references(config, is_kept and keeps_references),
+            **common,
+        )
+    reward.budget = budget
+    return reward
+
+
+def _kept_answers(config: RewardConfig, output_dir: Path | None, process_index: int, is_kept: bool) -> AnswerStore:
+    if not config.cache_answers:
+        return AnswerStore(most=0)
+    return AnswerStore(output_dir / f"answers.rank{process_index}.sqlite" if output_dir and is_kept else None)
+
+
+def _kept_references(config: RewardConfig, is_kept: bool) -> AnswerStore:
+    return AnswerStore(cache_dir() / "references.sqlite" if config.cache_answers and is_kept else None)
+
+
+def judge_reward(
+    rubric: str | Mapping[str, str] | None = None, *, output_dir: str = "", **settings: Any
+) -> JudgeReward:
+    """The packaged judge as a reward function, for a trainer's `reward_funcs`.
+
+        judge = judge_reward(judge_base_url="https://api.openai.com/v1", judge_model="gpt-4.1-mini",
+                             judge_api_key_env="OPENAI_API_KEY")
+        trainer = SalesGRPOTrainer(model, [judge, my_function], training, dataset)
+
+    It reads a row's `prompt`, and, where the dataset has them, `reference`, `documents`, `criteria` and `branch`.
+
+    Args:
+        rubric (`str` or `Mapping[str, str]`, *optional*):
+            What to judge by: a text, or one for each value of the column `branch`. The packaged one when not given.
+        output_dir (`str`, *optional*):
+            The trainer's folder: it keeps verdicts for a resume, and what a limit of `max_calls` or `max_usd` has
+            spent. Needed for such a limit.
+        settings:
+            Settings of `RewardConfig`, such as `judge_providers` and `judge_timeout_s`.
+
+    Raises:
+        `ConfigError`: a setting is not as expected, or names no judge.
+    """
+    config = RewardConfig(reward_funcs=[JUDGE], **settings)
+    if config.embeds_judge:
+        raise ConfigError(
+            "`judge_reward` names no judge. Expected `judge_base_url` and `judge_model`, `judge_providers`, or the "
+            "path of a class in `judge`."
+        )
+    if not output_dir and (config.max_calls is not None or config.max_usd is not None):
+        raise ConfigError("`judge_reward` has a limit and no `output_dir`, which keeps the count. Expected both.")
+    rubrics = {ALL: rubric} if isinstance(rubric, str) else dict(rubric or {})
+    parts = read_reward(config, [*rubrics] or [ALL], rubrics=rubrics)
+    processes, index = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    return build_reward(
+        config, parts, (), NOWHERE, config.judge_base_url or NOWHERE, processes=processes, process_index=index,
+        output_dir=Path(output_dir) if output_dir else None,
+    )  # fmt: skip
+
+
+def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Budget | None:
+    """The budget of a run in this folder. `None` where nothing is limited and nothing has a price."""
+    providers = config.parsed_judge_providers()
+    places: list[tuple[str, str | None, RewardConfig | JudgeProviderConfig]] = [("", None, config)]
+    places += [(f"judge_providers[{judge.name}].", f"{JUDGE}_{judge.name}", judge) for judge in providers]
+    limits = [
+        Limit(name=f"{prefix}max_{kind}", kind=kind, most=most, service=service)
+        for prefix, service, settings in places
+        for kind, most in ((CALLS, settings.max_calls), (USD, settings.max_usd))
+        if most is not None
+    ]
+    rates = [rate for judge in providers for rate in (judge.tokens_per_minute, judge.requests_per_minute)]
+    if not limits and not any(rates) and not any(judge.has_price for judge in providers):
+        return None
+    return Budget(output_dir / SPENT_FILE, limits, processes)
+
+
+def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
+    """Refuse a run whose requests, or those to every judge, would all be refused: where an earlier run in this folder
+    ended at a limit that is not larger now."""
+
+    budget = budget_of(config, output_dir)
+    if budget is None:
+        return
+    account = read_account(budget.path)
+    # blocks of processes that were killed stay taken: their requests may have left
+    reached = [
+        limit
+        for limit in budget.limits
+        if limit in account.reached([limit]) or account.taken.get(limit.name, 0.0) >= limit.most
+    ]
+    of_all = {limit.kind for limit in reached if limit.service is None}
+    of_one = {limit.service for limit in reached}
+    providers = config.parsed_judge_providers()
+    left = [
+        provider
+        for provider in providers
+        if f"{JUDGE}_{provider.name}" not in of_one and not (provider.has_price and USD in of_all)
+    ]
+    if CALLS in of_all or (providers and not left):
+        raise ConfigError(
+            f"the budget is spent: {reported(account, reached)}. Expected limits above what earlier runs in this "
+            f"folder spent. Raise them; or delete {budget.path}, to begin with nothing spent."
+        )
+
+
+@dataclass(frozen=True)
+class ServiceClients:
+    """Makes the clients of the services, without a connection."""
+
+    config: RewardConfig
+    parts: RewardParts
+    processes: int = 1  # which share the limits
+    budget: Budget | None = None  # from `budget_of`; nothing is limited or counted without it
+
+    def rag(self, base_url: str, name_8b: str = "rag_8b") -> RagBackend:
+        """The client of the RAG service, or that of a user's own. `name_8b`: of the 8B endpoint, in figures and reason
+        codes."""
+        config, parts = self.config, self.parts
+        if parts.rag is not None:
+            self._count(parts.rag.transports)
+            return parts.rag
+        limits = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
+        # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if it counts.
+        patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
+        return RagClient(
+            base_url,
+            transport_8b=self._transport(name_8b, *limits),
+            transport_32b=self._transport("rag_32b", *limits, patience_s=patience_32b_s),
+            api_key=parts.rag_key,
+        )
+
+    def judge(self, base_url: str, *, for_rewards: bool = False) -> Judge:
+        """The client of the judges, or that of a user's own. `base_url` is not used with `judge_providers`.
+        `for_rewards`: without the provider that is only the second judge of `judge_meter`."""
+        config, own = self.config, self.parts.judge
+        if own is not None:
+            self._count(own.transports)
+            return own
+        meter = config.parsed_judge_meter() if for_rewards else None
+        providers = [one for one in config.parsed_judge_providers() if meter is None or one.name != meter.second]
+        providers = providers or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)]
+        return self._judges(providers, self.parts.rubrics)
+
+    def second_judge(self, action_format: ActionFormat | None) -> SecondJudge | None:
+        """The second judge of `judge_meter`, with the answers that are judged again and again."""
+        config, scoring = self.config, self.parts.scoring
+        meter = config.parsed_judge_meter()
+        if meter is None:
+            return None
+        rubrics = {name: text for name, text in self.parts.rubrics.items() if name in scoring.weights}
+        if meter.rubric_dir is not None:
+            rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
+        providers = [provider for provider in config.parsed_judge_providers() if provider.name == meter.second]
+        fixed = anchors({name: name for name in rubrics}, action_format, ANCHORS)
+        shows_text = "completions" in config.verbose
+        settings = from_fields(MeterSettings, meter, anchors=len(fixed), shows_text=shows_text)
+        judge = self._judges(providers, {**self.parts.rubrics, **rubrics})
+        return SecondJudge(judge=judge, anchors=fixed, settings=settings)
+
+    def _judges(self, providers: Sequence[JudgeProviderConfig], rubrics: Mapping[str, str]) -> JudgeClient:
+        config = self.config
+        clients = [
+            from_fields(
+                JudgeProvider,
+                provider,
+                transport=self._transport(
+                    f"{JUDGE}_{provider.name}" if config.judge_providers else JUDGE,
+                    provider.max_concurrency or config.judge_max_concurrency,
+                    provider.timeout_s or config.judge_timeout_s,
+                    config.parsed_attempts().judge,
+                    price=Price(
+                        prompt_token=provider.usd_per_million_prompt_tokens / 1e6,
+                        completion_token=provider.usd_per_million_completion_tokens / 1e6,
+                        max_completion_tokens=provider.max_completion_tokens,
+                    ),
+                    tokens_per_minute=provider.tokens_per_minute,
+                    requests_per_minute=provider.requests_per_minute,
+                ),
+                api_key=self.parts.judge_keys[provider.name],
+            )
+            for provider in providers
+        ]
+        orders = config.judge_orders if config.judge_mode == "group" else 0
+        times = {"repeats": config.judge_repeats, "orders": orders}
+        return JudgeClient(clients, rubrics, aggregation=config.judge_aggregation, **times)
+
+    def _transport(
+        self, service: str, max_concurrency: int, timeout_s: float, max_attempts: int, price: Price = FREE,
+        patience_s: float | None = None, **rates: float | None,
+    ) -> Transport:  # fmt: skip
+        return Transport(
+            service,
+            max_concurrency=max(max_concurrency // self.processes, 1),
+            attempt_timeout_s=timeout_s,
+            max_attempts=max_attempts,
+            initial_concurrency=self.config.initial_concurrency,
+            outage_patience_s=self.config.outage_patience_s if patience_s is None else patience_s,
+            hedge_fraction=self.config.hedge_fraction,
+            quota=None if self.budget is None else self.budget.quota(service, price, **rates),
+        )
+
+    def _count(self, transports: Mapping[str, Transport]) -> None:
+        """Let the budget count what a user's own client sends."""
+        for name, transport in transports.items():
+            if self.budget is not None:
+                transport.count_by(self.budget.quota(name))

@@ -1,0 +1,174 @@
+"""The banner: lines at the start of a run about its parts, and the lines at its end.
+
+Owns their wording. `launch.building` logs the banner, and `train` the last lines. Loads no weights.
+"""
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.engine import Start, compiled_engine, engine_start
+from salesrl_trl.config.machine import device_line
+from salesrl_trl.config.rollouts import why_not_partial
+from salesrl_trl.demo.packaged import CASSETTE
+from salesrl_trl.generation import compiled
+from salesrl_trl.ground.own_code import code
+from salesrl_trl.ground.process import installed
+from salesrl_trl.launch.assembly import budget_of
+from salesrl_trl.launch.checks.addresses import MEANINGLESS
+from salesrl_trl.launch.checks.dataset import template_name
+from salesrl_trl.launch.checks.model import generation_config_of
+from salesrl_trl.launch.data.formats import ROWS
+from salesrl_trl.launch.data.templates import PROMPT_STYLES
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.memory.shape import parameter_count
+from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
+from salesrl_trl.launch.settings import RunConfig
+from salesrl_trl.names import LOG_FILE
+from salesrl_trl.types import SALES, SEARCH, SalesRow
+from salesrl_trl.wiring.banner_lines import (
+    TOGETHER,
+    budget_text,
+    hub_lines,
+    record_line,
+    shown,
+    training_lines,
+)
+
+_PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
+
+
+def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequence[str] = ()) -> list[str]:
+    """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks, a line each."""
+    data, reward, training = config.data, config.reward, config.training
+    services = [("judge", _judge(reward))] if reward.uses_services else []
+    if reward.uses_rag:
+        services.insert(0, ("RAG service", _rag(reward)))
+    names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
+    is_partial = training.use_vllm and not why_not_partial(training, None, bool(reward.tools), reads_pictures=False)
+    partial = training.partial_rollouts if is_partial else 0.0
+    versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
+    lines = [
+        *_policy(config),
+        *(("rows", _rows(source, rows)) for source in data.sources),
+        ("prompt", _prompt(data, reward)),
+        *training_lines(training, training.max_staleness, training.refill_groups, partial),
+        *(("reward", path) for path in reward.reward_funcs),
+        *(("tool", path) for path in reward.tools),
+        *([("replay", _replay(replay, reward, training))] if (replay := reward.parsed_replay()) else []),
+        *services,
+        *(("budget", line) for line in _budget(reward, training)),
+        *(("stage", stage) for stage in reward.reward_stages),
+        ("devices", device_line(training.device, training.world_size)),
+        *([("compiled", _compiled(training, config.policy_path))] if training.compiled else []),
+        ("versions", ", ".join((f"salesrl_trl {code()}", *versions, f"Python {platform.python_version()}"))),
+        record_line(training),
+        *hub_lines(training),
+        ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
+        *(("note", note) for note in notes),
+    ]
+    return shown(lines)
+
+
+def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
+    """The last lines of a run that did not fail. Of the checks' `notes`, those about scores that mean nothing."""
+    saved = f"the policy is in {output_dir}; " if saves_policy else ""
+    lines = [f"{saved}its figures on a page: python -m salesrl_trl.record.report {output_dir}"]
+    return [f"[Run] {line}" for line in (*lines, *(note for note in notes if MEANINGLESS in note))]
+
+
+def _policy(config: RunConfig) -> list[tuple[str, str]]:
+    """The policy with its size, and the tokens that end a completion, by the tokenizer and the generation settings."""
+    model, (path, revision, trusted) = config.model, config.policy_source
+    name = model.model_name_or_path or "the packaged small policy (your own: --model_name_or_path NAME)"
+    trained = f"LoRA of rank {model.lora_r}" if model.use_peft else "all weights"
+    size = parameter_count(*config.policy_source)
+    units = [(1e9, " B"), (1e6, " M")]
+    shown = next((f"{size / unit:.2f}{letter}" for unit, letter in units if size >= unit), str(size))
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
+    generation = generation_config_of(path, revision)
+    ids = None if generation is None else generation.eos_token_id
+    ends = dict.fromkeys([tokenizer.eos_token_id, *([ids] if isinstance(ids, int) else ids or [])])
+    tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends if end is not None)
+    return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
+
+
+def _rows(source: DataConfig, rows: Sequence[Sequence[SalesRow]]) -> str:
+    """Of one dataset its rows. Where it is one of several, its name stands before their ids."""
+    name, of_format = source.name, "" if source.dataset_format == ROWS else f" ({source.dataset_format})"
+    train, held_out = (Counter(row.row_id.partition(":")[0] if name else "" for row in part)[name] for part in rows)
+    share = f" ({train / len(rows[0]):.0%})" if name else ""
+    return f"{train} of {source.dataset}{of_format} to train on{share}, {held_out} held out"
+
+
+def _prompt(data: DataConfig, reward: RewardConfig) -> str:
+    prompt, formats = template_name(data, reward), [source.form().format for source in data.sources]
+    if prompt is None or prompt in PROMPT_STYLES:
+        puts = dict.fromkeys(text for form in formats if form for text in form.instructions)
+        own = f"of the rows{', with a system message of their format: ' if puts else ', as it is'}{' | '.join(puts)}"
+        prompt = f"{f'packaged, {prompt}' if prompt else own} (your own: --prompt_template FILE)"
+    if not reward.uses_services:
+        return prompt
+    return f"{prompt}; rubrics: {f'of {reward.rubric_dir} before packaged ones' if reward.rubric_dir else 'packaged'}"
+
+
+def _rag(reward: RewardConfig) -> str:
+    over = reward.knowledge_file or "the demo's course catalogue (your own: --rag_base_url http://HOST:PORT)"
+    return reward.rag or reward.rag_base_url or f"embedded, over {over}"
+
+
+def _judge(reward: RewardConfig) -> str:
+    orders = f"; {TOGETHER}, in {reward.judge_orders} orders" if reward.judge_mode == "group" else ""
+    return f"{_judge_at(reward)}{orders}"
+
+
+def _judge_at(reward: RewardConfig) -> str:
+    providers = reward.parsed_judge_providers()
+    if providers:
+        return ", ".join(f"{provider.name}: {provider.model} at {provider.base_url}" for provider in providers)
+    if reward.judge is not None:
+        return reward.judge
+    if reward.judge_base_url is not None:
+        return f"{reward.judge_model} at {reward.judge_base_url}"
+    return "embedded, made for the demo (your own: --judge_base_url http://HOST:PORT/v1 --judge_model NAME)"
+
+
+def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
+    """Limits of the spending, and what was spent in this folder."""
+    budget = budget_of(reward, Path(training.output_dir))
+    if budget is None:
+        return []
+    own = [
+        path
+        for path in (*reward.reward_funcs, *reward.tools, reward.rag, reward.judge)
+        if path not in (None, SALES, SEARCH)
+    ]
+    uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
+    return [budget_text(budget), *([uncounted] if own else [])]
+
+
+def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
+    """The state of the folder of compiled code, and the engine's start that follows from it."""
+    assert training.compiled is not None
+    state = f"{training.compiled}: {compiled.content_of(training.compiled)}"
+    if not training.use_vllm or training.vllm_mode == "server":
+        return state
+    start = engine_start(training)
+    if start is not Start.COMPILED:
+        return f"{state}. vLLM starts {start.value}"
+    is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
+    how = ", from this folder" if is_kept else ": it compiles this engine now, once"
+    return f"{state}. vLLM starts {start.value}{how}"
+
+
+def _replay(replay: ReplaySettings, reward: RewardConfig, training: SalesGRPOConfig) -> str:
+    nearest = "get that of the most similar text for the same row"
+    misses = {"fail": "have no reward", "nearest": nearest, "live": "are scored by the services"}
+    record = "the packaged record of the demo's services" if replay.run == CASSETTE else f"the record of {replay.run}"
+    other = "; conversations will differ from recorded ones: vLLM's batch depends on when tools answer"
+    differs = other if reward.tools and training.use_vllm else ""
+    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}{differs}"

@@ -1,0 +1,206 @@
+"""Checks of the rows and their prompts: sources, template, room for a completion, branches, repeats, pictures.
+
+The plans (`build`), `preflight.runner` and commands call it. `data` loads the rows and checks each of them alone.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import is_torchvision_available
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.judged.judge_reward import reference_and_criteria
+from salesrl_trl.launch.checks.outcome import Findings
+from salesrl_trl.launch.data.form import Records, drawn, mixed
+from salesrl_trl.launch.data.lengths import LengthLimit
+from salesrl_trl.launch.data.sources import check_rows, is_file, load_records
+from salesrl_trl.launch.data.templates import PROMPT_STYLES, PromptTemplate, read_template
+from salesrl_trl.launch.data_config import DataConfig, DatasetEntry
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SalesRow
+
+SHOWN_ROWS = 5
+HELD_OUT_SHARE = 0.1  # of a file for which the settings name no held-out rows
+
+
+def own_records(data: DataConfig, reward: RewardConfig) -> list[Records]:
+    """All records of each dataset, of which a share may be held out. Raises `DataError` as `load_rows` does."""
+    return [load_records(*source.train_source, source.form(not reward.has_chain)) for source in data.sources]
+
+
+def rows_of(
+    records: Sequence[Records], branches: Sequence[str], limit: int | None, entries: Sequence[DatasetEntry] = ()
+) -> list[SalesRow]:
+    """The rows of records by dataset, mixed: for training, of each so many or its share as its entry says. At most
+    `limit`. Raises `DataError` for a bad one."""
+    most = limit if len(records) == 1 else None
+    parts: list[Sequence[SalesRow]] = [check_rows(part, branches, most) for part in records]
+    for number, entry in enumerate(entries):
+        parts[number] = drawn(parts[number], entry.rows or len(parts[number]))
+    return mixed(parts, [entry.share for entry in entries if entry.share is not None])[:limit]
+
+
+def template_name(data: DataConfig, reward: RewardConfig) -> str | None:
+    """The user's template file, or the name of a packaged style. Without a setting it is `instruct` if the packaged
+    chain scores, which needs its answers, else `None` for the rows' own prompts."""
+    return data.prompt_template or ("instruct" if reward.has_chain else None)
+
+
+def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | None:
+    """The policy's prompt: the template of `template_name`, read if it is a file."""
+    template, fields = template_name(data, reward), reward.action_format().fields
+    if template is None:
+        return None
+    if template not in PROMPT_STYLES:
+        return read_template(template, fields)
+    if template == "instruct" and fields != DEFAULT_FORMAT.fields:
+        raise ConfigError(
+            f"`action_fields` is {', '.join(fields)}, but the packaged prompt asks for "
+            f"{', '.join(DEFAULT_FORMAT.fields)}. Give a `prompt_template` that asks for yours (docs/DATA.md)."
+        )
+    return template
+
+
+def settle_held_out(data: DataConfig) -> str | None:
+    """Hold out a share of a local file, unless the settings of this dataset say what is held out. Returns a line for
+    the banner. Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
+    if data.eval_dataset is not None or data.held_out_share or not is_file(data.train_source[0]):
+        return None
+    if data.held_out_share is not None:
+        raise ConfigError(
+            "`held_out_share` is 0 and `eval_dataset` is not given: evaluated on its training rows, those of the file "
+            f"{data.dataset}, a policy's figures say nothing. Expected held-out rows. Give one of the two, or set "
+            "`held_out_eval: false` and `quick_eval_steps: 0`."
+        )
+    data.held_out_share = HELD_OUT_SHARE
+    return (
+        f"{HELD_OUT_SHARE:.0%} of the rows of {data.dataset} are held out, to evaluate on. `eval_dataset` names other "
+        "ones, `held_out_share` another share. `held_out_eval: false` and `quick_eval_steps: 0` evaluate on none"
+    )
+
+
+def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Raise `ConfigError` unless the packaged chain, if it scores, finds a conversation in every row, and the packaged
+    judge alone a `reference` and `criteria` that it can read. Returns lines for the banner."""
+    for row in rows if reward.judges_answers else ():
+        try:
+            reference_and_criteria(row.columns)
+        except DataError as error:
+            raise ConfigError(f"row {row.row_id!r}: {error} Correct the column; `{JUDGE}` reads it.") from None
+    without = [row for row in rows if not row.conversation]
+    if without and reward.has_chain:
+        raise ConfigError(
+            f"{len(without):,} rows have a `prompt` and no `conversation` ({_named(without)}). The packaged reward "
+            "chain answers conversations. Expected functions of your own, which score such rows: "
+            "`--reward_funcs my_rewards.right`."
+        )
+    if without and isinstance(without[0].prompt, str) and tokenizer.chat_template:
+        return [
+            "the rows' prompts are texts, which the policy reads as they are, without its chat template. Prompts that "
+            "are lists of {role, content} go through it"
+        ]
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    marked = [row for row in rows if special and re.search("|".join(special), row.context)]
+    if not marked:
+        return []
+    return [
+        f"{len(marked):,} rows contain special tokens of the policy, such as {tokenizer.eos_token}, in their texts "
+        f"({_named(marked)}). The chat template does not escape them: in the prompt they end a turn or begin one"
+    ]
+
+
+def prompt_limit(
+    data: DataConfig, training: SalesGRPOConfig, positions: int | None, server_room: int | None = None
+) -> LengthLimit | None:
+    """The longest prompt that leaves room for a completion of `max_completion_length`. `None` if no limit is known.
+
+    `positions` are the model's, and `server_room` is the longest prompt and completion together of a vLLM server.
+    """
+    room, source = positions, "the model's positions"
+    if training.use_vllm and training.vllm_mode == "colocate":
+        if training.vllm_max_model_length is not None:
+            room, source = training.vllm_max_model_length, "`vllm_max_model_length`"
+        if isinstance(length := training.parsed_engine_kwargs().get("max_model_len"), int):
+            room, source = length, "`max_model_len` of `vllm_engine_kwargs`"
+        if positions is not None and room is not None and room > positions:
+            raise ConfigError(
+                f"{source} is {room}, but the model has {positions} positions: vLLM would refuse to start. Expected "
+                f"{positions} or less, with room for `max_completion_length` {training.max_completion_length} in it. "
+                f"Set `vllm_max_model_length: {positions}`."
+            )
+    elif server_room is not None:
+        room, source = server_room, "the vLLM server's length"
+    asked, completion = data.max_prompt_tokens, training.max_completion_length or 1
+    if room is not None and (asked or 1) + completion > room:
+        prompt = "a prompt" if asked is None else f"`max_prompt_tokens` {asked}"
+        raise ConfigError(
+            f"{prompt} and `max_completion_length` {completion} do not fit into {source} {room}: completions would be "
+            "cut short. Raise the length, or lower the others."
+        )
+    if asked is not None:
+        return LengthLimit(tokens=asked, reason="`max_prompt_tokens`")
+    if room is None:
+        return None
+    return LengthLimit(tokens=room - completion, reason=f"{source} {room} less `max_completion_length` {completion}")
+
+
+def check_pictures(rows: Sequence[SalesRow], reads_pictures: bool, policy: str, training: SalesGRPOConfig) -> None:
+    """Raise `ConfigError` unless the policy reads pictures, if rows have some, and the engine does."""
+    with_pictures = [row for row in rows if row.images]
+    if with_pictures and not reads_pictures:
+        raise ConfigError(
+            f"{len(with_pictures):,} rows have pictures ({_named(with_pictures)}), and the policy {policy} reads "
+            "text alone. Expected one that reads both, such as a Qwen2.5-VL. Name one in `model_name_or_path`, or "
+            "leave the pictures out: `columns: {images: {value: null}}`."
+        )
+    if reads_pictures and training.use_vllm and training.vllm_mode == "colocate" and not is_torchvision_available():
+        raise ConfigError(
+            "the policy reads pictures, and vLLM loads such models with torchvision, which is not installed. Expected "
+            f"the build that belongs to torch {torch.__version__} (a GPU's installation has it). Install it, or set "
+            "`use_vllm: false`: transformers generates then, more slowly."
+        )
+
+
+def check_splits(
+    train: Sequence[SalesRow], held_out: Sequence[SalesRow], branches: Sequence[str], findings: Findings
+) -> None:
+    """Look for branches without rows, repeated training conversations, and held-out ones that are trained on."""
+    counts = Counter(row.branch for row in train)
+    findings.figures |= {f"rows_{branch}": counts[branch] for branch in branches}
+    for part, rows in (("training", train), ("held-out", held_out)):
+        if rows and (without := sorted({*branches} - {row.branch for row in rows})):
+            remedy = "Add rows, or leave the branch out of `branches`."
+            findings.note(f"No {part} row belongs to {', '.join(without)}.", remedy)
+    seen, repeats = set[object](), list[SalesRow]()
+    for row in train:
+        key = (row.branch, row.context, row.documents, row.images)
+        if key in seen:
+            repeats.append(row)
+        seen.add(key)
+    if repeats:
+        findings.note(
+            f"{len(repeats):,} of {len(train):,} training rows repeat an earlier one: {_named(repeats)}.",
+            "Leave them out, unless they are to count more.",
+        )
+    trained = {(row.context, row.images) for row in train}
+    known = [row for row in held_out if (row.context, row.images) in trained]
+    if known:
+        findings.note(
+            f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row, so the "
+            f"evaluation does not show what is learned: {_named(known)}.",
+            "Hold out others.",
+        )
+    findings.figures |= {
+        "train_rows": len(train),
+        "held_out_rows": len(held_out),
+        "rows_with_pictures": sum(bool(row.images) for row in (*train, *held_out)),
+    }
+
+
+def _named(rows: Sequence[SalesRow]) -> str:
+    more = f" and {len(rows) - SHOWN_ROWS:,} more" if len(rows) > SHOWN_ROWS else ""
+    return ", ".join(row.row_id for row in rows[:SHOWN_ROWS]) + more

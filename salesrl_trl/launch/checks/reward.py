@@ -1,0 +1,248 @@
+"""Checks of the reward's settings against the branches, the environment and the services' addresses.
+
+Owns `RewardParts`, which `launch.assembly` builds the reward chain from.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from salesrl_trl.agents.search import Search
+from salesrl_trl.config.checks import build_object, load_object
+from salesrl_trl.demo.packaged import CASSETTE
+from salesrl_trl.errors import ConfigError, Refusals, ServiceError
+from salesrl_trl.ground.service_keys import find_key
+from salesrl_trl.judged.judge_client import load_rubrics, packaged_rubrics
+from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.rag_client import ENDPOINTS, RagBackend
+from salesrl_trl.launch.checks.addresses import MEANINGLESS, check_models, check_rag
+from salesrl_trl.launch.data.files import load_documents
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.reward.scoring import COMPONENTS, OTHER_RUBRIC, Scoring
+from salesrl_trl.reward.stage import RewardStage
+from salesrl_trl.service.http import key_fault
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RewardParts:
+    """The parts of the reward chain that the checks have read."""
+
+    scoring: Scoring
+    rubrics: dict[str, str]
+    rag_key: str | None = field(repr=False)
+    judge_keys: dict[str, str | None] = field(repr=False)  # by provider name
+    rag: RagBackend | None  # that of `rag`, in place of the service
+    judge: Judge | None  # that of `judge`, in place of the services
+    stages: tuple[RewardStage, ...]
+    functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
+    tools: Sequence[Callable[..., object]]  # those that the policy may call
+    search: Search | None  # the packaged one among them
+    reference_weighed: bool  # a reward or a baseline contains the reference's score
+
+
+def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
+    """Check rubrics, weights and keys, and that the configured addresses answer. `hybrid_baseline` says whether
+    `hybrid_reference_weight` is more than 0."""
+    parts = read_reward(config, branches, hybrid_baseline)
+    if config.rag_base_url is not None and config.uses_rag:
+        check_rag(config.rag_base_url, parts.rag_key)
+    if not config.asks_nobody:
+        check_judges(config, parts)
+    return parts
+
+
+def read_reward(
+    config: RewardConfig,
+    branches: Sequence[str],
+    hybrid_baseline: bool = False,
+    rubrics: Mapping[str, str] | None = None,
+) -> RewardParts:
+    """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
+    refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
+    rag = judge = search = None
+    tools = list[Callable[..., object]]()
+    with refused:
+        functions = own_functions(config)
+    refused.check(
+        lambda: not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
+        "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0.",
+    )
+    if SEARCH in config.tools:
+        search = Search(deadline_s=config.reward_deadline_s)
+    for path in config.tools:
+        with refused:
+            own: Any = search.function if search and path == SEARCH else load_object(path, "tools")
+            tools.append(own)
+    weights = config.parsed_branch_weights()
+    unknown = sorted(weights.keys() - set(branches))
+    refused.check(
+        lambda: not unknown,
+        f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
+        "`branches`.",
+    )
+    of_search = {name for parts in weights.values() for name in parts} & ({*COMPONENTS} - {"judge", "margin"})
+    refused.check(
+        lambda: not (config.judges_answers and of_search),
+        f"`branch_reward_weights` weighs {sorted(of_search)}, and a policy that `{JUDGE}` scores writes no action and "
+        "searches nothing. Expected `judge`, `margin`, `judge_<rubric>` or a component of `reward_stages`.",
+    )
+    for path in config.reward_stages:
+        with refused:
+            stages.append(build_object(path, "reward_stages", RewardStage))
+    with refused:
+        rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
+        if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
+            raise ConfigError(
+                f"`rag` is {config.rag!r}, whose `transports` are {list(named)}. Expected a `Transport` for each of "
+                f"{', '.join(ENDPOINTS)}, by name and in this order."
+            )
+    with refused:
+        judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
+    weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})
+    with refused:
+        if config.judge is None and config.uses_services:
+            names = [name for name in _rubric_names(weighed, branches) if name not in rubrics]
+            rubrics |= load_rubrics(names, config.rubric_dir, direct=config.judges_answers)
+    rag_key, keys = None, dict[str, str | None]()
+    with refused:
+        rag_key = rag_key_of(config)
+    with refused:
+        variables = {JUDGE: (config.judge_api_key_env, "judge_api_key_env")}
+        if providers := config.parsed_judge_providers():
+            variables = {one.name: (one.api_key_env, f"judge_providers[{one.name}].api_key_env") for one in providers}
+        for name, (variable, setting) in variables.items():
+            with refused:
+                keys[name] = None if config.asks_nobody else read_key(variable, setting)
+    refused.tell()
+    scoring = Scoring(
+        weights=weighed,
+        missing=config.missing_component,
+        invalid_action=config.invalid_action_reward,
+        stage_components=tuple(component for stage in stages for component in stage.components),
+    ).with_stages(stages)
+    unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
+    if hybrid_baseline and unjudged:
+        raise ConfigError(
+            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}, so "
+            "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
+        )
+    return RewardParts(
+        scoring=scoring, rubrics=rubrics, rag_key=rag_key, judge_keys=keys, rag=rag, judge=judge, stages=tuple(stages),
+        functions=functions, tools=tools, search=search,
+        reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
+    )  # fmt: skip
+
+
+def own_functions(config: RewardConfig) -> dict[str, Scorer]:
+    """The functions of `reward_funcs` by path. Raises `ConfigError` for those that are not there."""
+    functions, refused = dict[str, Scorer](), Refusals()
+    for path in config.reward_funcs:
+        with refused:
+            if path not in (SALES, JUDGE):
+                functions[path] = reward_of(load_object(path, "reward_funcs"))
+    refused.tell()
+    return functions
+
+
+def rag_key_of(config: RewardConfig) -> str | None:
+    """The RAG service's key. Raises as `read_key` does."""
+    return None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env")
+
+
+def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
+    """Check that the judge, or at least one of several, answers at its configured address and lists its model. A
+    warning is logged for each of several judges that does not. Returns what `check_rag` does."""
+    if config.judge_base_url is not None:
+        return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
+    providers, failures, notes = config.parsed_judge_providers(), [], list[str]()
+    for provider in providers:
+        try:
+            key, setting = parts.judge_keys[provider.name], f"judge_providers[{provider.name}].base_url"
+            notes += check_models(provider.base_url, key, provider.model, setting=setting)
+        except ServiceError as error:
+            failures.append(error)
+            logger.warning(str(error))
+    if providers and len(failures) == len(providers):
+        raise failures[0]
+    return notes
+
+
+def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
+    """Check that the embedded services know the rows and rubrics that they are to score. `own_rows` is a dataset of
+    the run that is not the demo. Returns lines for the banner, if `allow_stand_ins` lets them score what they don't
+    know."""
+    if config.knowledge_file is not None:
+        load_documents(Path(config.knowledge_file).expanduser())
+    if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
+        raise ConfigError(
+            f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Expected the "
+            "demo's rows, or the output folder of a run with yours and `record: true`."
+        )
+    own_fields = config.action_format().fields != DEFAULT_FORMAT.fields
+    if config.embeds_rag and own_fields:
+        raise ConfigError(
+            f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
+            "`rag_base_url`, or leave out `action_fields`."
+        )
+    faults, packaged = [], packaged_rubrics(config.judges_answers)
+    if config.embeds_judge and own_fields:
+        faults.append("The embedded judge does not read `action_fields` of yours. Set `judge_base_url`.")
+    folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
+    names = _rubric_names(config.parsed_branch_weights(), branches)
+    own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
+    if config.embeds_judge and own:
+        files = ", ".join(f"{name}.txt" for name in own)
+        faults.append(
+            "The embedded judge is a program that knows the packaged rubrics and the demo alone. It reads no rubric "
+            f"and can't follow yours ({files}). Set `judge_base_url` and `judge_model`, or `judge_providers`."
+        )
+    if config.embeds_rag and config.knowledge_file is None and own_rows is not None:
+        faults.append(
+            f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
+            "`rag_base_url` or `rag`, or `knowledge_file` for your documents in the embedded service."
+        )
+    if faults and not config.allow_stand_ins:
+        raise ConfigError(
+            f"{' '.join(faults)} To try things with scores that mean nothing, set `allow_stand_ins: true`."
+        )
+    return [f"{MEANINGLESS} in this run (`allow_stand_ins`). {fault}" for fault in faults]
+
+
+def read_key(variable: str | None, setting: str) -> str | None:
+    """Read a key as `find_key` does; `None` if the setting names no variable. A message never shows the key, even if
+    the setting holds it in place of a name."""
+    if variable is None:
+        return None
+    key = find_key(variable)
+    if not key:
+        is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None
+        named = f"the environment variable {variable}, which is not set" if is_name else (
+            "no environment variable that is set. It is not shown here: it may be the key itself"
+        )  # fmt: skip
+        raise ConfigError(
+            f"`{setting}` names {named}. Expected the name of a variable that holds the key, such as JUDGE_API_KEY. "
+            "Export it before the launch, or the path of a file with the key under that name and _FILE, or leave "
+            f"`{setting}` out."
+        )
+    if fault := key_fault(key):
+        raise ConfigError(
+            f"the key in the environment variable {variable} (`{setting}`) or its file holds {fault}. Expected "
+            "printable ASCII characters alone. Give it again, without a line break at its end or other copied "
+            "characters."
+        )
+    return key
+
+
+def _rubric_names(weights: Mapping[str, Mapping[str, float]], branches: Sequence[str]) -> tuple[str, ...]:
+    """Each branch's own rubric, and those that the weights name."""
+    named = [component for components in weights.values() for component in components]
+    others = [name.removeprefix(OTHER_RUBRIC) for name in named if name.startswith(OTHER_RUBRIC)]
+    return tuple(dict.fromkeys((*branches, *others)))

@@ -1,0 +1,208 @@
+"""Names that are no settings: of verl's configuration (0.5 to 0.9), of scripts with upper-case names, and of earlier
+versions. What each is here.
+
+`coming_from.yaml` is the table. Owns how a value is converted. `settings` and `settings_help` answer an unknown name
+by it, `translate` converts a configuration, and `scripts/make_coming_from.py` makes docs/COMING_FROM.md. Imports no
+torch.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from math import ceil
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, cast
+
+import yaml
+
+from salesrl_trl.launch.data.files import read_yaml
+
+GONE = "gone"  # the part of the table with the settings of earlier versions
+Given = Mapping[str, Any]  # values by the keys of the table
+_OVERLONG = "reward_model.overlong_buffer"  # of DAPO
+UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
+
+
+class Name(NamedTuple):
+    """A line of the table; its head explains the fields."""
+
+    system: str
+    here: str = ""
+    see: str = ""
+    note: str = ""
+    values: Mapping[object, object] | None = None
+    by: str = "each"
+    when: str = ""
+    look: tuple[object, ...] = ()
+    default: object = None
+
+
+@functools.cache
+def _content() -> dict[str, dict[str, Any]]:
+    return cast(dict[str, dict[str, Any]], read_yaml(Path(__file__).with_suffix(".yaml")))
+
+
+def beside() -> dict[str, object]:
+    """The settings for which verl has no word."""
+    return _content()["beside"]
+
+
+@functools.cache
+def names() -> dict[str, Name]:
+    """The table."""
+    return {
+        key: Name(system, **({"here": line} if isinstance(line, str) else line))
+        for system, lines in _content().items()
+        if system != "beside"
+        for key, line in lines.items()
+    }
+
+
+def plain(name: str) -> str:
+    """A name as the table would have it: without the first part, and the same for all versions of verl."""
+    name = name.lstrip("+").removeprefix("actor_rollout_ref.").removeprefix("reward.")  # of verl 0.9
+    return name.replace("reward_kwargs.overlong_buffer_cfg.", "overlong_buffer.")
+
+
+def line_of(name: str) -> Name:
+    """The line of a name that the table has. `*` in its settings is what stands for that of the table's name."""
+    key = known_as(name) or ""
+    return names()[key]._replace(here=names()[key].here.replace("*", plain(name)[key.find("*") :]))
+
+
+def known_as(name: str) -> str | None:
+    """The key in the table for a name, whose first parts may be left out: `"optim.lr"`. `None` for another name."""
+    name = plain(name)
+    ends = [name] if name in names() else [key for key in names() if key.endswith(f".{name}")]
+    return ends[0] if len(ends) == 1 else next((key for key in names() if fnmatchcase(name, key)), None)
+
+
+def converted(key: str, value: object, given: Given) -> dict[str, object] | None:
+    """The settings of a value that is given with others. `None` where it can't be converted."""
+    name = line_of(key)
+    try:
+        if not given.get(name.when, True):
+            return {}
+        if name.values is not None:
+            here = name.values[value]
+            return {name.here: here} if name.here and here is not None else {}
+        return CONVERTERS[name.by](name.here, value, given) if name.here else None
+    except UNCONVERTED:
+        return None
+
+
+def answer(name: str, value: object, given: Given) -> str:
+    """What to do instead of a name, with the converted value if there is one. Empty for a name that is not known."""
+    if (key := known_as(name)) is None:
+        return ""
+    line = names()[key]
+    if line.system == GONE:
+        return f"gone: {line.note}"
+    settings = None if value is None else converted(key, value, given)
+    here = flow(settings) if settings else line.here or line.see
+    text = ": ".join(filter(None, (f"here {here}" if here else "not here", "" if settings else line.note)))
+    return f"of verl; {text}" if line.system == "verl" else text
+
+
+def flat(given: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`, without the classes of Hydra."""
+    found = dict[str, Any]()
+    for name, value in given.items():
+        inner = flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+        found |= inner if name != "_target_" else {}
+    return found
+
+
+def value_of(text: str) -> Any:
+    """The value of a word of a command line."""
+    try:
+        return yaml.safe_load(text) if text else None
+    except yaml.YAMLError:
+        return text
+
+
+def flow(settings: Mapping[str, object]) -> str:
+    """`{"a": 1, "b.c": 2}` as YAML on a line: `"a: 1, b: {c: 2}"`."""
+    nested = dict[str, Any]()
+    for name, value in settings.items():
+        first, dot, rest = name.partition(".")
+        nested[first] = {**nested.get(first, {}), rest: value} if dot else value
+    return yaml.safe_dump(nested, default_flow_style=True, sort_keys=False, width=10**6).strip()[1:-1]
+
+
+def updates(given: Given) -> int:
+    """Optimizer steps in a step of verl."""
+    prompts, mini = given.get("data.train_batch_size") or 1, given.get("actor.ppo_mini_batch_size")
+    return ceil(prompts / (mini or prompts)) * (given.get("actor.ppo_epochs") or 1)
+
+
+def processes(given: Given) -> int:
+    return int((given.get("trainer.n_gpus_per_node") or 1) * (given.get("trainer.nnodes") or 1))
+
+
+def _sizes(_: str, __: Any, given: Given) -> dict[str, object]:
+    group, prompts = given["rollout.n"], given["data.train_batch_size"]
+    mini = min(given.get("actor.ppo_mini_batch_size") or prompts, prompts)
+    share, rest = divmod(mini * group, processes(given))  # completions of a process and an optimizer step
+    share = group * ceil(mini / processes(given)) if rest else share
+    most = min(given.get("actor.ppo_micro_batch_size_per_gpu") or group, share)
+    size = next(size for size in range(most, 0, -1) if share % size == 0)
+    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": share // size}
+    return sizes | ({"steps_per_generation": share // size * ceil(prompts / mini)} if mini < prompts else {})
+
+
+def _steps(here: str, value: Any, given: Given) -> dict[str, object]:
+    """A number of verl's steps. Zero and less is never."""
+    *strategy, setting = here.split(", ")
+    number = {setting: value * updates(given)} if value > 0 else {}
+    return dict.fromkeys(strategy, "steps" if number else "no") | number
+
+
+def _named(here: str, *values: object) -> dict[str, object]:
+    return dict(zip(here.split(", "), values, strict=True))
+
+
+def _function(here: str, value: str, given: Given) -> dict[str, object]:
+    path = PurePath(value).with_suffix("")
+    parts = path.parts[-1:] if path.is_absolute() or ".." in path.parts else path.parts
+    function = ".".join((*parts, given.get("custom_reward_function.name") or "compute_score"))
+    if not given.get(f"{_OVERLONG}.enable"):
+        return {here: [function]}
+    most = given.get("reward_model.reward_kwargs.max_resp_len") or given["data.max_response_length"]
+    cache = given[f"{_OVERLONG}.len"]
+    overlong = f"salesrl_trl.soft_overlong_punishment(max_completion_len={most}, soft_punish_cache={cache})"
+    return {here: [function, overlong], "reward_weights": [1.0, given.get(f"{_OVERLONG}.penalty_factor", 1.0)]}
+
+
+def _files(here: str, value: Any, given: Given) -> dict[str, object]:
+    """Several files are entries of `dataset`, with those to evaluate on if these are as many. Else it raises."""
+    files, train = ([each] if isinstance(each, str) else each for each in (value, given.get("data.train_files", "")))
+    if len(train) < 2:
+        return _named(here, *files)
+    if here == "dataset":
+        return {here: [{"path": path} for path in files]}
+    return {"dataset": [{"path": path, "eval": own} for path, own in zip(train, files, strict=True)]}
+
+
+CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
+    "each": lambda here, value, _: dict.fromkeys(here.split(", "), value),
+    "within": lambda *_: {},
+    "text": lambda here, value, _: {here: str(value)},
+    "positive": lambda here, value, _: {here: value} if value > 0 else {},
+    "overlong": lambda _, __, given: given["custom_reward_function.path"] and {},
+    "epochs": lambda here, value, _: {here: value} if value else {"mode": "rollouts"},
+    "not_negative": lambda here, value, _: {here: max(value, 0)},
+    "one_more": lambda here, value, _: {here: value + 1},
+    "column": lambda here, value, _: {} if here.endswith(f".{value}") else {here: value},
+    "lora": lambda here, value, _: _named(here, True, value, 0.0) if value else {},
+    "kl": lambda here, value, given: _named(here, value, given.get("actor.kl_loss_type") in ("kl", "k1")),
+    "files": _files,
+    "lengths": lambda here, value, given: _named(here, value, value + given["data.max_response_length"]),
+    "sizes": _sizes,
+    "steps": _steps,
+    "function": _function,
+    "trackers": lambda here, value, _: {
+        here: [name for name in ([value] if isinstance(value, str) else value) if name != "console"] or "none"
+    },
+}
+"""By their names in the table: from the settings, the value, and all that is given, to settings and their values."""

@@ -1,0 +1,1 @@
+"""From files and datasets to the rows of a run."""

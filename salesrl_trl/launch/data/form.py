@@ -1,0 +1,161 @@
+"""The form of a source: its format, its columns, and the share that is held out.
+
+Owns the way from a record of any form to the columns of this package, the division into training and held-out rows,
+and the mixture of several sources. Refuses to load. `sources` and `launch.checks.dataset` call it.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from salesrl_trl.data.rows import KNOWN, place
+from salesrl_trl.errors import DataError
+from salesrl_trl.launch.data.columns import Column, check_names, mapped
+from salesrl_trl.launch.data.files import Placed, Record
+from salesrl_trl.launch.data.formats import DatasetFormat, LeftOut
+
+T = TypeVar("T")
+
+
+class Portion(StrEnum):
+    ALL = "all"
+    TRAINING = "training"
+    HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How the records of a source become rows."""
+
+    format: DatasetFormat | None = None
+    """`None` for records with this package's columns."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """Fields that are taken from other columns. They win over those of the format."""
+    held_out_share: float = 0.0
+    """Portion of the groups whose rows are held out, in [0, 1)."""
+    name: str = ""
+    """Of the source among several. It stands before the ids of its rows: `"bbq:bbq-Age-7"`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """The records of a source in this package's columns, before they are checked."""
+
+    name: str  # of the source, in messages
+    records: list[Record]
+    places: list[tuple[int, int | None]]
+    """Position in the source, counted from 0, and line, counted from 1, of each record."""
+    total: int  # records of the source, those that were left out or belong to another part included
+    left_out: Mapping[str, int] = field(default_factory=dict)  # records that make no rows, by reason
+    folder: Path | None = None  # where relative paths of pictures start. `None`: the working directory.
+    row_name: str = "row"  # begins the id of a row without one
+
+    @property
+    def note(self) -> str | None:
+        """Line for the banner about the records that were left out; `None` if there are none."""
+        if not self.left_out:
+            return None
+        count = sum(self.left_out.values())
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.left_out.items())
+        return f"{count:,} of {self.total:,} records of {self.name} make no row: {reasons}"
+
+
+def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
+    """The records of a source that lies in `folder`, in this package's columns. Raises `DataError` for a bad one."""
+    check_names(form.columns, (item.record for item in placed), name)
+    records, places, left_out = list[Record](), list[tuple[int, int | None]](), Counter[str]()
+    seen: dict[object, int] = {}
+    for position, (record, line) in enumerate(placed):
+        made = _row(form, record, place(position, name, line))
+        if form.format is not None and not isinstance(made, LeftOut):
+            first = seen.setdefault(made.get("id"), position)
+            if first != position and placed[first].record == record:
+                made = LeftOut("repeat an earlier record")
+            elif first != position:
+                raise DataError(
+                    f"{place(position, name, line)} has the id {made.get('id')!r} of row {first}, and other content. "
+                    "Expected each record once. Correct the file."
+                )
+        if isinstance(made, LeftOut):
+            left_out[made.reason] += 1
+        else:
+            own = f"row-{position}" if made.get("id") in (None, "") else made["id"]
+            records.append({**made, **({"id": f"{form.name}:{own}"} if form.name else {})})
+            places.append((position, line))
+    return Records(name=name, records=records, places=places, total=len(placed), left_out=left_out, folder=folder)
+
+
+def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
+    if form.format is None:
+        return {**record, **mapped(form.columns, record)}
+    try:
+        made = form.format.row(record)
+    except DataError as error:
+        kind = type(form.format).__name__
+        raise DataError(f"{where} is no record of {kind}: {error}. Correct it, or `dataset_format`.") from None
+    if isinstance(made, LeftOut):
+        return made
+    known = KNOWN | form.format.hidden
+    others = {name: value for name, value in record.items() if name not in known}
+    return {**others, **made, **mapped(form.columns, record)}
+
+
+def drawn(rows: Sequence[T], number: int) -> Sequence[T]:
+    """So many of the rows, or all, in their order: the same ones each time, from all over the source."""
+    if number >= len(rows):
+        return rows
+    order = sorted(range(len(rows)), key=lambda at: hashlib.sha256(str(at).encode()).digest())
+    return [rows[at] for at in sorted(order[:number])]
+
+
+def mixed(parts: Sequence[Sequence[T]], shares: Sequence[float] = ()) -> list[T]:
+    """The rows of all parts, each one's spread evenly over the whole: the first ones are mixed too. With `shares`,
+    whose sum is 1, each part has this share: as many rows are drawn as the scarcest part allows."""
+    if shares:
+        total = min(len(part) / share for part, share in zip(parts, shares, strict=True))
+        parts = [drawn(part, round(total * share)) for part, share in zip(parts, shares, strict=True)]
+    places = [((at + 0.5) / len(part), number, at) for number, part in enumerate(parts) for at in range(len(part))]
+    return [parts[number][at] for _, number, at in sorted(places)]
+
+
+def part_of(records: Records, form: Form, part: Portion) -> Records:
+    """The records of one part. Those of a group are in the same part: of one value of `group`, or without it of one
+    first turn, as the rows of a conversation have, or of one `prompt`. At least one group is held out. Raises
+    `DataError` if no record is in the part."""
+    if part is Portion.ALL:
+        return records
+    groups = [_group(record) for record in records.records]
+    # A number in [0, 1) that depends on the group alone
+    digests = [hashlib.sha256(group.encode(errors="surrogatepass")).digest() for group in groups]
+    numbers = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]
+    least = min(numbers, default=0.0)
+    held_out = [number < form.held_out_share or number == least for number in numbers]
+    wanted = [at for at, is_held_out in enumerate(held_out) if is_held_out == (part is Portion.HELD_OUT)]
+    if groups and not wanted:
+        raise DataError(
+            f"`held_out_share` is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
+            f"none is {part.value}. Expected conversations enough for both parts. Set another share, name what parts "
+            "them (`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
+        )
+    return dataclasses.replace(
+        records,
+        records=[records.records[at] for at in wanted],
+        places=[records.places[at] for at in wanted],
+        left_out=records.left_out if part is Portion.TRAINING else {},
+    )
+
+
+def _group(record: Record) -> str:
+    if (group := record.get("group")) is not None:
+        return str(group)
+    turns = record.get("conversation")
+    if turns is None and (prompt := record.get("prompt")) is not None:
+        return json.dumps(prompt, sort_keys=True, default=str)
+    first = turns[0] if isinstance(turns, Sequence) and turns else None
+    return str(first.get("content")) if isinstance(first, Mapping) else str(first)

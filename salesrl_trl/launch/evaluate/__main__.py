@@ -1,0 +1,115 @@
+"""`python -m salesrl_trl.launch.evaluate [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [...]`.
+
+Rewards of one policy, or of two on the same held-out rows, with intervals. Without `--config` the settings are those
+of the policy's run, or of recipes/full.yaml if a run made none of them. Exit code: 0; 1 if too little could be scored;
+2 for wrong input, before a model is loaded; 3 if a service did not work; 75 after SIGTERM, 130 after Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
+from salesrl_trl.ground.command_line import given, parser_of
+from salesrl_trl.ground.process import write_whole
+from salesrl_trl.launch.commands import finite
+from salesrl_trl.launch.process import begin_run
+from salesrl_trl.launch.settings_help import answer_help
+
+logger = logging.getLogger("salesrl_trl.launch.evaluate")  # by `python -m` too
+
+TOO_FEW = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate, print, and write the file. Returns the exit code."""
+    argv, out = sys.argv[1:] if argv is None else argv, sys.stdout
+    answer_help(argv, own=parser_of("evaluate").format_help())
+    from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
+    from salesrl_trl.launch.console import exit_with, set_log_level, set_up_logging
+
+    set_up_logging()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # for lines of other libraries
+        failing_as = EXIT_BAD_INPUT
+        try:
+            options, settings = parser_of("evaluate").parse_known_args(argv)
+            _check(options)
+            from salesrl_trl.launch.assembly import launched_services
+            from salesrl_trl.launch.evaluate.evaluation_text import text_of
+            from salesrl_trl.launch.evaluate.policies import (
+                EvaluatedPolicy,
+                plans_of,
+                policy_of,
+                recipe_of,
+                settings_of,
+            )
+
+            named = [policy_of(name) for name in options.policy]
+            recipe = recipe_of(options.policy)
+            if given(settings, "config") is None:
+                logger.info(f"the settings are those of {recipe} (--config RECIPE.yaml names others)")
+                if len(named) > 1 and recipe_of(options.policy[:1]) != recipe:
+                    logger.warning(f"{named[0].name} is of no run with these settings, and is measured with them too")
+            config = settings_of(settings, named, recipe)
+            set_log_level(config.training.log_level)
+            policies = named or [
+                EvaluatedPolicy(name=config.model.model_name_or_path or "the packaged small policy", path=None)
+            ]
+            services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_evaluation_"))
+            plans = plans_of(config, policies, folder, options.rows)
+            for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+                logger.info(note)
+            failing_as = EXIT_FAILED
+            from salesrl_trl.launch.evaluate.answering import findings_of_all
+
+            findings = findings_of_all(plans, policies, services, options.samples)
+        except (Exception, KeyboardInterrupt) as error:
+            exit_with(_reported(error), failing_as)
+        print(text_of(findings), file=out, flush=True)
+        if options.output is not None:
+            write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")
+    return TOO_FEW if findings.lacking else 0
+
+
+def _reported(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
+    """The error that the user sees. A stop is that of a command which keeps nothing."""
+    if not isinstance(error, StopRequested):
+        return error
+    if str(error) == "Ctrl-C":
+        return KeyboardInterrupt()
+    return RunStopped(f"stopped by {error}. Nothing is kept: give the same command again.")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` unless the command's own settings work."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes != 1:
+        raise ConfigError(
+            f"an evaluation was launched with {processes} processes. Expected one: start it with "
+            "`python -m salesrl_trl.launch.evaluate`, without a launcher."
+        )
+    if len(options.policy) > 2:
+        raise ConfigError(f"`--policy` names {len(options.policy)} policies. Expected one, or two to compare.")
+    for name, least in (("samples", 0), ("rows", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ConfigError(f"`--{name}` is {value}. Expected a whole number, at least {least}.")
+    if options.output is not None:
+        path = Path(options.output).expanduser()
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ConfigError(
+                f"`--output` is {options.output!r}. Expected a file in a folder that is there and may be written to."
+            )
+
+
+if __name__ == "__main__":
+    begin_run(is_recipe=False)  # a signal ends it as Ctrl-C does, with services and folder tidied up
+    sys.exit(main())

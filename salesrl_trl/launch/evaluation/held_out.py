@@ -1,0 +1,233 @@
+"""The full evaluations of the held-out rows: a line each, their file, and the first compared with the last.
+
+The figures are those that the trainer has logged. The trainer has it as a callback.
+"""
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.ground.tables import number
+from salesrl_trl.launch.evaluation.row_statistics import standard_error
+from salesrl_trl.names import (
+    BY_ROW,
+    DATASET,
+    HELD_OUT_FILE,
+    REWARD,
+    RIGHT_DOCUMENT,
+    outcome_of,
+    reward_of,
+)
+from salesrl_trl.types import Example, Outcome
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Figures = Mapping[str, float | None]
+
+
+class EvaluatedCompletion(NamedTuple):
+    """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for. Both
+    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored. `text` and `columns`
+    are what figures read of it and of its row."""
+
+    prompt: object
+    completion: object
+    reward: float | None
+    text: str = ""
+    columns: Example = MappingProxyType({})
+
+
+@dataclass(eq=False, repr=False)
+class HeldOut(TrainerCallback):
+    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
+    the end of training it compares the first with the last, and shows so many `examples` with both completions.
+    Each of several datasets has its own.
+
+    `drain` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and the
+    completions on this rank. The `num_generations` completions of a row are neighbours. If `is_cut`, the budget ended
+    before all were scored: the evaluation is not kept, and a resumed run makes it again.
+    """
+
+    branches: Sequence[str]
+    output_dir: Path
+    drain: Callable[[], tuple[Sequence[float], Sequence[EvaluatedCompletion]]]
+    _: KW_ONLY
+    num_generations: int
+    examples: int = 0
+    are_actions: bool = True
+    further: Mapping[str, str] = field(default_factory=dict)  # further figures by name, and their tags in the log
+    is_cut: Callable[[], bool] = bool
+    done_at: int | None = field(default=None, init=False)  # step of the last one that was kept, on all ranks
+    _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
+
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+        self._evaluations, self.done_at = [], None
+        if state.is_world_process_zero and state.global_step:
+            evaluations = _read(self.output_dir / HELD_OUT_FILE)
+            self._evaluations = [before for before in evaluations if before.step <= state.global_step]
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, *_: object, eval_dataloader: object = None, **__: object
+    ) -> None:
+        logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
+        dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")
+        named = {DATASET: dataset} if dataset else {}
+        invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
+        branches = self.branches if len(self.branches) > 1 else ()  # the reward of one is that of all
+        figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in branches}}
+        if self.are_actions:
+            figures["valid_actions"] = None if invalid is None else 1 - invalid
+            figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
+        figures |= {name: logged.get(tag) for name, tag in self.further.items()}
+        figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
+        name = f"{dataset}: " * bool(dataset)
+        rewards, written = self.drain()
+        dataset_rows = getattr(eval_dataloader, "dataset", None)
+        if isinstance(dataset_rows, Sized):  # behind them stand rows of its beginning, with which accelerate fills up
+            rewards = rewards[: len(dataset_rows) * self.num_generations]
+        scored = sum(not math.isnan(reward) for reward in rewards)
+        share = f"{scored} of {len(rewards)} completions were scored"
+        if self.is_cut():
+            if state.is_world_process_zero:
+                logger.info(f"[HeldOut@{state.global_step}] {name}left out: the budget ended when {share}")
+            return
+        rows = row_means(rewards, self.num_generations)
+        if args.dataloader_persistent_workers:
+            rows = []  # with these, TRL shuffles each evaluation in another way
+        here = (state.global_step, named)
+        self._evaluations = [each for each in self._evaluations if (each.step, each.named) != here]
+        self.done_at = state.global_step
+        examples = spread(written[:: self.num_generations], self.examples)
+        self._evaluations.append(_Evaluation(*here, figures, rows, examples))
+        if not state.is_world_process_zero:
+            return
+        few = "" if scored == len(rewards) else f"; {share}"
+        logger.info(f"[HeldOut@{state.global_step}] {name}{_text(figures)}{few}")
+        records: list[dict[str, Any]] = [
+            {"step": each.step, **each.named, **each.figures} for each in self._evaluations
+        ]
+        seen: list[object] = []
+        for each, record in zip(self._evaluations, records, strict=True):
+            if each.named not in seen:  # the last one of a dataset is compared with its first, also after a resume
+                record[BY_ROW] = [None if math.isnan(row) else row for row in each.rows]
+            seen.append(each.named)
+        path = self.output_dir / HELD_OUT_FILE
+        try:
+            write_whole(path, json.dumps(records, indent=2) + "\n")
+        except OSError as error:  # a full disk must not keep the other ranks waiting
+            logger.warning(f"{path} can't be written ({type(error).__name__})")
+        own = [each for each in self._evaluations if each.named == named]
+        if len(own) > 1 and state.global_step >= state.max_steps:
+            _compare(own[0], own[-1], f"held-out {dataset}".rstrip())
+
+    def ends(self) -> "list[tuple[_Evaluation, _Evaluation]]":
+        """The first and the last evaluation of each dataset."""
+        by_dataset = dict[str, list[_Evaluation]]()
+        for each in self._evaluations:
+            by_dataset.setdefault(each.named.get(DATASET, ""), []).append(each)
+        return [(own[0], own[-1]) for own in by_dataset.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    step: int
+    named: Mapping[str, str]  # `{DATASET: NAME}` of one of several
+    figures: Figures
+    rows: Sequence[float]  # mean reward of each row, NaN without one. Empty if the order of rows is not known.
+    examples: Sequence[EvaluatedCompletion] = ()
+
+
+def _compare(first: _Evaluation, last: _Evaluation, held_out: str) -> None:
+    words = ("first ", "last  ") if first.step else ("before", "after ")  # training
+    for word, evaluation in zip(words, (first, last), strict=True):
+        logger.info(f"{held_out} {word} (step {evaluation.step}): {_text(evaluation.figures)}")
+    for place, (earlier, later) in enumerate(zip(first.examples, last.examples, strict=False), start=1):
+        if earlier.prompt == later.prompt:
+            logger.info(f"held-out example {place}: {_plain(earlier.prompt)}")
+            for when, written in zip(words, (earlier, later), strict=True):
+                logger.info(f"    {when} reward={number(written.reward, '.2f')} {_whole(written.completion)}")
+    if (text := change_in_words(first, last)) is not None:
+        logger.info(f"{held_out}{text}")
+
+
+def change_in_words(first: "_Evaluation", last: "_Evaluation") -> str | None:
+    """The change of the mean reward in words, with its standard error where the rows are known."""
+    before, after = first.figures[REWARD], last.figures[REWARD]
+    if before is None or after is None:
+        return None
+    if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is not known
+        return f" mean reward changed by {after - before:+.3f}"
+    # Each row is compared with itself: it does not matter how much easier one is than another
+    both = zip(first.rows, last.rows, strict=True)
+    changes = [later - earlier for earlier, later in both if not math.isnan(later - earlier)]
+    total = len(first.rows)
+    if not changes:
+        return f": none of {total} rows was scored both times, so that no change is known"
+    error = "" if len(changes) < 2 else f" ± {standard_error(changes):.3f} (standard error, row by row)"
+    some = "" if len(changes) == total else f", over the {len(changes)} of {total} rows that were scored both times"
+    return f" mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}"
+
+
+def _read(path: Path) -> list[_Evaluation]:
+    """The evaluations of earlier starts. A file that can't be read is kept under another name."""
+    if not path.is_file():
+        return []
+    try:
+        records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
+        names = [{DATASET: str(record.pop(DATASET))} if DATASET in record else {} for record in records]
+        rows = [[math.nan if row is None else float(row) for row in record.pop(BY_ROW, ())] for record in records]
+        parts = zip(names, records, rows, strict=True)
+        return [_Evaluation(int(record.pop("step")), named, record, of_rows) for named, record, of_rows in parts]
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        (aside,) = put_aside(path)
+        logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")
+        return []
+
+
+def spread(items: Sequence[T], number: int) -> list[T]:
+    """So many of the items, evenly spread over them; all if there are fewer."""
+    number = min(number, len(items))
+    return [items[place * len(items) // number] for place in range(number)]
+
+
+def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
+    """Mean reward of each row, NaN if fewer than half of its completions, which are neighbours, have one: while
+    services are down only invalid actions have a reward, whose mean would not be the row's."""
+    rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
+    pairs = [(row, [reward for reward in row if not math.isnan(reward)]) for row in rows]
+    return [statistics.fmean(scored) if 2 * len(scored) >= len(row) else math.nan for row, scored in pairs]
+
+
+def _plain(text: object) -> str:
+    """A text, or that of the last message, in a line."""
+    if isinstance(text, list):  # of messages, or of the parts of one
+        texts = [part.get("text", "") for part in text if "role" not in part]
+        return " ".join(texts) if texts else _plain(text[-1]["content"])
+    return " | ".join(str(text).splitlines())
+
+
+def _whole(completion: object) -> str:
+    """A completion in a line: of a conversation every message, with the calls of tools."""
+    if not isinstance(completion, list):
+        return _plain(completion)
+    said = []
+    for message in completion:
+        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        said += [f"{call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
+        if (content := message.get("content")) or not calls:
+            said.append(f"{message.get('name')}: " * (message.get("role") == "tool") + _plain(content or ""))
+    return " | ".join(said)
+
+
+def _text(figures: Figures) -> str:
+    return " ".join(f"{name}={number(value, '.2f')}" for name, value in figures.items())

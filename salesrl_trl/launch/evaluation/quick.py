@@ -1,0 +1,220 @@
+"""Quick evaluations: a fixed held-out sample, answered greedily every few steps.
+
+Owns the steps at which one is due, its rows, its order (answer, measure, record, keep the best policy, log), and the
+way of the best policy into its folder. A `Subject` answers. `wiring.components` calls it after each step.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+
+from datasets import Dataset
+
+from salesrl_trl import names
+from salesrl_trl.data.branches import Branches
+from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.ground.process import put_in_place
+from salesrl_trl.launch.evaluation.quick_figures import BETA, OWN_FIGURES, checked_figures
+from salesrl_trl.launch.evaluation.quick_record import (
+    QuickEvalHistory,
+    QuickEvalSettings,
+    QuickEvaluation,
+    evaluation_of,
+)
+from salesrl_trl.launch.evaluation.subject import Processes, Subject
+from salesrl_trl.names import Phase
+from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.types import Example, Outcome
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, repr=False)
+class QuickEvaluator:
+    """Evaluates a policy every few steps. All ranks call each method together.
+
+    `rows` are this rank's, the same all through the run. `output_dir` gets the record and the best policy.
+    `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is compared.
+    `is_cut` says whether the budget ended before all answers were scored, the same on all ranks. Raises `ConfigError`
+    if one of the figures is none, or has a name that is taken.
+    """
+
+    subject: Subject
+    rows: Sequence[Example]
+    _: KW_ONLY
+    branches: Sequence[str]
+    settings: QuickEvalSettings
+    output_dir: Path
+    least_scored: float
+    ranks: Processes
+    timeline: Timeline
+    is_cut: Callable[[], bool] = bool
+
+    def __post_init__(self) -> None:
+        self._figures = checked_figures(self.settings.figures, self.branches)
+        self.figure_names = tuple(figure.name for figure in (*OWN_FIGURES, *self._figures))
+        path, by = self.output_dir / names.QUICK_EVAL_FILE, self.settings.best
+        self._history = QuickEvalHistory(path, by, self.least_scored)
+        self._best = BestPolicy(self.output_dir, by, self.ranks)
+        self._evaluated_step = 0
+
+    def run_begins(self, step: int) -> None:
+        """Go on with the record of the run so far, after so many optimizer steps."""
+        is_main = self.ranks.index == 0
+        records, kept_step = self.ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
+        self._history.resume(records, step)
+        # A run may have ended between a step's checkpoint and its evaluation. Then this evaluation is still due
+        is_made = any(evaluation.step == step for evaluation in self._history.evaluations)
+        self._evaluated_step = step if is_made else 0
+        best = self._history.best
+        if kept_step is None or (best is not None and best.step == kept_step):
+            return
+        # The policy in the folder is from an earlier run, or from a later step than the one this run resumes at
+        self._history.best = None
+        if is_main:
+            aside = self._best.put_aside()
+            logger.info(f"the best policy of an earlier start (step {kept_step}) is now in {aside}")
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Evaluate after this optimizer step, if an evaluation is due and was not made yet."""
+        if step % self.settings.steps == 0 and step != self._evaluated_step:
+            self._evaluated_step = step
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        started = time.perf_counter()
+        with self.timeline.phase(Phase.EVALUATION):
+            answers = self.ranks.gather(self.subject.answer(self.rows))
+            if self.is_cut():  # the run ends, and a resume evaluates again
+                if self.ranks.index == 0:
+                    logger.info(f"[QuickEval@{step}] left out: the budget ended before all rows were scored")
+                return
+            betas, seconds = self.subject.betas(), time.perf_counter() - started
+            evaluation = evaluation_of(answers, self.branches, betas, step, seconds, self._figures)
+            # All ranks use the figures of the main rank, so that all of them save the policy, or none
+            evaluation = self.ranks.from_main(evaluation)
+            before = self._history.best
+            is_best = self._history.add(evaluation)
+        with self.timeline.phase(Phase.CHECKPOINT):
+            is_kept = is_best and self._best.keep(evaluation, self.subject.save)
+            if is_best and not is_kept:
+                self._history.best = before  # the one in the folder is the one to beat
+        with self.timeline.phase(Phase.LOGGING):
+            if self.ranks.index == 0:
+                failed = Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
+                self._report(evaluation, failed, is_kept)
+            overall = {names.REWARD: evaluation.reward, **evaluation.figures}
+            logged = {f"{names.QUICK_EVAL}{name}": value for name, value in overall.items()}
+            logged[names.QUICK_SECONDS] = evaluation.seconds
+            for branch, figures in evaluation.branches.items():
+                logged |= {names.quick_of(branch, name): figures[name] for name in (*self.figure_names, BETA)}
+            self.subject.log(logged)
+
+    def _report(self, evaluation: QuickEvaluation, failed: Counter[str], is_kept: bool) -> None:
+        reasons = "".join(f" {reason}={count}" for reason, count in sorted(failed.items()))
+        logger.info(evaluation.line(self._figures) + (f" failures{reasons}" if failed else ""))
+        logger.info(self._history.front_line())
+        if is_kept:
+            by = self.settings.best or names.REWARD
+            logger.info(f"[Best@{evaluation.step}] {by} {evaluation.score(by):.3f}, saved in {self._best.folder}")
+        try:
+            self._history.write()
+        except OSError as error:  # a full disk must not keep the other ranks waiting
+            logger.warning(f"{self._history.path} can't be written ({type(error).__name__})")
+
+
+def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> list[Example]:
+    """This rank's rows, at least one, from the trainer's `eval_dataset`. `rows` is their number on all ranks together.
+    Raises `ConfigError` if there are no held-out rows, or fewer than processes."""
+    if not isinstance(dataset, Dataset):
+        raise ConfigError(
+            f"a quick evaluation takes its rows from `eval_dataset`, which is {type(dataset).__name__}. "
+            "Expected a dataset. Give one, or set `quick_eval_steps: 0`."
+        )
+    branch_ids = [branches.names.index(branch) for branch in branches.of_rows(dataset)]
+    chosen = spread(branch_ids, rows, len(branches.names), ranks.count)
+    if not chosen:
+        raise ConfigError(
+            f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.count} processes. Expected one for "
+            "each. Hold out more, or set `quick_eval_steps: 0`."
+        )
+    share = len(chosen) // ranks.count
+    return [dataset[place] for place in chosen[ranks.index * share : (ranks.index + 1) * share]]
+
+
+def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
+    """Places of the rows to evaluate, from the branch of each held-out row: the first of each branch in turn. Each
+    process has equally many, and at least one: of too few rows all but the remainder are taken."""
+    by_branch = [[place for place, own in enumerate(branch_ids) if own == branch] for branch in range(branches)]
+    turns = max((len(places) for places in by_branch), default=0)
+    chosen = [places[turn] for turn in range(turns) for places in by_branch if turn < len(places)]
+    return chosen[: min(max(rows, processes), len(chosen)) // processes * processes]
+
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
+"""Files of a saved policy: it has at least one of these."""
+
+
+class BestPolicy:
+    """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames. A policy is
+    saved beside the one before, and then takes its place. So the folder is always whole."""
+
+    def __init__(self, output_dir: Path, by: str | None, ranks: Processes) -> None:
+        self.folder = output_dir / names.BEST_FOLDER
+        self._by = by
+        self._ranks = ranks
+
+    @property
+    def step(self) -> int | None:
+        """The step of the policy in the folder; 0 without a note of it, `None` without a policy."""
+        if not self.folder.is_dir():
+            return None
+        note = self.folder / names.BEST_NOTE_FILE
+        return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
+
+    def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
+        """Save the policy in place of the best one before: `save` writes it into a folder, on all ranks together.
+        Returns on all ranks whether it was saved. If not, the one before stays, and a line says so."""
+        fresh = self.folder.with_name(f"{names.BEST_FOLDER}.new")
+        if self._ranks.index == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        self._ranks.wait()
+        reason = _failure(lambda: save(fresh))
+        reasons = [failure for failure in self._ranks.gather([reason]) if failure is not None]
+        if self._ranks.index == 0 and not reasons:
+            reason = _failure(lambda: self._finish(evaluation, fresh))
+            reasons = [] if reason is None else [reason]
+        if self._ranks.index == 0 and reasons:
+            shutil.rmtree(fresh, ignore_errors=True)
+            logger.warning(f"the best policy was not kept: {reasons[0]}")
+        return self._ranks.from_main(not reasons)
+
+    def _finish(self, evaluation: QuickEvaluation, fresh: Path) -> None:
+        if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
+            raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
+        note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
+        (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        put_in_place(fresh, self.folder)
+
+    def put_aside(self) -> Path:
+        """Rename the folder, so that nothing is written over the policy in it. Returns its new place."""
+        aside = self.folder.with_name(f"{names.BEST_FOLDER}.earlier")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.folder.rename(aside)
+        return aside
+
+
+def _failure(work: Callable[[], None]) -> str | None:
+    """Why it failed, in words; `None` if it did not. Another rank must not wait for one that failed."""
+    try:
+        work()
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:
+        return f"it can't be saved ({type(error).__name__})"
+    return None

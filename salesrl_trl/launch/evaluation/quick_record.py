@@ -1,0 +1,209 @@
+"""The record of quick evaluations: their figures, the line of each, the file, the Pareto front, and the best so far.
+
+Owns the file's format and the rule that selects the best. `quick` calls it. It makes no answers and keeps no policy.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from salesrl_trl.ground.process import write_whole
+from salesrl_trl.ground.tables import NOT_KNOWN, number
+from salesrl_trl.launch.evaluation.quick_figures import (
+    BETA,
+    OWN_FIGURES,
+    SCORE,
+    WORST_BRANCH,
+    Figure,
+    mean_reward,
+    measure,
+)
+from salesrl_trl.launch.evaluation.row_statistics import pareto_front
+from salesrl_trl.launch.evaluation.subject import Answered
+from salesrl_trl.names import REWARD
+
+Record = Mapping[str, Any]  # one evaluation as a JSON object
+SHOWN_ON_FRONT = 5  # evaluations on the front that a line names: the latest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuickEvalSettings:
+    """Settings of quick evaluations: `QuickEvalSettings(steps=20, best="worst_branch")`."""
+
+    steps: int = 0
+    """Optimizer steps from one to the next; 0 for none."""
+    rows: int = 16
+    """Held-out rows, spread evenly over the branches."""
+    best: str | None = None
+    """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name or a figure's name. `None`
+    keeps no policy."""
+    figures: tuple[Figure, ...] = ()
+    """Figures of your own, beside those of the package."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuickEvaluation:
+    """One evaluation, with the fields of its record in their order."""
+
+    step: int
+    reward: float | None  # mean reward of all answers that could be scored
+    branches: Mapping[str, Mapping[str, Any]]
+    """By name, in the order of the settings: `rows` (answers), `scored` (those that could be), and figures by name:
+    `score` (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per token), `beta`, and
+    your own. A figure is `None` if it could not be measured."""
+    seconds: float
+    mode: str = "greedy"
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    """Figures of your own over the answers of all branches, by name."""
+
+    def score(self, by: str, least_scored: float = 0.0) -> float | None:
+        """The figure that selects the best policy (`QuickEvalSettings.best`). `None` if it could not be measured, or
+        less than the share `least_scored` of one of its branches was scored: a few lucky answers are no evaluation."""
+        of_all = by in (WORST_BRANCH, REWARD, *self.figures)
+        about = [measured for name, measured in self.branches.items() if measured["rows"] and (of_all or by == name)]
+        scores = [measured[SCORE] for measured in about if measured["scored"] >= least_scored * measured["rows"]]
+        known = [score for score in scores if score is not None]
+        if not known or len(known) < len(about):
+            return None
+        if by in self.figures:
+            return self.figures[by]
+        return self.reward if by == REWARD else min(known)
+
+    def line(self, figures: Sequence[Figure] = ()) -> str:
+        """`[QuickEval@20] mode=greedy fairness=0.41 ... truncated F=0% ... length F=28 ... KL F=0.12 ... beta
+        F=0.05`, then the figures given here, of the branches that have them."""
+        words = [f"[QuickEval@{self.step}] mode={self.mode}"]
+        for name, measured in self.branches.items():
+            scored = f" ({measured['scored']} of {measured['rows']} scored)"
+            few = scored if measured["scored"] < measured["rows"] else ""
+            words.append(f"{name}={number(measured[SCORE], '.2f')}{few}")
+        letters = initials(list(self.branches))
+        has_kl = any(values[BETA] is not None for values in self.branches.values())
+        left_out = {SCORE} if has_kl else {SCORE, "kl", BETA}
+        shown = [(own.name, own.form) for own in OWN_FIGURES] + [(BETA, ".3g")]
+        given = {own.name: own.form for own in figures}
+        for figure, form in [*(each for each in shown if each[0] not in left_out), *given.items()]:
+            words.append(figure.upper() if figure == "kl" else figure)
+            words += [
+                f"{letters[name]}={number(values[figure], form)}"
+                for name, values in self.branches.items()
+                if values[figure] is not None or figure not in given
+            ] or [NOT_KNOWN]
+        return " ".join(words)
+
+    def as_dict(self) -> dict[str, object]:
+        """For the record. Without figures of your own it has no entry for them."""
+        record = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return record if self.figures else {name: value for name, value in record.items() if name != "figures"}
+
+    @classmethod
+    def from_dict(cls, record: Record) -> "QuickEvaluation":
+        """The inverse of `as_dict`. Other entries of the record are left out."""
+        return cls(**{entry.name: record[entry.name] for entry in fields(cls) if entry.name in record})
+
+
+def evaluation_of(
+    answers: Sequence[Answered], branches: Sequence[str], betas: Mapping[str, float], step: int, seconds: float,
+    figures: Sequence[Figure] = (),
+) -> QuickEvaluation:  # fmt: skip
+    """The evaluation after `step` optimizer steps, from its answers. `figures` come beside the package's own."""
+    by_branch = {}
+    for branch in branches:
+        own = [answer for answer in answers if answer.branch == branch]
+        by_branch[branch] = {
+            "rows": len(own),
+            "scored": sum(answer.reward.value is not None for answer in own),
+            **{figure.name: measure(figure, own) for figure in OWN_FIGURES},
+            BETA: betas.get(branch),
+            **{figure.name: measure(figure, own) for figure in figures},
+        }
+    return QuickEvaluation(
+        step=step,
+        reward=mean_reward(answers),
+        branches=by_branch,
+        seconds=seconds,
+        figures={figure.name: measure(figure, answers) for figure in figures},
+    )
+
+
+class QuickEvalHistory:
+    """The evaluations of a run, in a file that a resumed run goes on with. The figure `best` selects the best policy,
+    if the share `least_scored` of each branch's answers was scored."""
+
+    def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
+        self.path = path
+        self._best = best
+        self._least_scored = least_scored
+        self.evaluations: list[QuickEvaluation] = []
+        self.best: QuickEvaluation | None = None
+
+    def resume(self, records: Sequence[Record], step: int) -> None:
+        """Go on from a record. Evaluations after `step` are forgotten, because they will be made again."""
+        self.evaluations, self.best = [], None
+        for record in records:
+            if record["step"] <= step:
+                self.add(QuickEvaluation.from_dict(record))
+
+    def read(self) -> list[Record]:
+        """The record on disk, up to the first line that is not whole."""
+        if not self.path.is_file():
+            return []
+        records: list[Record] = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                break  # the run was cut off while it wrote
+        return records
+
+    def write(self) -> None:
+        lines = [
+            json.dumps({**evaluation.as_dict(), "best": self._best is not None and evaluation is self.best})
+            for evaluation in self.evaluations
+        ]
+        write_whole(self.path, "".join(f"{line}\n" for line in lines))
+
+    def add(self, evaluation: QuickEvaluation) -> bool:
+        """Add one; returns whether it is the best so far."""
+        self.evaluations.append(evaluation)
+        if self._best is None:
+            return False
+        score = evaluation.score(self._best, self._least_scored)
+        known = None if self.best is None else self.best.score(self._best, self._least_scored)
+        if score is None or (known is not None and score <= known):
+            return False
+        self.best = evaluation
+        return True
+
+    def front(self) -> list[QuickEvaluation]:
+        """Evaluations that no other one beats in one branch without losing in another, in the order of their steps."""
+        scores = [
+            {branch: evaluation.score(branch, self._least_scored) for branch in evaluation.branches}
+            for evaluation in self.evaluations
+        ]
+        return [self.evaluations[index] for index in pareto_front(scores)]
+
+    def front_line(self) -> str:
+        """`[Pareto@40] 2 of 4 evaluations on the front: step 20 (fairness 0.40, hallucination 0.52), ...`: the latest
+        `SHOWN_ON_FRONT` of them."""
+        front = self.front()
+        shown = ["..."] if len(front) > SHOWN_ON_FRONT else []
+        for evaluation in front[-SHOWN_ON_FRONT:]:
+            scores = [f"{name} {number(measured[SCORE], '.2f')}" for name, measured in evaluation.branches.items()]
+            shown.append(f"step {evaluation.step} ({', '.join(scores)})")
+        count = f"{len(front)} of {len(self.evaluations)} evaluations on the front"
+        return f"[Pareto@{self.evaluations[-1].step}] {count}: {', '.join(shown) or 'none'}"
+
+
+def initials(names: Sequence[str]) -> dict[str, str]:
+    """The shortest capitalised beginnings by which names differ: `{"fairness": "F", "hallucination": "H"}`."""
+    short = {}
+    for name in names:
+        others = [other.capitalize() for other in names if other != name]
+        length = next(
+            (n for n in range(1, len(name)) if not any(o.startswith(name[:n].capitalize()) for o in others)), len(name)
+        )
+        short[name] = name[:length].capitalize()
+    return short

@@ -1,0 +1,163 @@
+"""The plan of a run: its settings, and the parts that are made of them without a model's weights.
+
+`preflight.runner` makes it; `launch.building` makes the trainer of it. A part is made when it is first asked for, and
+kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, `config` or `data`.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property, partial
+from pathlib import Path
+from typing import cast
+
+from datasets import Dataset
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.checks import check
+from salesrl_trl.data.pictures import picture_counter
+from salesrl_trl.data.processor import load_processor
+from salesrl_trl.launch.checks import model as policy_checks
+from salesrl_trl.launch.checks.addresses import check_vllm_server
+from salesrl_trl.launch.checks.dataset import prompt_limit, prompt_of, rows_of
+from salesrl_trl.launch.data.files import read_yaml
+from salesrl_trl.launch.data.form import Portion, Records, part_of
+from salesrl_trl.launch.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
+from salesrl_trl.launch.data.sources import load_records, prompt_dataset
+from salesrl_trl.launch.data.templates import PromptTemplate
+from salesrl_trl.launch.memory.estimate import Estimate
+from salesrl_trl.launch.services_plan import ServicesPlan
+from salesrl_trl.launch.settings import RunConfig
+from salesrl_trl.types import SalesRow
+
+
+def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, object]) -> SalesGRPOConfig:
+    """A copy of settings of training with those of an overlay of `overlays.yaml`, and with further changes."""
+    made = copy.copy(training)  # `replace` would settle settings again that are settled
+    overlays = cast(dict[str, dict[str, object]], read_yaml(Path(__file__).with_name("overlays.yaml")))
+    for name, value in (overlays[overlay] | dict(changes)).items():
+        kind = type(getattr(made, name))
+        setattr(made, name, kind(value) if issubclass(kind, Enum) else value)
+    return made
+
+
+@dataclass
+class Plan(ServicesPlan):
+    """A run before its model is loaded. Stages settle some of its settings: the checkpoint's path, the optimizer."""
+
+    config: RunConfig
+    in_depth: bool = False  # stages may take seconds, as in a preflight. At the start of a run they only look
+    dtype: str | None = None  # number format of the policy's weights in training. The stage `memory` sets it
+    estimate: Estimate | None = None  # the memory of training on this card, if known. The stage `memory` sets it
+    notes: list[str] = field(default_factory=list)  # findings for the run's banner
+    policy: PreTrainedModel | None = None  # with its weights. The stage `model` of a preflight sets it
+    rehearsal: object = None  # what `preflight.training` keeps of its trainer for later stages
+
+    @property
+    def rows(self) -> list[SalesRow]:
+        """Training rows, then held-out rows. Their prompts fit."""
+        return [*self.train.rows, *self.held_out.rows]
+
+    @cached_property
+    def prompt(self) -> str | PromptTemplate | None:
+        """The user's template, the name of a packaged style, or `None` for the rows' own prompts."""
+        return prompt_of(self.config.data, self.config.reward)
+
+    @cached_property
+    def held_out_records(self) -> list[Records]:
+        """The records to evaluate on: of each dataset a share, or a source of their own. None if nothing is to be
+        evaluated. Raises `DataError` if a dataset has none."""
+        directly = not self.config.reward.has_chain
+        return [
+            part_of(self.own_records[number], source.form(), Portion.HELD_OUT)
+            if source.held_out_share
+            else replace(load_records(*source.eval_source, source.eval_form(directly)), row_name="held-out")
+            for number, source in enumerate(self.config.data.sources if self.evaluates else ())
+        ]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the policy is evaluated on held-out rows."""
+        training = self.config.training
+        is_asked = training.held_out_eval or training.eval_strategy != "no"
+        return bool(is_asked or self.config.telemetry.quick_eval_steps)
+
+    @cached_property
+    def held_out_rows(self) -> list[SalesRow]:
+        """All held-out rows. None if nothing is to be evaluated."""
+        return rows_of(self.held_out_records, self.config.training.branches, self.config.data.max_eval_rows)
+
+    @cached_property
+    def model_config(self) -> PretrainedConfig:
+        return policy_checks.check_model(*self.config.policy_source)
+
+    @cached_property
+    def processor(self) -> ProcessorMixin | None:
+        """The processor of a policy that reads pictures. `None` for one that reads text alone."""
+        return load_processor(*self.config.policy_source) if policy_checks.reads_pictures(self.model_config) else None
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer. It has a chat template."""
+        if self.processor is not None:
+            tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
+            tokenizer.chat_template = tokenizer.chat_template or self.processor.chat_template
+            return tokenizer
+        return policy_checks.load_tokenizer(*self.config.policy_source)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The policy's generation settings, from its configuration if need be."""
+        own = policy_checks.generation_config_of(*self.config.policy_source[:2])
+        return own or GenerationConfig.from_model_config(self.model_config)
+
+    @cached_property
+    def limit(self) -> LengthLimit | None:
+        """The longest prompt. Asks the vLLM server for its length, if there is one. Lengths of a packaged recipe that
+        the model has no positions for become shorter."""
+        training, server_room = self.config.training, None
+        positions = policy_checks.positions_of(self.model_config)
+        if positions is not None:
+            self._shorten("vllm_max_model_length", positions, positions)
+            room = min(positions, training.vllm_max_model_length or positions)
+            self._shorten("max_completion_length", room - 1, room // 2)
+        if training.use_vllm and training.vllm_mode == "server":
+            check(
+                training.vllm_server_base_url is not None
+                or training.vllm_server_host != type(training).vllm_server_host,
+                "`vllm_mode` is server, and no address is given. Expected that of a running vLLM server, such as "
+                "`--vllm_server_base_url http://127.0.0.1:8000`, or `vllm_mode: colocate`.",
+            )
+            url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
+            server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
+        return prompt_limit(self.config.data, training, positions, server_room)
+
+    def _shorten(self, name: str, most: int, length: int) -> None:
+        config, was = self.config, getattr(self.config.training, name)
+        if was is not None and was > most and name not in config.given:
+            setattr(config.training, name, length)
+            config.recipe[name] = length
+            self.notes.append(f"`{name}` is {length}, and not the recipe's {was}: the model has fewer positions")
+
+    @cached_property
+    def train(self) -> FittingPrompts:
+        return self._fitting(self.train_rows, "training")
+
+    @cached_property
+    def held_out(self) -> FittingPrompts:
+        return self._fitting(self.held_out_rows, "held-out")
+
+    @cached_property
+    def datasets(self) -> tuple[Dataset, Dataset | None]:
+        """For the trainer: the rows to train on, and those to evaluate on, if there are some. Raises `DataError`."""
+        train, held_out = self.train, self.held_out
+        make = partial(prompt_dataset, for_functions=bool(self.config.reward.reward_funcs))
+        return make(train.prompts, train.rows), make(held_out.prompts, held_out.rows, len(train.prompts)) or None
+
+    def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
+        kwargs = self.config.training.chat_template_kwargs
+        pictures = None if self.processor is None else picture_counter(self.processor, kwargs)
+        count = token_counter(self.tokenizer, kwargs)
+        return fit_prompts(rows, self.prompt, count, self.limit, self.config.data.long_prompts, name, pictures)

@@ -1,0 +1,140 @@
+"""`python -m salesrl_trl.launch.preflight [--config RECIPE.yaml] [--stage NAME] [--calls N] [--json] [...]`.
+
+Owns the command line; `runner` has the stages. The stage `rag` or `judge` alone imports no torch, and checks of the
+settings of training those of a step's load. Without `--config` the settings are those of `launch.recipes.FULL`. Exit
+code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from salesrl_trl.errors import ConfigError, parts_of
+from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.ground.shutdown import is_interrupt
+from salesrl_trl.launch import software
+from salesrl_trl.launch.checks.outcome import Finding, StageVerdict
+from salesrl_trl.launch.commands import finding_of, strict_json
+from salesrl_trl.launch.preflight.stage import StageReport, report_of, stage_text
+from salesrl_trl.launch.process import end_tidily
+from salesrl_trl.launch.recipes import FULL
+from salesrl_trl.launch.settings_help import answer_help
+
+if TYPE_CHECKING:
+    from salesrl_trl.launch.plan import Plan
+    from salesrl_trl.launch.services_plan import ServicesConfig
+
+FAILED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stages and print each one's report; in other processes than the first what fails, on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
+    answer_help(argv, own=parser_of("preflight", calls=_calls).format_help())
+    out, as_json, is_first = sys.stdout, "--json" in argv, os.environ.get("RANK", "0") == "0"
+    wanted, reports = list[str](), list[StageReport]()
+    try:
+        options, settings = parser_of("preflight", calls=_calls).parse_known_args(argv)
+    except ConfigError as error:
+        examined = iter([_failed("config", time.perf_counter(), finding_of(error))])
+    else:
+        wanted += options.stage.split(",") if options.stage else []
+        examined = _reports(wanted, settings, options.calls)
+    with contextlib.redirect_stdout(sys.stderr):  # for lines of DeepSpeed and vLLM
+        for report in examined:
+            reports.append(report)
+            if not is_first and report.verdict is StageVerdict.FAILED:
+                print(f"rank {os.environ['RANK']}: {stage_text(report)}")
+            if is_first and not as_json:
+                print(stage_text(report), file=out, flush=True)
+    last, seconds = reports[-1], sum(report.seconds for report in reports)
+    passed, following = last.verdict is not StageVerdict.FAILED, "start the recipe's script with the same settings."
+    if wanted:
+        following = "all stages: `python -m salesrl_trl.launch.preflight` without `--stage`."
+    following = f"{', '.join(wanted) or 'All stages'} passed in {seconds:.1f} s. Next: {following}"
+    if not passed:
+        following = (
+            f"Stage {last.stage} failed after {seconds:.1f} s. Next: mend what it names, then start this again."
+        )
+    if is_first and as_json:
+        stages = [dataclasses.asdict(report) for report in reports]
+        print(strict_json({"passed": passed, "seconds": seconds, "stages": stages, "next": following}))
+    elif is_first:
+        print(following)
+    return 0 if passed else FAILED
+
+
+def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None) -> Iterator[StageReport]:
+    start = time.perf_counter()
+    try:
+        from salesrl_trl.launch.console import set_up_logging
+
+        set_up_logging(logging.WARNING)
+        logging.getLogger("salesrl_trl.demo").setLevel(logging.INFO)  # the small policy may have to be made first
+        if wanted in (["rag"], ["judge"]):
+            yield examine_alone(wanted[0], settings, FULL, calls)
+            return
+        from salesrl_trl.launch.plan import Plan
+        from salesrl_trl.launch.preflight import runner
+        from salesrl_trl.launch.settings import parse
+
+        stages = runner.chosen(wanted, runner.STAGES)
+        plan = Plan(parse(settings, FULL), in_depth=True, calls=calls)
+    except ImportError as error:
+        if is_interrupt(error):
+            raise
+        wrong = ", ".join(f"{package.name}{package.wanted}" for package in software.packages() if not package.is_met)
+        text = f"{error}. Expected the packages of setup.cfg; not met: {wrong or 'none'}."
+        yield _failed("environment", start, Finding(text, "Install them with scripts/install.sh.", is_failure=True))
+    except Exception as error:
+        yield _failed("config", start, *map(finding_of, parts_of(error)))
+    else:
+        yield from runner.examine(plan, stages, wanted)
+
+
+def read_alone(argv: Sequence[str], default_recipe: Path) -> "ServicesConfig":
+    """The settings of the two stages. A misspelt setting of any stage raises `ConfigError`."""
+    from salesrl_trl.launch.data_config import DataConfig
+    from salesrl_trl.launch.reward_config import RewardConfig
+    from salesrl_trl.launch.services_plan import ServicesConfig, StepSettings
+    from salesrl_trl.launch.settings import parse_part
+
+    return ServicesConfig(*parse_part(argv, (DataConfig, RewardConfig, StepSettings), default_recipe))
+
+
+def examine_alone(name: str, argv: Sequence[str], default_recipe: Path, calls: int | None = None) -> StageReport:
+    """Run the stage `rag` or `judge`. Raises `SalesRLError` if a setting does not work."""
+    from salesrl_trl.launch.checks.reward import check_stand_ins
+    from salesrl_trl.launch.preflight.services import JUDGE_STAGE, RAG_STAGE
+    from salesrl_trl.launch.services_plan import ServicesPlan
+
+    config = read_alone(argv, default_recipe)
+    plan = ServicesPlan(config, calls=calls)
+    config.training.branches = config.training.branches or plan.branches_of_rows
+    check_stand_ins(config.reward, config.training.branches, next(iter(config.data.own_sources), None))
+    with plan.opened:
+        return report_of(RAG_STAGE if name == "rag" else JUDGE_STAGE, cast("Plan", plan))
+
+
+def _failed(stage: str, start: float, *findings: Finding) -> StageReport:
+    return StageReport(stage, StageVerdict.FAILED, time.perf_counter() - start, findings, {})
+
+
+def _calls(text: str) -> int:
+    from salesrl_trl.judged.noise import MIN_CALLS
+
+    if not text.isdecimal() or 0 < int(text) < MIN_CALLS:
+        raise argparse.ArgumentTypeError(f"{text!r}. Expected 0, or {MIN_CALLS} or more: fewer verdicts show no noise")
+    return int(text)
+
+
+if __name__ == "__main__":
+    end_tidily()
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""The stage `memory`: the number format of the policy's weights, and whether training fits the card.
+
+AdamW's updates at a learning rate of 1e-6 are mostly smaller than half the distance between two bf16 numbers. So
+weights in training have 16 bits only where something keeps what is lost: DeepSpeed's float32 copies, or LoRA's float32
+adapters. In full fine-tuning they are float32 with 16-bit autocast if memory is enough, or else bf16 with stochastic
+rounding, by torchao's 8-bit AdamW. `scripts/check_gpu_memory.py` shows the same estimate as a table.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from transformers.training_args import OptimizerNames
+from transformers.utils import is_torchao_available
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.checks.folders import free_gib
+from salesrl_trl.launch.checks.model import empty_model
+from salesrl_trl.launch.checks.outcome import Findings
+from salesrl_trl.launch.memory import estimate as memory
+from salesrl_trl.launch.memory import shape as shapes
+from salesrl_trl.launch.memory.estimate import STOCHASTIC_OPTIM, Estimate, Weigh
+from salesrl_trl.launch.memory.shape import ModelShape, Setup, Sharding
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.telemetry.device import GIB
+
+MARGIN = 0.1  # an estimate that is above the card's memory by less than this share is a note, and no failure
+STOCHASTIC_ARGS = "bf16_stochastic_round=True"  # of torchao's optimizer
+PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")  # defaults, which may be replaced
+
+
+@dataclass
+class Scales:
+    """Weigh a plan's training on a card. The plan names a model."""
+
+    plan: Plan
+    card_gib: float
+    prompt_tokens: int | None = None  # `None` for those of the longest training row
+    sharding: Sharding | None = None  # as `processes`: in place of those of the launch
+    processes: int | None = None
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The policy's figures, with adapters if they are trained. Raises `ConfigError` if these have no place."""
+        config = self.plan.config
+        plain = shapes.model_shape(*config.policy_source)
+        if not config.model.use_peft:
+            return plain
+        return replace(plain, adapters=shapes.adapters_of(empty_model(*config.policy_source), config.model))
+
+    def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
+        config = self.plan.config
+        tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
+        return shapes.setup_of(
+            config.training, config.model, self.shape, tokens,
+            dtype=dtype, optim=optim, sharding=self.sharding, processes=self.processes,
+        )  # fmt: skip
+
+    def weigh(self, dtype: str | None, optim: str | None = None) -> Estimate:
+        """The estimate for weights of a number format, and an optimizer by its name in transformers."""
+        return memory.estimate(self.shape, self.setup(dtype, optim), self.card_gib)
+
+
+def check_memory(plan: Plan, findings: Findings) -> None:
+    """Choose the number format, with an optimizer that suits it, and compare the estimate with the card."""
+    training, model = plan.config.training, plan.config.model
+    card, scales = memory.card_here(training.device), None
+    unknown = "this run is on the CPU" if card is None else "the packaged small policy fits every card"
+    if model.model_name_or_path is not None and (card is not None or model.use_peft):
+        weighed = Scales(plan, math.inf if card is None else card.gib)
+        try:
+            _ = weighed.shape  # raises where an adapter has no place
+            scales = None if card is None else weighed
+        except shapes.UnknownShape as error:
+            unknown = f"no estimate: {error}"
+    if training.mode != "train":
+        plan.dtype = model.dtype
+        findings.skipped = f"nothing is trained in `mode: {training.mode}`"
+        return
+    note = settle_precision(plan, None if scales is None else scales.weigh)
+    _check_disk(plan, findings)
+    findings.notes([note])
+    if scales is None or card is None:
+        findings.skipped = unknown
+        return
+    plan.estimate = estimated = scales.weigh(plan.dtype)
+    _compare(scales, estimated, findings)
+    if (used := memory.used_gib(card)) is None:
+        return
+    findings.figures["used_gib"] = round(used, 2)
+    if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
+        findings.fail(
+            f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in "
+            f"use now, by {memory.users(card) or 'processes that the driver does not name here'}.",
+            "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
+        )
+
+
+def settle_precision(plan: Plan, weigh: Weigh | None) -> str | None:
+    """Choose the number format of the weights, and the optimizer that it needs. `weigh`: if the memory is known.
+
+    Returns a line for the banner, if the weights are not as the settings say. Raises `ConfigError` if none fits.
+    """
+    model, training = plan.config.model, plan.config.training
+    dtype, optim, optim_args = model.dtype, training.optim.value, (training.optim_args or "").replace(" ", "")
+    autocast, by_deepspeed = training.bf16 or training.fp16, training.deepspeed_plugin is not None
+    rounds = optim in (STOCHASTIC_OPTIM, "adamw_torch_4bit") and STOCHASTIC_ARGS in optim_args
+    plan.dtype = dtype
+    if dtype == "float32" or model.use_peft or (by_deepspeed and autocast) or rounds:
+        return None
+    is_weighed = weigh is not None and not training.is_sharded and optim in PLAIN_ADAMW
+    exact = weigh("float32", optim) if weigh is not None and is_weighed else None
+    if weigh is None or exact is None or exact.fits:
+        plan.dtype = "float32"
+        computing = "computed in 16 bits" if autocast else "computed in float32 too"
+        setting = f"`dtype: {dtype}`" if dtype in ("bfloat16", "float16") else "16-bit weights"
+        return f"weights are trained in float32 and {computing}: {setting} would lose small updates"
+    rounded, has_torchao = weigh("bfloat16", STOCHASTIC_OPTIM), is_torchao_available()
+    lack = (
+        f"full fine-tuning in float32 takes about {exact.needed_gib:.0f} GiB, generation included, and the card has "
+        f"{exact.card_gib:.0f}"
+    )
+    if has_torchao and dtype != "float16" and rounded.fits:
+        plan.dtype, training.optim, training.optim_args = "bfloat16", OptimizerNames(STOCHASTIC_OPTIM), STOCHASTIC_ARGS
+        return (
+            "weights are trained in bf16 with stochastic rounding (torchao's 8-bit AdamW, about "
+            f"{rounded.needed_gib:.0f} GiB), which keeps small updates on average: {lack}"
+        )
+    remedies = ["LoRA (`use_peft: true`)", "DeepSpeed over several GPUs (accelerate_configs/full.yaml)"]
+    if rounded.fits:
+        rounding = "`pip install torchao`, whose AdamW rounds stochastically"
+        remedies.append(rounding if not has_torchao else "`dtype: bfloat16`, for which torchao rounds stochastically")
+    raise ConfigError(
+        f"{lack}; in 16 bits plain AdamW would lose nearly every update. Expected one of: {'; '.join(remedies)}; or "
+        "`dtype: float32`, which is tried without this estimate. `scripts/check_gpu_memory.py` shows every part, and "
+        "settings that take less."
+    )
+
+
+def _check_disk(plan: Plan, findings: Findings) -> None:
+    """Hold the checkpoints of a run that trains all weights against the free disk: the weights in training's format,
+    the optimizer's moments, and DeepSpeed's float32 copies of 16-bit weights."""
+    model, training = plan.config.model, plan.config.training
+    if model.model_name_or_path is None or model.use_peft or training.save_strategy == "no":
+        return
+    parameters = shapes.parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
+    own = getattr(plan.model_config, "dtype", None) or torch.float32
+    copies = 4 if training.deepspeed_plugin is not None and (training.bf16 or training.fp16) else 0
+    number = 2 if copies else shapes.NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
+    states = copies + memory.moment_bytes(training.optim.value, 4 if copies else number)
+    weights = number * parameters / GIB
+    checkpoint = weights + (0.0 if training.save_only_model else states * parameters / GIB)
+    interval, steps = training.save_steps, training.max_steps
+    interval = math.ceil(interval * steps) if 0 < interval < 1 else interval  # a share of the steps
+    saved = int(steps // interval) if 0 < interval <= steps else 1
+    kept = min(saved, training.save_total_limit + 1) if training.save_total_limit else saved
+    needed = kept * checkpoint + weights * (1 + bool(plan.config.telemetry.quick_eval_steps))
+    free = free_gib(training.output_dir)
+    findings.figures |= {"checkpoint_gib": checkpoint, "disk_needed_gib": needed}
+    if free < needed:
+        findings.add(
+            f"A checkpoint takes about {checkpoint:.1f} GiB, and {kept} of them with the policies of the end and of "
+            f"the best evaluation {needed:.1f}. `output_dir` {training.output_dir} has {free:.1f} GiB of free disk.",
+            "Name an `output_dir` on a larger disk, keep fewer (`save_total_limit`, one more is there while it "
+            "saves), or keep weights alone (`save_only_model: true`).",
+            is_failure=free < checkpoint,
+        )
+
+
+def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
+    """Note or fail where the estimate is above the card."""
+    card = estimated.card_gib
+    figures = {**estimated.peak.parts, "needed": estimated.needed_gib, "card": card}
+    findings.figures |= {f"{part.replace(' ', '_')}_gib": round(gib, 2) for part, gib in figures.items()}
+    if estimated.fits:
+        return
+    setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
+    remedy = f"What takes less: {'; '.join(memory.advice(scales.shape, setup, card))}. "
+    remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
+    if setup.engine is not None and not estimated.starts_engine:
+        findings.fail(
+            f"vLLM's share of the card has room for {estimated.sequences:.1f} completions of full length beside the "
+            f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
+            "start.",
+            remedy,
+        )
+        return
+    text = f"training takes about {estimated.needed_gib:.1f} GiB ({estimated.peak.name}), and the card has {card:.1f}."
+    if estimated.starts_engine and estimated.needed_gib <= (1 + MARGIN) * card:
+        findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
+    elif estimated.starts_engine and model.dtype == "float32" and not model.use_peft:
+        findings.note(f"{text} It is tried all the same, because `dtype` is float32.", remedy)
+    else:
+        findings.fail(text, remedy)

@@ -1,0 +1,209 @@
+"""The stages and their order: `prepare` for a run, `examine` for a preflight.
+
+`train` and `evaluate` call `prepare`; `__main__` calls `examine`. Each subject has its checks in `launch.checks`.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
+from salesrl_trl.checkpoint.whole import find
+from salesrl_trl.config.checks import check
+from salesrl_trl.config.ranges import LORA, check_ranges, without_effect
+from salesrl_trl.config.trl_settings import check_evaluation
+from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
+from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
+from salesrl_trl.judged.judge_reward import needs_of
+from salesrl_trl.launch.checks.dataset import check_pictures, check_prompts, check_splits, settle_held_out
+from salesrl_trl.launch.checks.environment import check_environment
+from salesrl_trl.launch.checks.folders import earlier_start
+from salesrl_trl.launch.checks.model import check_tokenizer, check_weights, choose_attention
+from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
+from salesrl_trl.launch.checks.reward import check_stand_ins, own_functions
+from salesrl_trl.launch.data.sources import check_source
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.preflight.memory import check_memory
+from salesrl_trl.launch.preflight.services import JUDGE_STAGE, RAG_STAGE
+from salesrl_trl.launch.preflight.stage import PreflightStage, StageReport, report_of
+from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
+from salesrl_trl.launch.settings import RunConfig
+from salesrl_trl.types import DEFAULT_FORMAT
+
+
+def prepare(config: RunConfig, refused: Refusals | None = None) -> Plan:
+    """Pass all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the failures of all
+    stages and for what `refused` holds already: that of a single one, or `ConfigErrors`."""
+    plan, refused = Plan(config), Refusals() if refused is None else refused
+    refused.is_partial = bool(refused.errors)
+    for stage in BEFORE_A_RUN:
+        if stage.name == "memory" and refused.errors:  # an estimate without the right settings misleads
+            continue
+        with refused:
+            if refused.errors:  # nobody waits for a server to start
+                config.training.vllm_server_timeout = 0.0
+        for finding in stage.run(plan, refused).items:
+            if finding.is_failure:
+                with refused:
+                    raise ConfigError(finding.message)
+            else:
+                plan.notes.append(finding.message)
+    refused.tell()
+    return plan
+
+
+def chosen(wanted: Sequence[str], stages: Sequence[PreflightStage]) -> list[PreflightStage]:
+    """All stages, or the wanted ones and those they need, in order. Raises `ConfigError` for an unknown name."""
+    by_name = {stage.name: stage for stage in stages}
+    if unknown := [name for name in wanted if name not in by_name]:
+        raise ConfigError(f"`stage` is {', '.join(unknown)!r}. Expected some of: {', '.join(by_name)}. Correct it.")
+    needed = list(wanted or by_name)
+    for name in needed:  # grows while it is walked
+        needed += [other for other in by_name[name].needs if other not in needed]
+    return [stage for stage in stages if stage.name in needed]
+
+
+def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] = ()) -> Iterator[StageReport]:
+    """Run the stages of `chosen` in their order, and yield each report. The first failure ends it, and what they
+    opened is closed. With `wanted`, only these stages are reported, and one that failed."""
+    with plan.opened:
+        for stage in stages:
+            report = report_of(stage, plan)
+            if not wanted or stage.name in wanted or report.verdict is StageVerdict.FAILED:
+                yield report
+            if report.verdict is StageVerdict.FAILED:
+                return
+
+
+def _check_settings(plan: Plan, findings: Findings) -> None:
+    """Settings that depend on each other or on files. Those alone are checked in `config`."""
+    config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
+    for name, source in (("dataset", "train_source"), ("eval_dataset", "eval_source")):
+        with refused.of(config.data, name):
+            for each in config.data.sources:
+                check_source(getattr(each, source)[0])
+    with refused.of(training, "branches"):
+        findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
+        if not training.branches:  # of a task of one's own: those of the rows
+            training.branches = plan.branches_of_rows
+            training.kl_targets()
+    refused.each(lambda: config.telemetry.check_branches(training.branches))
+    with refused.of(training, "resume_from_checkpoint"):
+        resumed = find(
+            training.resume_from_checkpoint,
+            training.output_dir,
+            with_digests=training.local_process_index == 0,
+            without_manifest=training.allow_changed_resume,
+        )
+        training.resume_from_checkpoint = None if resumed is None else str(resumed)
+    with refused:
+        if training.held_out_eval:
+            check_evaluation(training, training.world_size)
+    refused.each(lambda: _check_small_policy(plan))
+    with refused.of(model, "model_name_or_path"):
+        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
+            raise ModelNotFoundError(
+                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Expected it to be taught "
+                "before, in two minutes. Run `python scripts/make_vision_policy.py`."
+            )
+    with refused:
+        if model.use_peft:
+            check_ranges(model, LORA)
+        reward = config.reward
+        of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
+        of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag_.*|knowledge_file"}
+        of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
+        findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
+    with refused:
+        own = next(iter(config.data.own_sources), None)
+        findings.notes(check_stand_ins(config.reward, training.branches, own))
+    refused.each(lambda: own_functions(config.reward), lambda: plan.reward, lambda: plan.model_config)
+    refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
+    with refused:
+        micro_batch = training.per_device_train_batch_size * training.world_size
+        findings.figures["processes"] = training.world_size
+        findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
+        findings.notes(earlier_start(training.output_dir, resumes=training.resume_from_checkpoint is not None))
+    with refused:
+        model.attn_implementation, attention = choose_attention(
+            model.attn_implementation,
+            training.device,
+            in_16_bits=training.bf16 or training.fp16,
+            model=plan.model_config,
+        )
+        findings.notes([attention])
+    with refused:
+        steps, warm_up = training.max_steps, training.warmup_steps
+        if 0 < steps <= warm_up:
+            findings.note(f"`warmup_steps` is {warm_up:g} and `max_steps` {steps}: the learning rate is never reached")
+
+
+def _check_small_policy(plan: Plan) -> None:
+    """Raise unless the prompt works, and prompts a small policy, if it is used, as it was taught."""
+    prompt, is_usual = plan.prompt, plan.config.reward.action_format() == DEFAULT_FORMAT
+    if Path(plan.config.policy_path) in POLICY_OF.values():
+        return
+    if plan.config.model.model_name_or_path is None and prompt is None:
+        raise ConfigError(
+            "no model is named, and the packaged small policy knows the demo alone. Expected the policy to train: "
+            "`--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct`, or a folder."
+        )
+    if plan.config.model.model_name_or_path is None and not (prompt == PROMPT_STYLE and is_usual):
+        reason = f"`prompt_template` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
+        raise ConfigError(
+            f"{reason if prompt != PROMPT_STYLE else '`action_fields` is given'}, but the small demo policy is taught "
+            f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_template: "
+            f"{PROMPT_STYLE}` and no `action_fields`."
+        )
+
+
+def _check_data(plan: Plan, findings: Findings) -> None:
+    """Columns, branches, lengths, and enough rows. A checkpoint's rows have to be these rows."""
+    config, training = plan.config, plan.config.training
+    policy = config.model.model_name_or_path or "(the packaged small policy)"
+    check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy, training)
+    findings.notes(check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer))
+    train, held_out = plan.train, plan.held_out
+    with findings.refused:
+        needs = [one for scorer in plan.reward.functions.values() for one in scorer.names.needs]
+        needs += needs_of(plan.reward.scoring) if config.reward.judges_answers else ()
+        for dataset in filter(None, plan.datasets):
+            findings.refused.each(*(partial(one.check, dataset.column_names) for one in needs))
+    records = [*plan.train_records, *plan.held_out_records]
+    findings.notes([*(part.note for part in records), train.note, held_out.note])
+    if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
+        made_of = identity_of(training, rows_of(train.prompts, (row.branch for row in train.rows)))
+        check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)
+    if config.telemetry.quick_eval_steps and len(held_out.rows) < training.world_size:
+        raise ConfigError(
+            f"a quick evaluation has {len(held_out.rows)} held-out rows for {training.world_size} processes. Expected "
+            "one for each. Hold out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
+        )
+    with findings.refused:
+        prompts = training.generation_batch_size // training.num_generations
+        check(
+            training.mode != "train" or len(train.rows) >= prompts,
+            f"there are {len(train.rows)} training rows, and a step takes {prompts} prompts: no step would be done. "
+            "Expected as many. Add rows, or lower `per_device_train_batch_size` or `gradient_accumulation_steps`.",
+        )
+    check_splits(train.rows, held_out.rows, training.branches, findings)
+    findings.figures["longest_prompt_tokens"] = max(train.longest, held_out.longest)
+    findings.figures["limit_tokens"] = None if plan.limit is None else plan.limit.tokens
+
+
+def _check_tokenizer(plan: Plan, findings: Findings) -> None:
+    kwargs = plan.config.training.chat_template_kwargs or {}
+    check_tokenizer(plan.tokenizer, plan.generation_config, plan.model_config, kwargs, findings)
+
+
+BEFORE_A_RUN = (
+    PreflightStage("environment", (), (check_environment,)),
+    PreflightStage("config", (), (_check_settings,)),
+    PreflightStage("data", ("config",), (_check_data,)),
+    PreflightStage("tokenizer", ("config",), (_check_tokenizer,)),
+    PreflightStage("memory", ("config", "data"), (check_memory,)),
+    RAG_STAGE,
+    JUDGE_STAGE,
+)
+"""The stages of a run, in order of cost. None of them loads a model's weights."""
+STAGES = (*BEFORE_A_RUN, MODEL_STAGE, ENGINE_STAGE, STEP_STAGE)  # the stages of a preflight

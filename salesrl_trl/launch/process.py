@@ -1,0 +1,199 @@
+"""The end of a launch: the last words come after all other lines, and a file says how the run ended.
+
+`accelerate launch` ends a failed run with a traceback and exit code 1. So each process leaves its last words in the
+folder of the launch: an exit code, and below it the text. A process that outlives launcher and run prints the first
+ones, or finds some for a run that a signal ended. `scripts/supervise.sh` gives the folder in `SALESRL_TRL_LAUNCH`,
+else it is a temporary one; `OUTPUT_DIR/last_words.txt` is a copy that stays. Standard library only, as commands call
+this before the imports that take seconds.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from salesrl_trl.ground import shutdown
+from salesrl_trl.ground.process import stat_of
+from salesrl_trl.ground.shutdown import print_line
+from salesrl_trl.launch import signals
+from salesrl_trl.launch.catalogue import Words
+
+FOLDER = "SALESRL_TRL_LAUNCH"  # environment variable with the folder of the launch
+LAST_WORDS = "last_words.txt"  # file in a run's folder, while no run is under way there
+_FIRST, _FOLLOWING = "first", "following"  # files: words of the first error, and of one that follows from it
+_LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
+_LOG = "log"
+_POLL_S = 0.2
+
+
+def end_tidily() -> None:
+    """`shutdown.end_tidily` for a command that may be launched: its line comes at the launch's end."""
+    shutdown.end_tidily(_speak_line)
+
+
+def begin_run(is_recipe: bool = True) -> None:
+    """`end_tidily` for a recipe. From now on a signal stops it, and so does the end of its launcher.
+
+    `is_recipe`: whether `--help` is that of a recipe's script, which ends here. Other commands have their own.
+    """
+    end_tidily()
+    if is_recipe and not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+        from salesrl_trl.launch.settings_help import answer_help
+
+        answer_help(sys.argv[1:], Path(sys.argv[0]).with_suffix(".yaml"))
+    signals.catch(_speak_line)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # a stderr without a descriptor
+        faulthandler.enable()  # a crash names its signal in the log
+    folder, launcher = _folder(), _launcher()
+    if folder is not None:
+        with contextlib.suppress(OSError):  # without room for it, a run that a signal ends has no last words
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _running(folder, os.getpid()).write_text(_started(os.getpid()), "utf-8")
+            atexit.register(lambda: _running(folder, os.getpid()).unlink(missing_ok=True))
+            _wait_beside(folder, launcher)
+    if launcher is not None:
+        signals.die_with(launcher)
+
+
+def _speak_line(text: str, code: int) -> None:
+    speak(Words(text, code))
+
+
+def keep_log(path: Path) -> None:
+    """Note where the run's log is, and how long it is before this run. A copy of the last words will lie beside it."""
+    path.with_name(LAST_WORDS).unlink(missing_ok=True)
+    if (folder := _folder()) is not None:
+        with contextlib.suppress(OSError):  # without room for it, such words do without the log
+            folder.mkdir(mode=0o700, exist_ok=True)
+            size = path.stat().st_size if path.is_file() else 0
+            (folder / _LOG).write_text(f"{size} {path.resolve()}", encoding="utf-8")
+
+
+def speak(words: Words, terminal: int = 2, log: Path | None = None) -> None:
+    """Print this process's last words, unless another process of the launch did so, and leave them for its end.
+
+    `terminal`: the file descriptor for words after the launcher's own lines. A copy stays beside `log`.
+    """
+    folder, is_first = _folder(), True
+    with contextlib.suppress(OSError):  # a full disk, for example: the words come before the launcher's lines alone
+        if folder is not None:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            is_first = _leave(folder / (_FOLLOWING if words.follows else _FIRST), words)
+            _wait_beside(folder, _launcher(), terminal)
+        if log is not None and is_first:
+            _leave(log.with_name(LAST_WORDS), words)
+    if is_first:
+        print_line(words.text)
+
+
+def _leave(file: Path, words: Words) -> bool:
+    """Write the words as a whole, unless there are some. Returns whether there were none."""
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    unfinished.write_text(f"{words.code}\n{words.text}\n", encoding="utf-8")
+    try:
+        os.link(unfinished, file)
+    except FileExistsError:
+        return False
+    finally:
+        unfinished.unlink()
+    return True
+
+
+def _first(folder: Path) -> Words | None:
+    """The words of the process whose error came first and follows from no other."""
+    for file in (folder / _FIRST, folder / _FOLLOWING):
+        if file.is_file():
+            code, _, text = file.read_text("utf-8").partition("\n")
+            return Words(text.removesuffix("\n"), int(code))
+    return None
+
+
+def _folder() -> Path | None:
+    """The folder of the launch; `None` for a process without a launcher."""
+    named, launcher = os.environ.get(FOLDER), _launcher()
+    if named:
+        return Path(named)
+    return Path(tempfile.gettempdir()) / f"salesrl_trl-{launcher}-{_started(launcher)}" if launcher else None
+
+
+def _launcher() -> int | None:
+    """Process id of the launcher, if this process was started by one."""
+    parent = os.getppid()
+    try:
+        argv = Path(f"/proc/{parent}/cmdline").read_text("utf-8", errors="replace").split("\0")
+    except OSError:
+        return None
+    names = (Path(part).name for part in argv[:3])
+    return parent if any(name.startswith(_LAUNCHERS) for name in names) else None
+
+
+def _started(pid: int | None) -> str:
+    """When a process was started, in the kernel's ticks; empty when it has ended. Process ids are used again."""
+    stat = stat_of(pid) if pid is not None else None
+    # a parent may read all output before it asks for the exit code
+    return stat[2] if stat is not None and stat[0] != "Z" else ""
+
+
+def _running(folder: Path, pid: int) -> Path:
+    return folder / f"running-{pid}"
+
+
+def _wait_beside(folder: Path, launcher: int | None, terminal: int = 2) -> None:
+    """Start the process that waits for the end of the launch, unless there is one. The file `waiting` has its id."""
+    try:
+        file = (folder / "waiting").open("x", encoding="utf-8")
+    except FileExistsError:
+        return
+    pid = launcher if launcher is not None else os.getpid()
+    command = [sys.executable, "-m", __name__, str(folder), str(pid), _started(pid)]
+    quiet = subprocess.DEVNULL
+    with file:  # a signal to the launch's group is not meant for that process, hence a session of its own
+        waiting = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=terminal, start_new_session=True)
+        file.write(str(waiting.pid))
+
+
+def _wait(pid: int, started: str) -> None:
+    try:
+        ends = [os.pidfd_open(pid)]
+    except (AttributeError, OSError):  # an old kernel, or it has ended
+        ends = []
+    while _started(pid) == started:
+        select.select(ends, [], [], 60.0) if ends else time.sleep(_POLL_S)
+
+
+def _print_at_the_end(folder: Path, launcher: int, started: str) -> None:
+    """Wait for the launcher and all processes of the run, then print the first words, or some for a killed run."""
+    is_launched = not _running(folder, launcher).exists()
+    _wait(launcher, started)
+    killed = False
+    while begun := list(folder.glob("running-*")):
+        for file in begun:
+            _wait(int(file.name.partition("-")[2]), file.read_text("utf-8") if file.is_file() else "")
+            if file.is_file():  # it did not come to its own end
+                killed = True
+                file.unlink()
+    words = _first(folder)
+    if words is None and killed:
+        from salesrl_trl.launch.last_words import words_of_end
+
+        size, _, log = (folder / _LOG).read_text("utf-8").partition(" ") if (folder / _LOG).is_file() else ("", "", "")
+        words = words_of_end(Path(log) if log else None, int(size or 0))
+        _leave(folder / _FIRST, words)
+        if log:
+            with contextlib.suppress(OSError):
+                _leave(Path(log).with_name(LAST_WORDS), words)
+    if not os.environ.get(FOLDER):  # whoever gave the folder reads it now
+        shutil.rmtree(folder, ignore_errors=True)
+    if words is not None and (killed or is_launched):  # else it was printed, and nothing came after it
+        print_line(words.text)
+
+
+if __name__ == "__main__":
+    _print_at_the_end(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

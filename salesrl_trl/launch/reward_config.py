@@ -1,0 +1,366 @@
+"""Settings of the services that score: addresses, limits, and the weights of the reward's components.
+
+Keys are named by their environment variable, and never held. `launch.checks.reward` compares the settings with the
+branches.
+"""
+
+import re
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from salesrl_trl.config.checks import check, check_path, check_url, structure
+from salesrl_trl.config.ranges import (
+    Count,
+    NotNegative,
+    Positive,
+    Range,
+    Share,
+    check_settings,
+    check_value,
+    entry_of,
+)
+from salesrl_trl.demo.packaged import CASSETTE, FILE
+from salesrl_trl.errors import ConfigError, Refusals
+from salesrl_trl.judged.judge_client import AGGREGATIONS
+from salesrl_trl.judged.rag_client import RESERVED_FIELDS
+from salesrl_trl.launch.judge_config import NAME, JudgeMeterSettings, JudgeProviderConfig
+from salesrl_trl.record.reader import record_files
+from salesrl_trl.reward.sample_lines import KINDS
+from salesrl_trl.reward.scoring import MISSING_RULES
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
+
+JUDGE_MODES = ("single", "group")
+ON_MISS = ("fail", "nearest", "live")
+_LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
+
+_EITHER = (
+    ("judge_providers", ("judge_base_url", "judge_model", "judge_api_key_env"), "each provider has its own"),
+    ("rag", ("rag_base_url", "rag_api_key_env"), "a class of your own needs no address and no key"),
+    ("judge", ("judge_base_url", "judge_providers", "judge_api_key_env"), "a class of your own needs no service"),
+    ("judge_meter", ("replay",), "nobody can ask a record for a second judge's score"),
+    ("knowledge_file", ("rag_base_url", "rag"), "only the embedded RAG service reads it"),
+)
+"""A setting, those that it replaces, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """`replay`, checked."""
+
+    run: str
+    on_miss: Annotated[str, ON_MISS] = ""
+    delays: bool = False
+
+    @property
+    def record(self) -> Path:
+        """Where the record is."""
+        return FILE if self.run == CASSETTE else Path(self.run).expanduser()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempts:
+    """`max_attempts`, checked: the attempts of a call, by service."""
+
+    rag: Count = 3
+    judge: Count = 3
+
+
+@dataclass
+class RewardConfig:
+    """The services that score, the limits of calls to them, and the formula of the reward."""
+
+    allow_stand_ins: bool = False
+    """Whether the embedded RAG service and judge may score your own rows, branches and rubrics. They know only the
+    demo, so the scores mean nothing: for trying things. Without it such a run is refused."""
+    knowledge_file: Annotated[str, check_path] | None = None
+    """Documents for the embedded RAG service, not the demo's: JSON lines of `{id, text}`, perhaps with a `title`."""
+    rag_base_url: Annotated[str, check_url] | None = None
+    """Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service."""
+    rag: str | None = None
+    """Dotted path of a client of your own for a RAG service of another form, a class that derives from
+    `salesrl_trl.RagBackend`. It replaces the address above, and has limits of its own."""
+    rag_api_key_env: str | None = None
+    """Name of the environment variable that holds the RAG service's key."""
+    judge_base_url: Annotated[str, check_url] | None = None
+    """OpenAI-style address of the judge, `/v1` included. Without one the recipe starts the embedded judge."""
+    judge_model: str = "salesrl-judge"
+    """Name of the judge's model."""
+    judge_api_key_env: str | None = None
+    """Name of the environment variable that holds the judge's key."""
+    judge_providers: list[object] | str | None = None
+    """Several judges instead of the one above, in fallback order: a list of mappings with the fields of
+    `JudgeProviderConfig`, as JSON on the command line."""
+    judge_repeats: Count = 1
+    """Verdicts for each answer."""
+    judge_aggregation: Annotated[str, (*AGGREGATIONS,)] = "mean"
+    """The one score of several verdicts: their `mean`, `median` or `min`."""
+    judge_mode: Annotated[str, JUDGE_MODES] = "single"
+    """`single`: a call judges one completion. `group`: a call judges all completions of a prompt, which is a quarter
+    of the calls for groups of 8 in two orders. Where such a call fails, its completions are judged one by one. So are
+    those of an evaluation with one completion of a prompt."""
+    judge_orders: Count = 2
+    """Calls for each group with `judge_mode: group`: each shows the answers in another order, every second one the
+    order before it turned round. `judge_aggregation` makes one score of them."""
+    judge_meter: dict[str, object] | str | None = None
+    """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, anchor_steps: 50,
+    on_alarm: warn, rubric_dir: FOLDER}`. `second` is an entry of `judge_providers`, which then gives no rewards. It
+    judges some completions again, by the rubrics of `rubric_dir` where given. Every `anchor_steps` batches the judge
+    scores fixed answers again. Both together are at most `share` of the judge's calls. After an alarm the run goes on
+    (`warn`), saves and ends (`stop`), or goes on with rewards of the second judge (`second_judge`), which then scores
+    all evaluations too. None by default: it costs calls, and needs a second judge."""
+    reward_funcs: list[str] = field(default_factory=list)
+    """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
+    Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
+    answers, without a RAG service. `reward_weights` weighs them."""
+    tools: list[str] = field(default_factory=list)
+    """Dotted paths of functions that the policy may call before it answers, as TRL's `tools`; `@tool` says what a
+    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service, by the `rag_*` settings."""
+    judge: str | None = None
+    """Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
+    above, which need no address then."""
+    reward_stages: list[str] = field(default_factory=list)
+    """Dotted paths of stages of your own, in their order: classes that derive from
+    `salesrl_trl.reward.stage.RewardStage`."""
+    rubric_dir: Annotated[str, check_path] | None = None
+    """Folder with files `<branch>.txt`. Each replaces the packaged rubric of a branch, or adds one."""
+    branch_reward_weights: dict[str, object] | str | None = None
+    """Branch to component to weight, for example `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are
+    `judge`, `margin`, `retrieval`, `format`, `judge_<rubric>`, and those of `reward_stages`. A branch that is not
+    named has the weight of `judge` alone."""
+    missing_component: Annotated[str, MISSING_RULES] = "none"
+    """Rule for a completion without one of its components: `none` gives no reward, `reweight` uses the others."""
+    action_fields: list[str] = field(default_factory=lambda: list(DEFAULT_FORMAT.fields))
+    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query`
+    is searched with and never empty, or else the first. Other names need a `prompt_template` that asks for them,
+    and services of your own that accept them."""
+    rag_score_threshold: Annotated[float, Range(0, 1, "scores of passages are normalised")] = 0.03
+    """Lowest normalised score of a passage, in [0, 1]. In the embedded service raw conversations score near 0.09 and
+    good queries 0.2 to 0.6. With most embedding models unrelated texts score 0.2 to 0.6."""
+    rag_top_k: Annotated[int, Range(1, 50)] = 3
+    """Most passages of an answer."""
+    rag_timeout_s: Positive = 30.0
+    """Seconds that one attempt at a RAG endpoint may take."""
+    judge_timeout_s: Positive = 60.0
+    """Seconds that one attempt at the judge may take."""
+    max_attempts: dict[str, object] | str | int | None = 3
+    """Attempts of a call, the first included. An answer that says when to come back is not counted. `{rag: 3, judge:
+    1}` gives judges another number. 1 is for no retries: a completion whose verdict failed is then missing at once."""
+    rag_max_concurrency: Count = 64
+    """Most calls in flight to each RAG endpoint, of all processes together."""
+    judge_max_concurrency: Count = 64
+    """Most calls in flight to a judge, of all processes together."""
+    initial_concurrency: Count = 8
+    """Calls in flight to each service at the start, of each process. The limit grows by half with each round of
+    answers until the service says 429."""
+    hedge_fraction: Share = 0.05
+    """Largest share of calls that are repeated because they are late; 0 for none."""
+    outage_patience_s: NotNegative = 30.0
+    """Seconds that calls wait for a service that is down, counted from the start of the outage. After that they fail
+    at once, except for single probes. Calls do not wait for a judge with a fallback, nor for the 32B endpoint if no
+    reward and no baseline counts its answer."""
+    max_calls: Count | None = None
+    """Most requests to all services of the reward together, of the run and its resumes: every one that leaves counts.
+    At the limit the run saves and ends."""
+    max_usd: Positive | None = None
+    """Most US dollars for judges, of the run and its resumes, by the prices in `judge_providers`."""
+    warm_up_services: bool = True
+    """Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary one
+    can't answer."""
+    cache_answers: bool = True
+    """Whether to keep answers of a configured RAG service. 8B answers and their verdicts are kept in `output_dir`, so
+    that a resumed run does not ask again. 32B answers are kept for later runs, as `references.sqlite` in the package's
+    cache folder: `$SALESRL_CACHE_DIR`, or else `salesrl_trl` under `$XDG_CACHE_HOME` or `~/.cache`. Delete that file
+    when the endpoint's knowledge changes: the warm-up compares only 8 of its answers. The files hold texts of
+    customers and services in plain form. `false` shares only the answers of this run's calls."""
+    replay: dict[str, object] | str | None = None
+    """Output folder of a run with `record: true`, or `demo` for the packaged record of the demo's services. What is
+    recorded is the reward, and no service is asked. `{run: FOLDER, on_miss: fail, delays: false}` says more. `on_miss`
+    is what becomes of a completion that the record does not have. `fail`: it has no reward, reason `not_recorded`.
+    `nearest`: the reward of the recorded completion of the same row whose text is most similar; for trying things,
+    because it is another completion's. `live`: the services are asked. It is `nearest` for the packaged record unless
+    given, and `fail` for a run's. With `delays` rewards take as long as they did."""
+    reward_deadline_s: Positive = 300.0
+    """Seconds that a completion's reward may take from its start, and a batch from the start of its last one. Keep it
+    well below the time-out of the process group (600 s for NCCL)."""
+    verbose: list[str] = field(default_factory=list)
+    """Lines about every single completion, with its row's id. `scoring` shows rewards, failures and seconds.
+    `completions` and `rag` show the texts of the policy and of the RAG service, which quote customers."""
+    invalid_action_reward: Annotated[float, _LOW_REWARD] = 0.0
+    """Reward of a completion that is no valid action. The judge's scores are in [0, 1]."""
+
+    def action_format(self) -> ActionFormat:
+        """The names of an action's fields, and the one that is searched with."""
+        names = tuple(self.action_fields)
+        usual = DEFAULT_FORMAT.query if DEFAULT_FORMAT.query in names else names[0]
+        return ActionFormat(fields=names, query=usual)
+
+    def _check_action(self) -> None:
+        names = self.action_fields
+        check(
+            len(names) > 0 and len(set(names)) == len(names),
+            f"`action_fields` is {names}. Expected at least one name, and each name once.",
+        )
+        bad = [name for name in names if name in RESERVED_FIELDS or not re.fullmatch(r"[A-Za-z_]\w*", str(name))]
+        check(
+            not bad,
+            f"`action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of the "
+            f"other fields of a request: {', '.join(RESERVED_FIELDS)}.",
+        )
+
+    def parsed_replay(self) -> ReplaySettings | None:
+        """`replay`, checked. `None` without one."""
+        if self.replay is None:
+            return None
+        is_name = isinstance(self.replay, str) and not self.replay.startswith("{")
+        replay = entry_of("replay", ReplaySettings, {"run": self.replay} if is_name else self.replay)
+        # Another CPU's policy writes other texts, and the packaged record is for a first look on any machine.
+        return replace(replay, on_miss=replay.on_miss or ("nearest" if replay.run == CASSETTE else "fail"))
+
+    def _check_replay(self) -> None:
+        replay = self.parsed_replay()
+        if replay is None or record_files(replay.record):
+            return
+        folders = {*Path("runs").glob("*"), *replay.record.parent.glob("*")}
+        runs = sorted(str(folder) for folder in folders if folder.is_dir() and record_files(folder))
+        raise ConfigError(
+            f"`replay` is {replay.run!r}, which holds no record. Expected one of: {', '.join([CASSETTE, *runs])}; or "
+            "the output folder of another run with `record: true`."
+        )
+
+    @property
+    def asks_nobody(self) -> bool:
+        """Whether rewards come from a record alone."""
+        replay = self.parsed_replay()
+        return replay is not None and replay.on_miss != "live"
+
+    @property
+    def uses_services(self) -> bool:
+        """Whether the packaged judge scores, behind a RAG service or alone."""
+        return not self.asks_nobody and (self.has_chain or self.judges_answers)
+
+    @property
+    def uses_rag(self) -> bool:
+        """Whether a RAG service is asked: by the packaged chain, or by the packaged tool."""
+        return not self.asks_nobody and (self.has_chain or SEARCH in self.tools)
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether the packaged judge scores what the policy answers directly."""
+        return JUDGE in self.reward_funcs
+
+    @property
+    def has_chain(self) -> bool:
+        """Whether rewards are those of the packaged chain, asked now or recorded before."""
+        return not self.reward_funcs or SALES in self.reward_funcs
+
+    @property
+    def embeds_rag(self) -> bool:
+        """Whether the embedded RAG service answers."""
+        return self.uses_rag and self.rag_base_url is None and self.rag is None
+
+    @property
+    def embeds_judge(self) -> bool:
+        """Whether the embedded judge scores."""
+        own = (self.judge, self.judge_base_url, self.judge_providers)
+        return self.uses_services and own == (None,) * 3
+
+    def __post_init__(self) -> None:
+        refused = Refusals()
+        refused.each(lambda: check_settings(self), self._check_replay, self._check_action, self.parsed_attempts)
+        with refused.of(self, "judge_providers"):
+            self.parsed_judge_providers()
+        refused.each(self.parsed_judge_meter)
+        for name, others, why in _EITHER:
+            with refused:
+                given = [other for other in others if getattr(self, other) != getattr(RewardConfig, other)]
+                both = f"`{name}` is given beside `{'` and `'.join(given)}`. Expected one of them: {why}."
+                check(getattr(self, name) is None or not given, both)
+        refused.check(
+            lambda: not {SALES, JUDGE} <= {*self.reward_funcs},
+            f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
+            f"a RAG service to the policy's action, `{JUDGE}` what the policy answers itself.",
+        )
+        refused.check(
+            lambda: self.judge_mode == "single" or (self.judge is None and self.judge_repeats == 1),
+            "`judge_mode: group` is given beside `judge` or `judge_repeats`. Expected it alone: `judge_orders` says "
+            "how often a group is judged, and a judge of your own says so in its `orders`.",
+        )
+        with refused:
+            for kind in self.verbose:
+                check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
+        for name in ("max_calls", "max_usd"):
+            with refused:
+                check(
+                    getattr(self, name) is None or self.uses_services or self.uses_rag,
+                    f"`{name}` is given, and neither `reward_funcs` nor `tools` ask a service of this package. "
+                    f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not "
+                    "counted.",
+                )
+        refused.check(
+            lambda: self.max_usd is None or any(judge.has_price for judge in self.parsed_judge_providers()),
+            "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
+            "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
+        )
+        refused.each(self.parsed_branch_weights)
+        refused.tell(self)
+
+    def parsed_attempts(self) -> Attempts:
+        """The attempts of a call, by service."""
+        text = str(self.max_attempts)
+        value: Any = int(text) if text.isdecimal() else self.max_attempts
+        if isinstance(value, int | float):
+            check_value("max_attempts", value, Count)
+            value = {"rag": value, "judge": value}
+        return entry_of("max_attempts", Attempts, value)
+
+    def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
+        """`judge_providers`, checked; empty without any. Raises `ConfigError` for an entry that lacks a field, has an
+        unknown one, or does not fit the others."""
+        if self.judge_providers is None:
+            return []
+        providers, refused = [], Refusals()
+        for index, entry in enumerate(structure("judge_providers", self.judge_providers, list)):
+            with refused:
+                name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
+                path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
+                providers.append(entry_of(path, JudgeProviderConfig, entry))
+        refused.tell()
+        names = [provider.name for provider in providers]
+        check(
+            bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
+            f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
+        )
+        return providers
+
+    def parsed_judge_meter(self) -> JudgeMeterSettings | None:
+        """`judge_meter`, checked. `None` without one."""
+        if self.judge_meter is None:
+            return None
+        meter = entry_of("judge_meter", JudgeMeterSettings, self.judge_meter)
+        providers = {provider.name: provider for provider in self.parsed_judge_providers()}
+        others = [one for one in providers.values() if one.name != meter.second and one.weight]
+        check(
+            meter.second in providers and len(others) > 0,
+            f"`judge_meter.second` is {meter.second!r}, and `judge_providers` names {[*providers]}. Expected one of "
+            "them, and another one with a weight that gives the rewards.",
+        )
+        check(meter.share > 0, "`judge_meter.share` is 0. Expected more: nothing would be asked.")
+        check(self.uses_services, "`judge_meter` is given, and no judge is asked here. Expected one, or no meter.")
+        return meter
+
+    def parsed_branch_weights(self) -> dict[str, dict[str, float]]:
+        """`branch_reward_weights`, checked without the branches; empty without any."""
+        if self.branch_reward_weights is None:
+            return {}
+        weights = structure("branch_reward_weights", self.branch_reward_weights, dict)
+        refused = Refusals()
+        for branch, components in weights.items():
+            with refused:
+                path = f"branch_reward_weights.{branch}"
+                for name, weight in structure(path, components, dict).items():
+                    with refused:
+                        check_value(f"{path}.{name}", weight, float)
+        refused.tell()
+        return weights

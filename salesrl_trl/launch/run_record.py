@@ -1,0 +1,115 @@
+"""A run's own record in its folder: every setting, the versions, the command.
+
+Owns `config.yaml` and `run.json`, and the comparison of two runs. `train` writes the record, and `env` compares two.
+Needs no torch. Holds nothing of the machine, so that folders of two machines can be compared.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from salesrl_trl.config.keys import from_json, is_secret, without_keys
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.own_code import code
+from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.launch.data.files import read_yaml
+from salesrl_trl.launch.software import packages
+from salesrl_trl.names import FINISHED_FILE, RUN_FILE, SETTINGS_FILE
+
+Difference: TypeAlias = tuple[object, object]  # the values of two runs; `ABSENT` where one has none
+ABSENT = "(none)"
+_HEAD = """\
+# Every setting of a run. `--config` with this file repeats the run; give `--output_dir` another folder.
+"""
+
+
+def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:
+    """Write both files. `recipe` has all settings. Files of an earlier start in the folder get another name."""
+    (folder / FINISHED_FILE).unlink(missing_ok=True)
+    put_aside(folder / SETTINGS_FILE, folder / RUN_FILE)
+    write_whole(folder / SETTINGS_FILE, settings_text(recipe))
+    launcher = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("ACCELERATE_")}
+    record = {
+        "command": list(_command(command)),
+        "processes": processes,
+        "launcher": without_keys(launcher),
+        "code": dataclasses.asdict(code()),
+        "versions": {"python": platform.python_version()}
+        | {package.name: package.installed for package in packages() if package.installed},
+    }
+    write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def write_finished(folder: Path, extent: Mapping[str, object], step: int) -> None:
+    """Note that a run of this extent has done everything, after so many optimizer steps."""
+    write_whole(folder / FINISHED_FILE, json.dumps({"step": step, **extent}, indent=2) + "\n")
+
+
+def has_finished(folder: Path, extent: Mapping[str, object], step: int | None) -> bool:
+    """Whether a run of this extent has done everything, so that going on from `step` would do nothing more. `extent`
+    has the settings that decide how much a run does; `step` is that of the newest checkpoint, if there is one."""
+    try:
+        noted = json.loads((folder / FINISHED_FILE).read_text(encoding="utf-8"))
+        return noted == {"step": noted["step"], **extent} and (step is None or step >= noted["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def settings_text(recipe: Mapping[str, object]) -> str:
+    """The settings as YAML, without keys."""
+    plain = without_keys(recipe)
+    return _HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=float("inf"))
+
+
+def differences(folder: Path, other: Path) -> dict[str, dict[str, Difference]]:
+    """The differences between the records of two runs: `settings`, `versions`, `code` and `command`, each by name."""
+    first, second = _read(folder), _read(other)
+    return {part: _unequal(first[part], second[part]) for part in first}
+
+
+def _read(folder: Path) -> dict[str, dict[str, object]]:
+    try:
+        settings = read_yaml(folder / SETTINGS_FILE)
+        record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        started = {name: record[name] for name in ("command", "processes", "launcher")}
+        started["command"] = " ".join(record["command"])
+        parts = {"settings": settings, "versions": record["versions"], "code": record["code"], "command": started}
+        return {part: dict(_flat(values)) for part, values in parts.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{folder} holds no readable {SETTINGS_FILE} and {RUN_FILE} ({type(error).__name__}). Expected the "
+            "folder of a run, its `output_dir`. Correct the path."
+        ) from None
+
+
+def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
+    """Nested mappings by dotted names. A text that holds a JSON object counts as one."""
+    for name, value in values.items():
+        plain = from_json(value) if isinstance(value, str) else value
+        if isinstance(plain, Mapping) and plain:
+            yield from _flat(plain, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", plain
+
+
+def _unequal(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Difference]:
+    both = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in {**first, **second}}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
+def _command(command: Sequence[str]) -> Iterator[str]:
+    """The script's path from the working folder on, and the arguments, with asterisks for keys."""
+    script, here = Path(command[0]).absolute(), Path.cwd()
+    yield str(script.relative_to(here)) if script.is_relative_to(here) else script.name
+    name = ""
+    for argument in command[1:]:
+        is_name = argument.startswith("--")
+        name, is_joined, value = argument.partition("=") if is_name else (name, "", argument)
+        shown = "***" if is_secret(name) else str(without_keys(value))
+        yield f"{name}={shown}" if is_joined else argument if is_name else shown

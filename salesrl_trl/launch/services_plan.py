@@ -1,0 +1,108 @@
+"""The part of a run's plan that the stages `rag` and `judge` read: no torch, no tokenizer, few settings of training.
+
+`launch.plan` adds the rest. Each part is made when it is first asked for, and kept.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from salesrl_trl.launch.assembly import addresses
+from salesrl_trl.launch.checks.reward import RewardParts, read_reward
+from salesrl_trl.launch.data.form import Portion, part_of
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.types import ALL, SalesRow
+
+if TYPE_CHECKING:
+    from salesrl_trl.launch.data.form import Records
+    from salesrl_trl.launch.settings import RunConfig
+
+
+@dataclass
+class StepSettings:
+    """The settings of `SalesGRPOConfig`, with its defaults, that tools read without its import of torch."""
+
+    output_dir: str = "trainer_output"
+    branches: list[str] = field(default_factory=list)
+    hybrid_reference_weight: float = 0.0
+    min_valid_reward_fraction: float = 0.5
+    num_generations: int = 8
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    seed: int = 42
+    scale_rewards: str = "group"
+    reward_weights: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.generation_batch_size is None:
+            steps = self.steps_per_generation or self.gradient_accumulation_steps
+            processes = int(os.environ.get("WORLD_SIZE", "1"))
+            self.generation_batch_size = self.per_device_train_batch_size * steps * processes
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+
+@dataclass
+class ServicesConfig:
+    """The part of `RunConfig`."""
+
+    data: DataConfig
+    reward: RewardConfig
+    training: StepSettings
+
+
+@dataclass
+class ServicesPlan:
+    """The part of a plan."""
+
+    config: "ServicesConfig | RunConfig"
+    in_depth: bool = True
+    calls: int | None = None  # to each service, 0 for a single one; `None` for as many as a step has in flight
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What stages opened for later ones, such as the embedded services. The end of a preflight closes it."""
+
+    @cached_property
+    def reward(self) -> RewardParts:
+        """Rubrics, weights and keys. No address is asked."""
+        training = self.config.training
+        return read_reward(self.config.reward, training.branches, training.hybrid_reference_weight > 0)
+
+    @cached_property
+    def addresses(self) -> tuple[str, str]:
+        """The addresses of the RAG service and the judge. Embedded ones are started, and stop with the preflight."""
+        return self.opened.enter_context(addresses(self.config.reward))
+
+    @cached_property
+    def own_records(self) -> "list[Records]":
+        from salesrl_trl.launch.checks.dataset import own_records
+
+        return own_records(self.config.data, self.config.reward)
+
+    @cached_property
+    def train_records(self) -> "list[Records]":
+        """The records to train on, by dataset. Raises `DataError` if one has none."""
+        return [
+            part_of(records, source.form(), Portion.TRAINING if source.held_out_share else Portion.ALL)
+            for source, records in zip(self.config.data.sources, self.own_records, strict=True)
+        ]
+
+    @property
+    def branches_of_rows(self) -> list[str]:
+        """Of a task of one's own, whose settings name none."""
+        records = (record for part in self.train_records for record in part.records)
+        return sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
+
+    @cached_property
+    def train_rows(self) -> list[SalesRow]:
+        """All training rows, with those whose prompts are too long."""
+        from salesrl_trl.launch.checks.dataset import rows_of
+
+        data, branches = self.config.data, self.config.training.branches
+        return rows_of(self.train_records, branches, data.max_train_rows, [source.entry for source in data.sources])

@@ -1,0 +1,201 @@
+"""A whole run: settings, checks, reward services, trainer, training, last evaluation. Recipes call `main`.
+
+`python -m salesrl_trl.launch.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe: `launch.recipes.FULL`
+if none is named. Owns this order. What can't work stops a run before a model is loaded, with exit code 2.
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from salesrl_trl.ground.process import collect_seldom, keep_freed_memory, remember_packages
+from salesrl_trl.launch.process import begin_run
+
+if __name__ == "__main__":
+    begin_run()  # before the imports that take seconds
+
+# First of all: torch, TRL and vLLM make a million objects that stay. Their import takes 5.9 s of CPU, not 7.3 s
+collect_seldom()
+remember_packages()
+
+from accelerate import PartialState
+
+from salesrl_trl.checkpoint.run_files import put_run_aside
+from salesrl_trl.checkpoint.whole import step_of
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
+from salesrl_trl.ground.command_line import given, parser_of
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
+from salesrl_trl.launch import signals
+from salesrl_trl.launch.assembly import check_budget_left, launched_services, open_reward
+from salesrl_trl.launch.banner import closing_lines
+from salesrl_trl.launch.building import begin_read_ahead, build_instruments, build_trainer, take_policy
+from salesrl_trl.launch.checks.folders import check_output_dir, claim_output_dir
+from salesrl_trl.launch.console import exit_with, keep_console, set_log_level, set_up_logging
+from salesrl_trl.launch.evaluation.held_out import HeldOut
+from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.preflight.simulation import main as simulate
+from salesrl_trl.launch.recipes import FULL
+from salesrl_trl.launch.run_record import has_finished, write_finished, write_record
+from salesrl_trl.launch.settings import RunConfig, parse
+from salesrl_trl.names import LOG_FILE, Phase, StartUp
+from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
+from salesrl_trl.telemetry.instruments import Instruments, imports_so_far
+from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.timing import TimingContext
+
+if TYPE_CHECKING:
+    from salesrl_trl.trainer import SalesGRPOTrainer
+
+logger = logging.getLogger("salesrl_trl.launch.train")  # by `python -m` too
+
+
+def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
+    """Run a recipe and exit. `default_recipe` is the YAML file for a command line without `--config`."""
+    set_up_logging()
+    signals.catch()
+    argv = sys.argv[1:] if argv is None else argv
+    start = Timeline()  # by the host's clock: the device is not asked before the checks have passed
+    start.add([imports_so_far()])
+    resumes = False
+    with contextlib.ExitStack() as stack:
+        try:
+            with start.phase(StartUp.CHECKS):
+                config = parse(argv, default_recipe, refused := Refusals())
+                if refused.errors and config.recipe.get("mode") != "rewards":
+                    prepare(config, refused)  # what else can't work is told in the same message
+                refused.tell()
+                set_log_level(config.training.log_level)
+                if config.training.mode == "rewards":
+                    raise SystemExit(_simulate(config, default_recipe, argv))
+                check_output_dir(config.training.output_dir)
+                if config.training.process_index == 0:
+                    stack.enter_context(claim_output_dir(config.training.output_dir))
+                if config.training.process_index == config.training.local_process_index:  # of the first node
+                    keep_console(Path(config.training.output_dir) / LOG_FILE)
+                services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
+                name, training = config.model.model_name_or_path, config.training
+                if name is not None and training.local_process_index == 0:  # while checks run and vLLM is imported
+                    timed = TimingContext(StartUp.READ_AHEAD, start)
+                    begin_read_ahead(name, config.model.model_revision, timed)
+                resumes = str(config.training.resume_from_checkpoint).lower() not in ("none", "false")
+                plan = prepare(config)
+                step = None if (resumed := training.resume_from_checkpoint) is None else step_of(Path(resumed))
+                if resumes and has_finished(Path(training.output_dir), _extent(training), step):
+                    logger.info("this run has finished. A larger `max_steps` or `num_train_epochs` goes on with it.")
+                    return
+                check_budget_left(config.reward, Path(config.training.output_dir))
+                if config.training.process_index == 0:
+                    replay = config.reward.parsed_replay()
+                    used = [config.policy_path, None if replay is None else replay.record]
+                    put_run_aside(Path(training.output_dir), resumed, used)
+                    command, processes = [sys.argv[0], *argv], config.training.world_size
+                    write_record(Path(config.training.output_dir), config.recipe, command, processes)
+        except (Exception, KeyboardInterrupt) as error:
+            is_outage = all(isinstance(part, (ServiceUnavailable, ServiceTimeout)) for part in parts_of(error))
+            exit_with(error, EXIT_RESUMABLE if resumes and is_outage else EXIT_BAD_INPUT)
+        try:
+            run(plan, services, start)
+        except (Exception, KeyboardInterrupt) as error:
+            exit_with(error, EXIT_FAILED)  # 75 in its place, if the run can go on
+
+
+def _extent(training: SalesGRPOConfig) -> dict[str, object]:
+    """How much a run does."""
+    return {name: getattr(training, name) for name in ("max_steps", "num_train_epochs", "held_out_eval", "mode")}
+
+
+def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:
+    """Score made-up completions, as many as a step has, for 5 steps or `max_steps`. Returns the exit code."""
+    training = config.training
+    completions = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    recipe = ["--config", str(default_recipe)] if given(argv, "config") is None else []
+    shape = ["--prompts_per_step", str(max(completions // training.num_generations, 1))]
+    if training.max_steps > 0:
+        shape += ["--steps", str(min(training.max_steps, parser_of("simulate").get_default("steps")))]
+    return simulate([*recipe, *argv, *shape])
+
+
+def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
+    """Load, train, evaluate, save. The embedded `services` start while the policy is loaded, and all services are
+    asked once while vLLM starts. `start` has the phases until now."""
+    config = plan.config
+    # A run that goes on asked them at its start. It pays for no call twice, and an outage is met in training.
+    asks_first = config.reward.warm_up_services and config.training.resume_from_checkpoint is None
+    if config.training.device.type == "cpu":
+        keep_freed_memory()
+    with contextlib.ExitStack() as end:
+        with contextlib.ExitStack() as stack:
+            instruments = stack.enter_context(contextlib.closing(build_instruments(config)))
+            instruments.start(PartialState().is_main_process)
+            take_policy(plan, instruments)
+            with instruments.timeline.phase(StartUp.SERVICES):
+                opened = open_reward(
+                    config.reward, config.training, plan.rows, plan.reward, services, records=config.training.record
+                )
+                reward_loop = RewardLoop(stack.enter_context(opened))
+            if asks_first:
+                reward_loop.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))
+            trainer = build_trainer(plan, reward_loop, instruments)
+            start.close()
+            instruments.timeline.add(start.drain_spans())
+            try:
+                _train(config, trainer, instruments, asks_first)
+            except BaseException as error:
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    trainer.finish()
+                if error is trainer.components.stopping.survived:
+                    raise RunStopped(error.__notes__[-1]) from error
+                raise
+            end.enter_context(signals.handed_to(lambda name: logger.info(f"{name}: the run is complete, and ends.")))
+            trainer.finish()
+        _note_end(plan, trainer.state.global_step)
+
+
+def _note_end(plan: Plan, step: int) -> None:
+    """Write into the run's folder that it has finished, and log its last lines."""
+    training = plan.config.training
+    if not PartialState().is_main_process:
+        return
+    try:
+        write_finished(Path(training.output_dir), _extent(training), step)
+    except OSError as error:  # all else is done
+        logger.warning(f"that this run has finished can't be noted ({type(error).__name__})")
+    for line in closing_lines(training.output_dir, saves_policy=training.mode != "rollouts", notes=plan.notes):
+        logger.info(line)
+
+
+def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instruments, asks_first: bool) -> None:
+    collect_seldom()
+    if asks_first:
+        with instruments.timeline.phase(StartUp.WARM_UP):
+            warm_up(trainer.components.reward_loop)
+    stopping = trainer.components.stopping
+    with signals.handed_to(trainer.request_stop):
+        trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)
+        with stopping.ending():
+            if config.training.mode != "rollouts":
+                with stopping.held(), instruments.timeline.phase(Phase.CHECKPOINT):
+                    trainer.save_model(config.training.output_dir, _internal_call=True)  # the push comes last
+            stopping.raise_if_asked()  # before the evaluation: without services it would score nothing
+            held_out = next(part for part in trainer.components.parts if isinstance(part, HeldOut))
+            is_done = held_out.done_at == trainer.state.global_step  # by `eval_strategy`
+            is_done = is_done and not config.training.load_best_model_at_end  # else of other weights
+            if config.training.mode != "rollouts" and config.training.held_out_eval and not is_done:
+                trainer.evaluate()
+                stopping.raise_if_asked()
+            if config.training.mode != "rollouts":
+                if config.training.push_to_hub:
+                    trainer.push_to_hub(commit_message="Model save")
+                trainer.create_model_card()  # with the last evaluation
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    sys.argv[0] = "python -m salesrl_trl.launch.train"  # in the usage, and in the run's record
+    main(FULL, ["--config", *arguments] if arguments and not arguments[0].startswith("-") else arguments)

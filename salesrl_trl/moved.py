@@ -1,0 +1,103 @@
+"""Import paths of the last release that documents named, by what they are called now.
+
+Owns the table. An old path imports the module of today, the very same object, and warns once. It goes with the next
+release. Standard library only.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import cast
+
+ROOT = __name__.rpartition(".")[0]
+MOVED = {
+    "build": "launch",
+    "config.data": "launch.data_config",
+    "config.judge": "launch.judge_config",
+    "config.reward": "launch.reward_config",
+    "data.columns": "launch.data.columns",
+    "data.demo": "demo.rows",
+    "data.files": "launch.data.files",
+    "data.form": "launch.data.form",
+    "data.formats": "launch.data.formats",
+    "data.lengths": "launch.data.lengths",
+    "data.sources": "launch.data.sources",
+    "data.templates": "launch.data.templates",
+    "env": "launch.env",
+    "evaluate": "launch.evaluate",
+    "evaluation": "launch.evaluation",
+    "parts.bbq": "launch.evaluation.bbq_part",
+    "parts.closing_report": "record.closing_report",
+    "parts.held_out": "launch.evaluation.held_out_part",
+    "parts.judge_meter": "judged.meter_part",
+    "parts.quick_eval": "launch.evaluation.quick_part",
+    "parts.recorder": "record.recorder",
+    "parts.spending": "judged.spending",
+    "preflight": "launch.preflight",
+    "recording": "record",
+    "recording.completion_record": "telemetry.completion_record",
+    "rejudge": "record.rejudge",
+    "report": "record.report",
+    "reward.cache": "judged.cache",
+    "reward.chain": "judged.chain",
+    "reward.episodes": "agents.episodes",
+    "reward.judge": "judged",
+    "reward.judge_reward": "judged.judge_reward",
+    "reward.parsing": "judged.parsing",
+    "reward.rag_answers": "judged.rag_answers",
+    "reward.rag_client": "judged.rag_client",
+    "reward.replay": "record.replay",
+    "reward.service": "service",
+    "reward.service.budget": "judged.budget",
+    "rollout.chat_turns": "agents.chat_turns",
+    "rollout.policy_endpoint": "agents.policy_endpoint",
+    "rollout.search": "agents.search",
+    "rollout.tools": "agents.tools",
+    "run": "launch",
+    "run.launch": "launch.process",
+    "run.tools": "launch.commands",
+    "train": "launch.train",
+    "translate": "launch.translate",
+    "view": "record.view",
+}
+"""Below the package, of modules and of packages with all that is in them."""
+
+
+class _Moved(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        old = name.removeprefix(f"{ROOT}.")
+        parts = old.split(".")
+        ends = range(len(parts), 0, -1)
+        found = next((count for count in ends if ".".join(parts[:count]) in MOVED), None) if old != name else None
+        if found is None:
+            return None
+        now = ".".join((ROOT, MOVED[".".join(parts[:found])], *parts[found:]))
+        if (spec := find_spec(now)) is None:
+            return None
+        warnings.warn(f"`{name}` is `{now}` now; the old path goes with the next release", FutureWarning, stacklevel=2)
+        moved = ModuleSpec(
+            name, _Now(spec), origin=spec.origin, is_package=spec.submodule_search_locations is not None
+        )
+        moved.submodule_search_locations = spec.submodule_search_locations
+        return moved
+
+
+class _Now(Loader):
+    """Puts today's module in the place of an old path, and runs it by `python -m`."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        self._spec = spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = import_module(self._spec.name)
+
+    def get_code(self, _: str) -> CodeType | None:
+        return cast("CodeType | None", self._spec.loader.get_code(self._spec.name))  # type: ignore[union-attr]
+
+
+sys.meta_path.insert(0, _Moved())

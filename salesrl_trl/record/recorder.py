@@ -1,0 +1,130 @@
+"""The recorder of one rank of a run: its file, the id of the run, what a resume keeps, and what it gets of each batch.
+
+`recording.writer` owns the file."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate import PartialState
+from transformers import TrainerState
+
+from salesrl_trl import __version__
+from salesrl_trl.checkpoint.whole import STATE_FILE
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.branches import Branches
+from salesrl_trl.record.reader import as_json, record_files
+from salesrl_trl.record.replay import recorded_name
+from salesrl_trl.record.schema import rank_of, record_file
+from salesrl_trl.record.writer import Batch, Entry, Recorder
+from salesrl_trl.reward.batch import completion_text, conversation_of
+from salesrl_trl.rollout.groups import AT_ONCE
+from salesrl_trl.rollout.rollout_scoring import CompletedBatch
+from salesrl_trl.types import Outcome
+from salesrl_trl.wiring.part import Part, PartContext
+
+
+class RecorderPart(Part):
+    """Hands each batch to this rank's recorder, which writes it beside training. Makes one for each training, unless
+    one is given."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self._recorder, self._is_given = recorder, recorder is not None
+
+    def connect(self, run: PartContext) -> None:
+        self._run = run
+
+    def begin(self, resumed: str | None, run_id: str) -> None:
+        if self._is_given:
+            return
+        self.close()
+        self._recorder = recorder_of(self._run.args, self._run.recorded_weights, resumed, run_id)
+
+    def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
+        if self._recorder is not None:
+            self._recorder.record(batch_of(batch, self._run.branches))
+        return {}
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+
+    end_run = close
+
+
+def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None, run: str) -> Recorder:
+    """The recorder of this rank. Its file holds the weight of each of several functions. The record goes on where the
+    checkpoint `resumed` lies in its folder; that of another `run` is kept beside."""
+    folder, after = Path(args.output_dir), None
+    if resumed is not None and Path(resumed).resolve().parent == folder.resolve():
+        after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
+    gib, clean = args.parsed_record()
+    gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= args.world_size]
+    return Recorder(
+        record_file(folder, args.process_index),
+        most_bytes=int(gib * 2**30),
+        clean=clean,
+        meta={
+            "run": run,
+            "salesrl_trl": __version__,
+            "process": str(args.process_index),
+            "output_dir": args.output_dir,
+            **({"weights": as_json(weights)} if len(weights) > 1 else {}),
+        },
+        after=after,
+        others=gone if args.local_process_index == 0 else (),
+    )
+
+
+def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
+    """The values of this rank's completions. Advantages are read later, on another thread."""
+    rollout, advantages, update = batch.rollout, batch.advantages, batch.update
+    assert rollout.result is not None
+    first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
+    rewards, scores = rollout.result.rewards, rollout.rewards
+    order = AT_ONCE if rollout.groups is None or not rollout.is_in_parts else rollout.groups.order
+    sampled, records = rollout.sampled, [stages.own_record for stages in scores.stages]
+    ids = None if sampled is None else sampled.completion_ids
+    if sampled is not None and sampled.calls:  # before those of the reward
+        own = zip(records, sampled.calls, strict=True)
+        records = [replace(record, calls=[*calls, *record.calls]) for record, calls in own]
+
+    def numbers() -> list[float | None]:
+        if advantages is None:
+            return [None] * len(rewards)
+        known = zip(advantages.tolist(), rewards, strict=True)
+        return [None if reward.value is None else number for number, reward in known]
+
+    entries = [
+        Entry(
+            row=recorded_name(example),
+            branch=branches.of(example),
+            prompt=example.get("prompt"),
+            text=completion_text(completion),
+            turns=conversation_of(completion),
+            tokens=None if ids is None else len(ids[place]),
+            place=place,
+            prompt_group=(first + place) // rollout.group,
+            staleness=update - rollout.steps[place],
+            outcome=scored.outcome.value,
+            reason=scored.reason if scored.outcome is not Outcome.OK else "",  # else words, which verdicts have
+            reward=scored.value,
+            reference_reward=scored.reference_value,
+            parts=dict(scored.components),
+            functions=dict(scored.by_function),
+            seconds={**scored.seconds, **record.waits},
+            record=record,
+        )
+        for place, (example, completion, scored, record) in enumerate(
+            zip(rollout.inputs, rollout.completions, rewards, records, strict=True)
+        )
+    ]
+    return Batch(
+        step=update + rollout.is_trained_on,
+        mode=rollout.mode,
+        number=scores.number,
+        entries=entries,
+        advantages=numbers,
+        calls=rollout.result.report.calls,
+        order=order if rollout.is_trained_on else None,
+    )

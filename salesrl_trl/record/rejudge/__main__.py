@@ -1,0 +1,116 @@
+"""`python -m salesrl_trl.record.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]`.
+
+Judges a recorded run again, and says how much rewards and advantages would have changed. Exit code: 0; 2 for wrong
+input; 3 if a service did not work; 130 after Ctrl-C.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.command_line import given, parser_of
+from salesrl_trl.ground.tables import filled
+from salesrl_trl.launch.commands import exit_code_of, strict_json
+from salesrl_trl.launch.process import begin_run
+from salesrl_trl.launch.settings_help import answer_help
+from salesrl_trl.names import SETTINGS_FILE
+from salesrl_trl.record.reader import record_files, recorded
+
+if TYPE_CHECKING:
+    from salesrl_trl.record.rejudge.score_changes import ScoreChange
+
+HEAD = ("branch", "completions", "scored", "mean reward", "ranks", "advantages", "moved by", "sign flips")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rejudge and print. Returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    answer_help(arguments, own=parser_of("rejudge").format_help())
+    return exit_code_of(arguments, lambda: _prepared(arguments))
+
+
+def _prepared(argv: Sequence[str]) -> Callable[[], int]:
+    """Read the settings and the record, and check them. What is returned judges, compares, writes and prints."""
+    run, arguments = _run_of(argv)
+    own, settings = parser_of("rejudge").parse_known_args(arguments)
+
+    # these take seconds
+    from salesrl_trl.launch.checks.dataset import own_records, rows_of
+    from salesrl_trl.launch.data_config import DataConfig
+    from salesrl_trl.launch.reward_config import RewardConfig
+    from salesrl_trl.launch.services_plan import StepSettings
+    from salesrl_trl.launch.settings import parse_part
+    from salesrl_trl.record.rejudge.rejudging import of_all_functions, rejudged, write
+    from salesrl_trl.record.rejudge.score_changes import Baseline, changes
+    from salesrl_trl.types import JUDGE, SALES
+
+    data, reward, others = parse_part(settings, (DataConfig, RewardConfig, StepSettings), own=vars(own))
+    reward = dataclasses.replace(reward, replay=None, verbose=[])  # the second judge of a meter judges nothing
+    scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
+    completions = [*recorded(run, "train")]
+    rows = rows_of(own_records(data, reward), others.branches, None)  # whichever the run drew
+    branches = others.branches or sorted({row.branch for row in rows})
+    functions = reward.reward_funcs or [SALES]
+    weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
+    unknown = sorted({completion.row for completion in completions} - {row.row_id for row in rows})
+    if SALES not in functions and not reward.judges_answers:
+        raise ConfigError(
+            f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` or `{JUDGE}` "
+            "among them: the packaged reward is what is judged again."
+        )
+    if not completions:
+        raise ConfigError(f"the record of {run} has no completion of training. Expected some.")
+    if unknown:
+        raise ConfigError(
+            f"{len(unknown)} rows of the record are not in the dataset, such as {unknown[0]!r}. Expected the dataset "
+            "of the run: give its `--dataset`."
+        )
+    if own.output is not None and record_files(Path(own.output).expanduser()):
+        raise ConfigError(f"`--output` is {own.output!r}, which has a record already. Expected another folder.")
+
+    def work() -> int:
+        judged = [
+            (of_all_functions(completion, new, weights, JUDGE if reward.judges_answers else SALES), notes)
+            for completion, (new, notes) in zip(
+                completions, rejudged(reward, completions, rows, branches), strict=True
+            )
+        ]
+        baseline = Baseline(scale, others.hybrid_reference_weight)
+        compared, advantages = changes(completions, [new for new, _ in judged], baseline)
+        if own.output is not None:
+            write(run, Path(own.output).expanduser(), completions, judged, advantages)
+        print(strict_json([dataclasses.asdict(change) for change in compared]) if own.json else text_of(compared))
+        return 0
+
+    return work
+
+
+def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
+    """The run, and the settings: those of its recipe first."""
+    arguments = [*argv]
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("no run is named. Expected its output folder first: RUN [--SETTING VALUE ...].")
+    run = Path(arguments.pop(0)).expanduser()
+    recipe = run / SETTINGS_FILE
+    own = ["--config", str(recipe)] if recipe.is_file() and given(arguments, "config") is None else []
+    return run, [*own, *arguments]
+
+
+def text_of(compared: "Sequence[ScoreChange]") -> str:
+    rows = [
+        (
+            change.branch, str(change.completions), f"{change.scored_before} → {change.scored_after}",
+            f"{change.mean_before:.3f} → {change.mean_after:.3f}", f"{change.rank_correlation:.3f}",
+            f"{change.advantage_correlation:.3f}", f"{change.mean_shift:.3f}", f"{change.sign_flips:.1%}",
+        )
+        for change in compared
+    ]  # fmt: skip
+    return filled(Path(__file__).with_name("rejudged.jinja"), rows=[HEAD, *rows])
+
+
+if __name__ == "__main__":
+    begin_run(is_recipe=False)  # a signal ends it as Ctrl-C does
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Recorded completions judged again, and the record that this makes.
+
+Owns the RAG service of a record, what becomes of the numbers of other reward functions, and the copy of the record.
+Called by `rejudge.__main__`.
+"""
+
+import dataclasses
+import logging
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from salesrl_trl.errors import ConfigError, ServiceUnavailable
+from salesrl_trl.ground.process import make_private
+from salesrl_trl.judged.cache import cache_key
+from salesrl_trl.judged.rag_client import RagBackend, answer_from_json
+from salesrl_trl.launch.assembly import addresses, build_reward
+from salesrl_trl.launch.checks.reward import check_judges, read_reward
+from salesrl_trl.launch.data.sources import columns_of
+from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.names import RUN_FILE, SETTINGS_FILE, Stage
+from salesrl_trl.record.reader import Recorded, as_json, open_record, record_files
+from salesrl_trl.record.schema import rank_of, record_file
+from salesrl_trl.record.writer import add_verdicts, judge_columns
+from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.telemetry.completion_record import CompletionRecord
+from salesrl_trl.types import (
+    SALES,
+    Action,
+    Answer,
+    Outcome,
+    RequestIds,
+    Reward,
+    SalesRow,
+)
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 256  # completions that are begun together. The judge's own limits hold beside it.
+
+
+def rejudged(
+    config: RewardConfig, completions: Sequence[Recorded], rows: Sequence[SalesRow], branches: Sequence[str]
+) -> list[tuple[Reward, CompletionRecord]]:
+    """The rewards of these completions by these settings, with what the judge said."""
+    parts = read_reward(config, branches)
+    check_judges(config, parts)
+    places = {row.row_id: place for place, row in enumerate(rows)}
+    with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
+        if config.has_chain:
+            parts.rag = RecordedRag(completions, {row.row_id: row for row in rows})
+        own = Path(folder)  # for the budget and the answers of this command alone
+        reward = build_reward(config, parts, rows, *urls, output_dir=own, records=True, keeps_references=False)
+        if config.judge_mode == "group":
+            logger.info("`judge_mode: group` is left aside: each completion is judged again by a call of its own")
+        asked = [{**columns_of(row), "row": place, "prompt": row.prompt} for place, row in enumerate(rows)]
+        with closing(RewardLoop(reward)) as reward_loop:
+            judged: list[tuple[Reward, CompletionRecord]] = []
+            for first in range(0, len(completions), AT_ONCE):
+                part = completions[first : first + AT_ONCE]
+                batch = reward_loop.begin([asked[places[completion.row]] for completion in part])
+                result = reward_loop.result(batch, [completion.text for completion in part])
+                notes = [stages.completion_record or CompletionRecord() for stages in batch.stages]
+                judged += zip(result.rewards, notes, strict=True)
+    return judged
+
+
+def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float], packaged: str = SALES) -> Reward:
+    """Combines the new packaged reward, which has this name, with the recorded numbers of other functions. `weights`
+    are in their order."""
+    if len(weights) == 1:
+        return new
+    if old.reward is not None and not old.functions:
+        raise ConfigError("the record has numbers of one reward function. Expected those of all in `reward_funcs`.")
+    numbers = {**old.functions, packaged: new.value}
+    is_known = old.reward is not None or all(value is not None for name, value in numbers.items() if name != packaged)
+    if not old.functions or not is_known:  # another function failed: nobody knows its number now either
+        return Reward(outcome=Outcome(old.outcome), value=None, reason=old.reason, by_function=old.functions)
+    known = ((weight, value) for weight, value in zip(weights, numbers.values(), strict=True) if value is not None)
+    return dataclasses.replace(
+        new,
+        value=None if new.value is None else sum(weight * value for weight, value in known),
+        reference_value=None,
+        components={**old.parts, **new.components},
+        by_function=numbers,
+    )
+
+
+def write(
+    run: Path, output: Path, completions: Sequence[Recorded], judged: Sequence[tuple[Reward, CompletionRecord]],
+    advantages: Sequence[float | None],
+) -> None:  # fmt: skip
+    """A copy of the record, with these rewards, verdicts and advantages in place of the recorded ones."""
+    for number, path in enumerate(record_files(run)):
+        copy = record_file(output, rank_of(path) or 0)
+        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(copy)
+        with closing(open_record(path)) as original, closing(sqlite3.connect(copy)) as file:
+            original.backup(file)
+            with file:
+                for old, (reward, notes), advantage in zip(completions, judged, advantages, strict=True):
+                    if old.file == number:
+                        _replace(file, old, reward, notes, advantage)
+    for name in (SETTINGS_FILE, RUN_FILE):
+        if (run / name).is_file():
+            shutil.copy(run / name, output / name)
+
+
+def _replace(
+    file: sqlite3.Connection, old: Recorded, reward: Reward, notes: CompletionRecord, advantage: float | None
+) -> None:
+    again = {name: value for name, value in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)}
+    values = {
+        "outcome": reward.outcome.value, "reason": reward.reason, "reward": reward.value,
+        "reference_reward": reward.reference_value, "parts": as_json(dict(reward.components)),
+        "functions": as_json(dict(reward.by_function)), "seconds": as_json({**old.seconds, **again}),
+        "advantage": advantage, **judge_columns(notes, reward.seconds),
+    }  # fmt: skip
+    columns = ", ".join(f"{name} = ?" for name in values)
+    file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), old.id))
+    file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))
+    add_verdicts(file, old.id, notes.verdicts)
+
+
+class RecordedRag(RagBackend):
+    """Asks nobody: it has the recorded answers. The figures of its transports stay 0."""
+
+    identity = "record"
+
+    def __init__(self, completions: Iterable[Recorded], rows: Mapping[str, SalesRow]) -> None:
+        self._answers: dict[str, object] = {}
+        for completion in completions:
+            row = rows[completion.row]
+            if completion.action is not None and completion.answer is not None:
+                self._answers[_key(row.context, row.ids, completion.action)] = completion.answer
+            if completion.reference is not None:
+                self._answers[_key(row.context, row.ids, None)] = completion.reference
+        self.transports = {
+            name: Transport(name, max_concurrency=1, attempt_timeout_s=1.0, max_attempts=1)
+            for name in ("rag_8b", "rag_32b")
+        }
+
+    async def chat_8b(
+        self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
+    ) -> Answer:
+        return self._answer("rag_8b", _key(context, ids, action.as_dict()))
+
+    async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
+        return self._answer("rag_32b", _key(context, ids, None))
+
+    def _answer(self, service: str, key: str) -> Answer:
+        if key not in self._answers:
+            raise ServiceUnavailable(f"the record has no such answer of {service}", code=f"{service}_not_recorded")
+        return answer_from_json(self._answers[key])
+
+
+def _key(context: str, ids: RequestIds, action: Mapping[str, str] | None) -> str:
+    return cache_key(context, ids.as_dict(), None if action is None else dict(action))

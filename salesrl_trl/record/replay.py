@@ -1,0 +1,218 @@
+"""Rewards from the record of another run, in place of its services.
+
+The same text in the same place of the same process's batch of the same step is the same completion; else one of the
+same text to the same row stands for it. A recorded failure is a failure again, with its reason. `launch.assembly` puts
+it in the place of a reward.
+"""
+
+import asyncio
+import difflib
+import json
+import logging
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from salesrl_trl.agents.episodes import Episode
+from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.names import Stage
+from salesrl_trl.record.reader import (
+    digest_of,
+    open_record,
+    record_files,
+    row_of,
+    text_of,
+    unpacked,
+)
+from salesrl_trl.record.schema import rank_of
+from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
+from salesrl_trl.reward.sample_lines import row_id_of
+from salesrl_trl.reward.scorer import RewardNames, Scorer
+from salesrl_trl.reward.scoring import missing
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.telemetry.completion_record import QUEUE
+from salesrl_trl.types import Example, Outcome, Reward
+
+logger = logging.getLogger(__name__)
+
+NOT_RECORDED = "not_recorded"
+_FIELDS = "outcome, reason, reward, reference_reward, parts, functions, seconds"
+_SAME = "digest = ? AND row = ?"
+_VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND place = ?"
+"""Of `Sample` and `Origin`, in the columns of a record."""
+
+
+_CALLS = """
+SELECT service, body, calls.answer, failure, seconds FROM calls JOIN texts ON texts.id = request
+WHERE service LIKE 'tool\\_%' ESCAPE '\\' AND (calls.answer IS NOT NULL OR failure != '') ORDER BY calls.id
+"""
+_ORDERS = """
+SELECT value FROM (SELECT min(id) AS first FROM completions WHERE mode = 'train' AND step = ? GROUP BY time)
+JOIN meta ON name = 'order ' || first ORDER BY first
+"""
+_Call = tuple[sqlite3.Connection, int | None, str, float]  # its file, answer, failure and seconds
+
+
+class ReplayReward(Scorer):
+    """What another run recorded.
+
+    It stands in the place of `reward`, which gives the names, and whatever is not recorded. `run` is the output folder
+    of the recorded run, or one file of a record. `on_miss` says what becomes of a completion that is not recorded:
+    `fail`, `nearest` or `live`. With `delays` a reward takes as long as it did. What this `rank` recorded itself comes
+    first. A trainer with tools asks `recorded_call` in place of them.
+
+    Raises `ConfigError` if the record is of another version, or of other reward functions.
+    """
+
+    def __init__(self, reward: Scorer, run: Path, on_miss: str, *, delays: bool = False, rank: int = 0) -> None:
+        super().__init__(reward.deadline_s)
+        if isinstance(reward, Episode):
+            raise ConfigError(
+                "`replay` is set with a function with `@per_episode`. Expected none: it plays each episode."
+            )
+        self.__name__ = reward.own_name
+        self.lines, self.budget = reward.lines, reward.budget
+        self._reward = reward
+        self._on_miss = on_miss
+        self._delays = delays
+        files = {path: open_record(path) for path in record_files(run)}
+        self._files = [*files.values()]
+        self._own = [file for path, file in files.items() if rank_of(path) == rank]
+        self._taken: Counter[tuple[object, ...]] = Counter()
+        self._calls: dict[str, dict[str, list[_Call]]] | None = None  # by service and arguments, once one is looked up
+        self._sources: Counter[str] = Counter()
+        self._has_told = False
+        # Numbers of other functions, or of none, would count as those of this run's.
+        query, names = "SELECT functions FROM completions WHERE reward IS NOT NULL LIMIT 1", set(self.names.functions)
+        for [functions] in self._select(self._files, query):
+            recorded = set(json.loads(functions))
+            if recorded != names and (recorded or len(names) > 1):
+                raise ConfigError(
+                    f"the record of {run} has numbers of {', '.join(sorted(recorded)) or 'one reward function'}. "
+                    f"Expected those of this run's `reward_funcs`: {', '.join(sorted(names))}. Give the functions of "
+                    "the recorded run."
+                )
+
+    @property
+    def names(self) -> RewardNames:
+        return self._reward.names
+
+    async def prepare(self, rows: Iterable[Example]) -> None:
+        if self._on_miss == "live":
+            await self._reward.prepare(rows)
+
+    async def warm_up(self) -> dict[str, float | ServiceError]:
+        return await self._reward.warm_up() if self._on_miss == "live" else {}
+
+    async def drain(self) -> BatchReport:
+        if not self._has_told and (nearest := self._sources["of the nearest text"]):
+            self._has_told = True
+            total = self._sources.total()
+            logger.info(
+                f"[Replay] {nearest / total:.0%} of the first {total} completions have the reward of the most similar "
+                "recorded text for the same row, and not their own"
+            )
+        return await self._reward.drain()
+
+    async def aclose(self) -> None:
+        await self._reward.aclose()
+        for file in self._files:
+            file.close()
+        if self._sources:
+            counts = ", ".join(f"{count} {source}" for source, count in sorted(self._sources.items()))
+            logger.info(f"[Replay] {self._sources.total()} completions: {counts}")
+            self._sources.clear()
+
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
+        row = sample.row if sample.origin is None else sample.origin.rows[sample.place]  # as the dataset has it
+        record, source = self._recorded(sample, row), "as recorded"
+        if record is None and self._on_miss == "nearest":
+            record, source = self._nearest(sample.text, row), "of the nearest text"
+        if record is None:
+            source = "by the services" if self._on_miss == "live" else "not recorded"
+        self._sources[source] += 1
+        if record is None and self._on_miss == "live":
+            return await self._reward.score(sample, stages)
+        if record is None:
+            return missing(Outcome.INFRA, NOT_RECORDED)
+        outcome, reason, value, reference, parts, functions, seconds = record
+        if self._delays:  # those of both endpoints ran beside one another
+            times = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B), 0.0) | json.loads(seconds) | {QUEUE: 0.0}
+            await asyncio.sleep(sum(times.values()) - min(times[Stage.RAG_8B], times[Stage.RAG_32B]))
+        return Reward(
+            outcome=Outcome(outcome), value=value, reason=reason, reference_value=reference,
+            components=json.loads(parts), by_function=json.loads(functions),
+        )  # fmt: skip
+
+    def _recorded(self, sample: Sample, row: Example) -> tuple[Any, ...] | None:
+        """What this very completion earned, or else the same text to the same row: of several the one after that of
+        the last look-up, and then the last one."""
+        origin = sample.origin
+        key: tuple[object, ...] = (
+            digest_of(row.get("prompt"), conversation_of(sample.completion) or sample.text), recorded_name(row)
+        )  # fmt: skip
+        query = f"SELECT {_FIELDS} FROM completions WHERE"
+        mode, step = ("", -1) if origin is None else (origin.mode, origin.step)
+        very = (*key, mode, step, sample.place)
+        records = self._select(self._own, f"{query} {_VERY} ORDER BY id", *very)  # several, if a step has more batches
+        if self._taken[very] < len(records):
+            key = very
+        else:
+            records = self._select(self._files, f"{query} {_SAME} ORDER BY id", *key)
+        number = self._taken[key]
+        self._taken[key] += 1
+        return records[min(number, len(records) - 1)] if records else None
+
+    def order_of(self, step: int) -> list[list[int]] | None:
+        """In which order the run trained on the parts of this process's next batch of a step, as the record has it:
+        of several batches the one after that of the last look-up. `None` where that is not known, or means nothing."""
+        if self._delays or self._on_miss == "live":  # rewards take their time again
+            return None
+        orders = self._select(self._own, _ORDERS, step)
+        number = self._taken["order", step]
+        self._taken["order", step] += 1
+        return json.loads(orders[number][0]) if number < len(orders) else None
+
+    async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
+        """How a call of a tool ended, by its service and its arguments: of several the one after that of the last
+        look-up, and then the last one. `None` where the tool is to be called. Raises `ServiceError` without one."""
+        if self._calls is None:
+            self._calls = defaultdict(lambda: defaultdict(list))
+            for file in (*self._own, *(each for each in self._files if each not in self._own)):
+                for name, request, *ended in file.execute(_CALLS):
+                    self._calls[name][unpacked(request)].append((file, *ended))
+        calls, key = self._calls[service], asked
+        if asked not in calls and calls and self._on_miss == "nearest":
+            [key] = difflib.get_close_matches(asked, calls, n=1, cutoff=0.0)
+        if key not in calls:
+            if self._on_miss == "live":
+                return None
+            raise ServiceError(f"{service} was not called with these arguments", f"{service}_{NOT_RECORDED}")
+        number = self._taken[service, key]
+        self._taken[service, key] += 1
+        file, answer, failure, seconds = calls[key][min(number, len(calls[key]) - 1)]
+        if self._delays:
+            await asyncio.sleep(seconds)
+        return None if answer is None else text_of(file, answer) or "", failure
+
+    def _nearest(self, text: str, row: Example) -> tuple[Any, ...] | None:
+        """What the most similar text for the same row earned."""
+        query = f"SELECT text, {_FIELDS} FROM completions WHERE row = ? ORDER BY id"
+        records = self._select(self._files, query, recorded_name(row))
+        matcher = difflib.SequenceMatcher(b=text, autojunk=False)
+
+        def similarity(record: tuple[Any, ...]) -> float:
+            matcher.set_seq1(record[0])
+            return matcher.ratio()
+
+        return max(records, key=similarity)[1:] if records else None
+
+    def _select(self, files: Iterable[sqlite3.Connection], query: str, *values: object) -> list[tuple[Any, ...]]:
+        return [row for file in files for row in file.execute(query, values)]
+
+
+def recorded_name(row: Example) -> str:
+    """The name of a row in the record: its id in the dataset, or one that follows from its columns."""
+    return row_id_of(row) or row_of(row["prompt"] if row.keys() == {"prompt"} else row)

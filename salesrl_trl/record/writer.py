@@ -1,0 +1,408 @@
+"""The file that grows beside training. `parts.recorder` holds the writer.
+
+A batch is handed over as plain values and costs its caller a moment. What the disk does not take in time, and what
+can't be written, is left out and counted, never waited for.
+"""
+
+import logging
+import queue
+import sqlite3
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from salesrl_trl.ground.process import is_locked, make_private, put_aside
+from salesrl_trl.ground.surroundings import enter, here
+from salesrl_trl.ground.texts import encodable
+from salesrl_trl.names import Stage
+from salesrl_trl.record.reader import as_json, digest, digest_of, run_of
+from salesrl_trl.record.schema import TABLES, VERSION
+from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
+
+logger = logging.getLogger(__name__)
+
+WAITING_BATCHES = 16  # batches that wait for the disk, at most
+PART_TO_KEEP = 0.9  # of a full file: the oldest steps go until this share of the limit is used
+LOCK_PAUSE_S = 0.5  # between two attempts on a file that another process locks, beside SQLite's own wait of 5 s
+JOURNAL_BYTES = 2**24  # size to which SQLite's journal goes back after a large change
+CLOSE_TIMEOUT_S = 30.0  # longest wait, at the end, for what is still to be written
+T = TypeVar("T")
+Filter = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A completion that was scored. All but `record` are columns of the record."""
+
+    row: str  # id of the dataset's row, or `reader.row_of` its columns
+    branch: str
+    prompt: object  # a JSON value: a text, or messages
+    text: str
+    turns: Sequence[Mapping[str, object]] | None = None  # messages of a conversation
+    tokens: int | None
+    place: int
+    prompt_group: int
+    staleness: int = 0
+    outcome: str
+    reason: str
+    reward: float | None
+    reference_reward: float | None
+    parts: Mapping[str, float | None]
+    functions: Mapping[str, float | None]
+    seconds: Mapping[str, float]
+    record: CompletionRecord | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The completions of a generation batch, or of a part of an evaluation."""
+
+    step: int
+    mode: str  # `"train"` or `"eval"`
+    number: int
+    entries: Sequence[Entry]
+    advantages: Callable[[], Sequence[float | None]]  # by place. Called on the writer's thread: it may wait for a GPU.
+    calls: Sequence[Call] = ()  # calls that belong to no completion
+    order: object = None  # a JSON value: in which order its parts were trained on, for a replay
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(eq=False, repr=False)
+class Recorder:
+    """Writes the record of one rank to `path`, a `schema.record_file`. Beyond `most_bytes` its oldest steps go, and a
+    line says so once. `clean` is applied to every text. `meta` has facts of the run, no secrets: `run` is its id, the
+    same on all ranks. `after` is the step of the checkpoint from which the run goes on: then a file of this run is
+    gone on with, without later steps, and `others`, the files of ranks that the run has no more, lose these too.
+    Every other file is kept beside, with a number in its name.
+    """
+
+    path: Path
+    _: KW_ONLY
+    most_bytes: int | None = None
+    clean: Filter | None = None
+    meta: Mapping[str, str] = field(default_factory=dict)
+    after: int | None = None
+    others: Sequence[Path] = ()
+
+    def __post_init__(self) -> None:
+        self._was_evaluated = self.after is None
+        self._was_locked = False
+        self._has_dropped = False
+        self._clean = self.clean or (lambda text: text)
+        self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
+        self._left_out = 0
+        self._unfit = 0
+        self._is_broken = False
+        self._thread: threading.Thread | None = None
+
+    def record(self, batch: Batch) -> None:
+        """Hand over a batch. Does not wait."""
+        if self._is_broken:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=here().run, args=(self._work,), name="record", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(batch)
+        except queue.Full:
+            self._left_out += 1
+            if self._left_out == 1:
+                logger.warning(f"[Record] {self.path} takes too long to write: step {batch.step} is left out of it")
+
+    def close(self) -> None:
+        """Write what is still there."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+            thread.join(CLOSE_TIMEOUT_S)
+        except queue.Full:
+            pass
+        if thread.is_alive():
+            logger.warning(f"[Record] {self.path} is not written to its end: the disk is silent, or it is locked")
+        if self._left_out:
+            logger.warning(f"[Record] {self._left_out} batches are not in {self.path}")
+        if self._unfit:
+            logger.warning(f"[Record] {self._unfit} entries that could not be written are not in {self.path}")
+
+    # On the writer's thread
+
+    def _work(self) -> None:
+        try:
+            enter()  # for the filter
+            with closing(self._patiently(self._opened)) as file:
+                while (batch := self._queue.get()) is not None:
+                    self._take(file, batch)
+        except Exception as error:  # whatever it is, training goes on
+            self._is_broken = True
+            logger.warning(
+                f"[Record] {self.path} can't be written ({type(error).__name__}: {error}). Training goes on without "
+                "a record."
+            )
+            while self._queue.get() is not None:  # `close` waits for room
+                pass
+
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """Do it as soon as no other process locks the file, such as a backup. Batches wait meanwhile."""
+        while True:
+            try:
+                return work()
+            except sqlite3.Error as error:
+                if not is_locked(error):
+                    raise
+            if not self._was_locked:
+                self._was_locked = True
+                logger.warning(
+                    f"[Record] {self.path} is locked by another process: batches wait, {WAITING_BATCHES} at most"
+                )
+            time.sleep(LOCK_PAUSE_S)
+
+    def _opened(self) -> sqlite3.Connection:
+        if self.after is not None:
+            for path in self.others:
+                try:
+                    with closing(sqlite3.connect(path)) as other, other:
+                        drop_after(other, self.after)
+                except sqlite3.Error as error:
+                    if is_locked(error):
+                        raise
+                    logger.warning(
+                        f"[Record] {path} keeps its steps after {self.after}: it can't be written ({error})"
+                    )
+        return opened(self.path, self.meta, after=self.after)
+
+    def _take(self, file: sqlite3.Connection, batch: Batch) -> None:
+        before = _used_bytes(file)
+        try:
+            advantages = batch.advantages()
+            unfit = self._patiently(lambda: self._write(file, batch, advantages))
+        except Exception as error:
+            if is_of_the_file(error):
+                raise
+            unfit = [error] * len(batch.entries)
+        if unfit and not self._unfit:
+            # The words of an error, such as that of a filter, may quote a customer.
+            place = traceback.extract_tb(unfit[0].__traceback__)[-1]
+            logger.warning(
+                f"[Record] an entry of step {batch.step} is left out of {self.path}: {type(unfit[0]).__name__} at "
+                f"{place.filename}:{place.lineno}. Further ones are counted"
+            )
+        self._unfit += len(unfit)
+        if self.most_bytes is not None:
+            self._make_room(file, self.most_bytes, 2 * (_used_bytes(file) - before))  # batches differ
+
+    def _write(self, file: sqlite3.Connection, batch: Batch, advantages: Sequence[float | None]) -> list[Exception]:
+        """Write a batch. Returns the errors of what can't be written."""
+        unfit: list[Exception] = []
+
+        def add(write: Callable[[], None]) -> None:
+            file.execute("SAVEPOINT entry")
+            try:
+                write()
+            except Exception as error:
+                if is_of_the_file(error):
+                    raise
+                file.execute("ROLLBACK TO entry")
+                unfit.append(error)
+            file.execute("RELEASE entry")
+
+        with file:  # one transaction: after a kill a batch is there or it is not
+            file.execute("BEGIN IMMEDIATE")
+            if not self._was_evaluated and batch.mode == "eval":  # the last step may be evaluated again
+                drop(file, "mode = 'eval' AND step >= ?", batch.step)
+            if batch.order is not None:
+                first = "(SELECT coalesce(max(id), 0) + 1 FROM completions)"
+                file.execute(f"INSERT OR REPLACE INTO meta VALUES ('order ' || {first}, ?)", [as_json(batch.order)])
+            for entry in batch.entries:
+                add(partial(self._add, file, batch, entry, advantages[entry.place]))
+            for call in batch.calls:
+                add(partial(self._add_calls, file, None, [call]))
+        self._was_evaluated |= batch.mode == "eval"
+        return unfit
+
+    def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
+        record = entry.record or CompletionRecord()
+
+        def text_of(value: object) -> int | None:
+            return None if value is None else add_text(file, as_json(self._cleaned(value)))
+
+        values = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "record"}
+        values |= {
+            "step": batch.step,
+            "mode": batch.mode,
+            "batch": batch.number,
+            "prompt": text_of(entry.prompt),
+            "text": self._clean(entry.text),
+            "turns": text_of(entry.turns),
+            "digest": digest_of(entry.prompt, entry.turns or entry.text),
+            "action": None if record.action is None else as_json(self._cleaned(record.action)),
+            "answer": text_of(record.answer),
+            "reference": text_of(record.reference),
+            "advantage": advantage,
+            "parts": as_json(entry.parts),
+            "functions": as_json(entry.functions),
+            "seconds": as_json(entry.seconds),
+            "time": batch.time,
+            **judge_columns(record, entry.seconds),
+        }
+        completion = insert(file, "completions", values)
+        verdicts = {name: replace(said, reason=self._clean(said.reason)) for name, said in record.verdicts.items()}
+        add_verdicts(file, completion, verdicts)
+        self._add_calls(file, completion, record.calls)
+
+    def _add_calls(self, file: sqlite3.Connection, completion: int | None, calls: Sequence[Call]) -> None:
+        for call in calls:
+            values = asdict(call)
+            for name in ("request", "answer"):
+                if values[name]:
+                    values[name] = add_text(file, self._clean(values[name].decode(errors="replace")))
+            insert(file, "calls", {**values, "completion": completion})
+
+    def _cleaned(self, value: object) -> object:
+        """A JSON value whose texts went through the filter."""
+        if isinstance(value, str):
+            return self._clean(value)
+        if isinstance(value, Mapping):
+            return {name: self._cleaned(part) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._cleaned(part) for part in value]
+        return value
+
+    def _make_room(self, file: sqlite3.Connection, most_bytes: int, for_next: int) -> None:
+        """Drop the oldest steps of a file that has no room for another such batch. Their pages are used again."""
+        if _used_bytes(file) + for_next <= most_bytes:
+            return
+        dropped = None
+        try:
+            while _used_bytes(file) > PART_TO_KEEP * most_bytes and (step := _drop_oldest(file)) is not None:
+                dropped = step
+        except sqlite3.Error as error:
+            if not is_locked(error):  # the next batch tries again
+                raise
+        if dropped is not None and not self._has_dropped:
+            self._has_dropped = True
+            logger.warning(
+                f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record_settings`): it has "
+                f"no steps up to {dropped} any more, and drops the oldest from here on"
+            )
+
+
+UNUSED_TEXTS = """
+DELETE FROM texts WHERE id NOT IN (
+    SELECT prompt FROM completions UNION SELECT answer FROM completions WHERE answer IS NOT NULL
+    UNION SELECT reference FROM completions WHERE reference IS NOT NULL
+    UNION SELECT turns FROM completions WHERE turns IS NOT NULL
+    UNION SELECT request FROM calls WHERE request IS NOT NULL
+    UNION SELECT answer FROM calls WHERE answer IS NOT NULL)
+"""
+
+
+def is_of_the_file(error: Exception) -> bool:
+    """Whether an error is of the file or the disk, and not of one value."""
+    of_values = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+    return isinstance(error, sqlite3.Error) and not isinstance(error, of_values)
+
+
+def drop(file: sqlite3.Connection, condition: str, *values: object) -> None:
+    """Delete the completions that meet a condition, with all that nobody else has."""
+    for table in ("verdicts", "calls"):
+        file.execute(f"DELETE FROM {table} WHERE completion IN (SELECT id FROM completions WHERE {condition})", values)
+    if file.execute(f"DELETE FROM completions WHERE {condition}", values).rowcount:
+        file.execute(UNUSED_TEXTS)
+
+
+def drop_after(file: sqlite3.Connection, step: int) -> None:
+    """Delete what came after a step, calls of no completion too."""
+    last = "SELECT coalesce(max(time), 0) FROM completions WHERE step <= ?"
+    file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time > ({last})", (step,))
+    drop(file, "step > ?", step)
+
+
+def _drop_oldest(file: sqlite3.Connection) -> int | None:
+    """Delete the oldest steps, about a tenth of the completions, or of one step its oldest batch, with its calls of no
+    completion. Returns the last step that is gone; `None` where one batch is left, which stays."""
+    [count, newest] = file.execute("SELECT count(*), max(step) FROM completions").fetchone()
+    oldest = "SELECT max(step) FROM (SELECT step FROM completions WHERE step < ? ORDER BY step LIMIT ?)"
+    [step] = file.execute(oldest, (newest, max(int(count * (1 - PART_TO_KEEP)), 1))).fetchone()
+    condition, value = "step <= ?", step
+    if step is None:
+        [first, last] = file.execute("SELECT min(time), max(time) FROM completions").fetchone()
+        if first == last:
+            return None
+        condition, value = "time = ?", first  # all of a batch have the same
+    with file:
+        file.execute("BEGIN IMMEDIATE")
+        last = f"SELECT max(time) FROM completions WHERE {condition}"
+        file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time <= ({last})", (value,))
+        drop(file, condition, value)
+        if step is not None:
+            file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(step),))
+    return int(newest) - 1 if step is None else int(step)
+
+
+def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> sqlite3.Connection:
+    """The file for writing, readable by its owner alone. What is there gets another name, as by `put_aside`, unless it
+    is of the same run, and the run goes on `after` a step: then it loses what came later."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run = meta.get("run", "")
+    if after is None or run_of(path) not in (None, run):
+        put_aside(*(path.with_name(f"{path.name}{end}") for end in ("", "-wal", "-shm", "-journal")))
+    make_private(path)
+    file = sqlite3.connect(path, isolation_level="DEFERRED", check_same_thread=False)
+    try:
+        file.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
+        file.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; after a power cut the last steps may lack
+        file.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
+        if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+            file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+        with file:
+            file.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
+            if after is not None:
+                drop_after(file, after)
+    except sqlite3.Error:
+        file.close()
+        raise
+    return file
+
+
+def _used_bytes(file: sqlite3.Connection) -> int:
+    [pages], [free], [size] = (
+        file.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((pages - free) * size)
+
+
+def insert(file: sqlite3.Connection, table: str, values: Mapping[str, object]) -> int:
+    """Add a row, by the names of its columns. Returns its number."""
+    names, places = ", ".join(values), ", ".join("?" * len(values))
+    given = encodable([*values.values()], "a text for the record")
+    number = file.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", given).lastrowid
+    assert number is not None
+    return number
+
+
+def add_text(file: sqlite3.Connection, text: str) -> int:
+    """The number of a text, which is added where it is not there."""
+    text = encodable(text, "a text for the record")
+    key = digest(text)
+    row = file.execute("SELECT id FROM texts WHERE digest = ?", (key,)).fetchone()
+    return int(row[0]) if row else insert(file, "texts", {"digest": key, "body": zlib.compress(text.encode(), 1)})
+
+
+def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[str, Judged]) -> None:
+    for rubric, judged in verdicts.items():
+        insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(judged)})
+
+
+def judge_columns(record: CompletionRecord, seconds: Mapping[str, float]) -> dict[str, object]:
+    """The columns of a completion that say who judged it, and how long that took."""
+    first = next(iter(record.verdicts.values()), None)
+    return {"provider": (first and first.provider) or None, "judge_s": seconds.get(Stage.JUDGE)}

@@ -1,0 +1,388 @@
+"""Calls in flight on one event loop: their slots, and hedges: late calls that are sent a second time.
+
+Owns the tasks, the timer task that starts hedges, and the pure laws: how many slots there are, and when a call is
+late. `transport` calls it.
+"""
+
+import asyncio
+import contextvars
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
+from salesrl_trl.judged.budget import ServiceQuota
+from salesrl_trl.service.breaker import Breaker
+from salesrl_trl.service.event_loop import now, waiting_for
+from salesrl_trl.telemetry.completion_record import BEATEN
+
+T = TypeVar("T")
+Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]  # one request with its whole answer
+
+LOOK_EVERY_S = 0.02
+MAX_HEDGES = 2
+"""Most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers, and its batch waits."""
+PERCENTILE = 0.95  # a call is late when 95 % of the recent calls were faster
+MARGIN = 1.3
+"""Factor on the percentile. With it few calls that are merely slow are sent twice; the budget is for stragglers."""
+WINDOW = 256  # the percentile is taken over this many latest calls
+MIN_SAMPLES = 20  # with fewer calls there is no percentile
+REFRESH_EVERY = 16  # calls between two computations of the percentile
+GROWTH_PER_SUCCESS = 0.5
+"""Slots that each answer adds while growth is fast. Doubling could overshoot a service's limit by its whole size."""
+DECREASE = 0.8
+"""Factor of a fall. A service that takes 16 calls is tried with 17 again after about three rounds."""
+ROUNDS_TO_GROW = 3
+"""Rounds of waiting calls before one more slot is tried. With fewer, the call that is turned away would come last."""
+MEMORY = 256
+"""Latest requests, exponentially weighted, over which refusals and load are correlated: a few rounds of 64 calls."""
+SIGNIFICANT = 2.5
+"""Standard errors above 0 at which a correlation counts. With 2, random refusals lower the limit now and then; with 3,
+a service that takes 8 calls turns 3 % more away before the limit follows."""
+MEMORY_OF_SHARE = 24
+MOST = 0.5
+"""Share of the latest `MEMORY_OF_SHARE` requests that are turned away when a service counts as closed. Fewer requests
+then cost nothing. Random refusals of 20 % never reach it, those of 30 % seldom."""
+ROUNDING = 1e-9  # a smaller variance, as a share of the mean square, is that of a constant load
+SOME_REFUSALS = 8  # refusals in the memory from which on it is said that they are not due to our load
+OURS = "its 429s come with our load"
+CLOSED = "it turns most requests away, at any load"
+
+
+class Sent(NamedTuple):
+    """A request, as it was sent."""
+
+    number: int
+    load: int  # requests in flight, this one included
+
+
+class AdaptiveLimit:
+    """The limit of calls in flight to one service, from `start` up to `cap`.
+
+    While calls wait for a slot, an answer raises the limit L:
+
+        L <- L + 1/2    up to a level F, at first the cap (slow start)
+        L <- L + 1/L    from there on (a slot for a round of answers), where ROUNDS_TO_GROW x L calls wait or more
+
+    A refusal ("later", a 429) lowers it, once for all calls that were in flight together, only in two cases:
+
+        L <- max(1, 0.8 L), F <- 0          if refusals come with our load: corr(refused, load) x sqrt(n) > SIGNIFICANT
+        L <- max(1, 0.8 L), F <- L before   if most requests are refused, whatever the load
+
+    `load` is the number of requests in flight when a request is sent. A service that takes 8 at once refuses every
+    ninth and no eighth. A quota that others use up refuses the same share at any load: fewer calls would not help.
+    Requests count when they are sent, not when they end, because a refusal is quicker than an answer.
+    """
+
+    def __init__(self, start: int, cap: int, service: str = "the service") -> None:
+        self.cap, self._service = cap, service
+        self.cause = ""  # of the latest fall: `OURS` or `CLOSED`; empty before the first, and once it is made good
+        self.share = 0.0  # of the latest requests that were turned away
+        self._limit = float(min(start, cap))
+        self._fast_until = float(cap)
+        self._sent = 0
+        self._sent_at_decrease = -1
+        # weighted sums over requests: 1, load, load^2, refused, load x refused
+        self._n = self._x = self._xx = self._r = self._xr = 0.0
+
+    @property
+    def slots(self) -> int:
+        """The limit in whole calls, at least 1."""
+        return int(self._limit)
+
+    @property
+    def is_of_others(self) -> bool:
+        """Whether requests are turned away, and not because of our load."""
+        return not self.cause and self._r > SOME_REFUSALS and self.share < MOST / 2
+
+    def in_words(self) -> str:
+        """`judge's limit of 12 calls at once, of max_concurrency 64: it turns most requests away, ...`"""
+        why = self.cause or ("429s come at any load" if self.is_of_others else "")
+        why = f": {why} ({self.share:.0%} of the latest)" if why else "" if self.slots == self.cap else ", and growing"
+        return f"{self._service}'s limit of {self.slots} calls at once, of max_concurrency {self.cap}{why}"
+
+    def record_sent(self, load: int) -> Sent:
+        """A request is about to be sent, with which so many are in flight."""
+        self._sent += 1
+        keep = 1 - 1 / MEMORY
+        self._n, self._x, self._xx = keep * self._n + 1, keep * self._x + load, keep * self._xx + load**2
+        self._r, self._xr = keep * self._r, keep * self._xr
+        self.share *= 1 - 1 / MEMORY_OF_SHARE
+        return Sent(self._sent, load)
+
+    def record_answer(self, *, waiting: int) -> None:
+        """A call was answered while `waiting` calls waited for a slot. Without any, the limit need not grow."""
+        if waiting > 0 and self._limit < self._fast_until:
+            self._limit = min(self._limit + GROWTH_PER_SUCCESS, self._fast_until)
+        elif waiting > 0 and waiting >= ROUNDS_TO_GROW * self._limit:
+            self._limit = min(self._limit + 1 / self._limit, self.cap)
+        if self._limit >= (self._fast_until if self.cause == CLOSED else self.cap):
+            self.cause = ""
+
+    def record_overload(self, sent: Sent) -> None:
+        """The service turned a request away. One that was sent before the last fall lowers nothing."""
+        self._r, self._xr = self._r + 1, self._xr + sent.load
+        self.share += 1 / MEMORY_OF_SHARE
+        is_ours = self._comes_with_load()
+        if sent.number <= self._sent_at_decrease or not (is_ours or self.share > MOST):
+            return
+        self._sent_at_decrease = self._sent
+        if is_ours:
+            self._fast_until = 0.0
+        elif self.cause != CLOSED:
+            self._fast_until = self._limit
+        self.cause = OURS if is_ours else CLOSED
+        self._limit = max(1.0, DECREASE * self._limit)
+
+    def _comes_with_load(self) -> bool:
+        n = self._n
+        covariance = n * self._xr - self._x * self._r
+        spread = max(n * self._xx - self._x**2, ROUNDING * n * self._xx)
+        variances = spread * (n - self._r) * self._r
+        return covariance > 0 and n * covariance**2 > SIGNIFICANT**2 * variances
+
+
+class HedgePolicy:
+    """Says after how many seconds a call is late, and whether another extra call may be made.
+
+        late after = MARGIN x 95th percentile of the latest WINDOW latencies
+        extra calls <= fraction x calls sent
+
+    A `fraction` of 0 allows none.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._latencies: deque[float] = deque(maxlen=WINDOW)
+        self._since_refresh = 0
+        self.sent = self.hedges = 0  # calls, and extra ones among them; counted by the caller
+        self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
+
+    @property
+    def enabled(self) -> bool:
+        return self._fraction > 0
+
+    @property
+    def affordable(self) -> bool:
+        """Whether one more extra call stays within the budget."""
+        return self.hedges + 1 <= self._fraction * self.sent
+
+    def record_answer(self, seconds: float) -> None:
+        """A call was answered after `seconds`, without the time in the queue."""
+        self._latencies.append(seconds)
+        self._since_refresh += 1
+        if len(self._latencies) >= MIN_SAMPLES and (self.late_after_s is None or self._since_refresh >= REFRESH_EVERY):
+            self._since_refresh = 0
+            ranked = sorted(self._latencies)
+            self.late_after_s = MARGIN * ranked[int(PERCENTILE * (len(ranked) - 1))]
+
+
+@dataclass(eq=False)
+class Flights:
+    """Slots and hedges. Calls and hedges together stay within the limit.
+
+    A call may have several requests. A failure of one while another goes on is recorded here, in `limit` and
+    `traffic`, because `transport` does not see it. There are no hedges while the `breaker` is open, and none is sent
+    that would have to wait for the `quota`.
+    """
+
+    limit: AdaptiveLimit
+    hedging: HedgePolicy
+    breaker: Breaker
+    traffic: Counter[str]
+    quota: ServiceQuota | None = None
+
+    def __post_init__(self) -> None:
+        self._taken = 0  # slots
+        self._line: deque[asyncio.Future[None]] = deque()  # calls that wait for a slot
+        self._turned_away: dict[object, int] = {}  # calls that wait after a refusal: the number of the refused request
+        self._flying: dict[_Flight[Any], None] = {}  # in the order they were sent
+        self._hedges = 0
+        self._hedge_waits = False
+        self._hedge_timer: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    @property
+    def load(self) -> int:
+        """Requests in flight with one more."""
+        return len(self._flying) + self._hedges + 1
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold one slot, waiting for it in line."""
+        await self._take(self._line.append)
+        try:
+            yield
+        finally:
+            self._taken -= 1
+            self.resize()
+
+    async def step_aside(self, number: int, wait_s: float) -> None:
+        """Leave the slot of a call whose request `number` was turned away, and take one again, in front of the line,
+        after so many seconds.
+
+        Such calls keep slots closed until their wait is over, or until a request that was sent later is answered: then
+        the service takes calls. Of n in a row, the first closes one slot, the second two more: n (n + 1) / 2 in all.
+        """
+        place = object()
+        self._turned_away[place] = number
+        self._taken -= 1
+        self.resize()
+        try:
+            try:
+                with waiting_for(self.limit.in_words):
+                    await asyncio.sleep(wait_s)
+            finally:
+                self._turned_away.pop(place, None)
+                self.resize()
+            await self._take(self._line.appendleft)
+        except BaseException:
+            self._taken += 1  # `slot` gives it back
+            raise
+
+    async def _take(self, stand: Callable[[asyncio.Future[None]], None]) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        stand(turn)
+        self.resize()
+        try:
+            with waiting_for(self.limit.in_words):
+                await turn
+        except BaseException:
+            if not turn.cancelled():  # it had its turn at the same moment
+                self._taken -= 1
+                self.resize()
+            elif turn in self._line:
+                self._line.remove(turn)
+            raise
+
+    def _free(self) -> int:
+        """Slots that nobody holds and that are not closed. Below 0 after a fall."""
+        row = len(self._turned_away)
+        return self.limit.slots - self._taken - self._hedges - row * (row + 1) // 2
+
+    def resize(self) -> None:
+        """Give free slots to the first in line. A hedge that waits gets the next one."""
+        while self._line and self._free() > self._hedge_waits:
+            if not (turn := self._line.popleft()).done():  # else its call was cut off
+                self._taken += 1
+                turn.set_result(None)
+
+    def answered(self, sent: Sent) -> None:
+        """The service takes calls again, if it did not when this request was sent."""
+        self._turned_away = {place: number for place, number in self._turned_away.items() if number > sent.number}
+        self.resize()
+
+    async def send(self, attempt: Attempt[T], sent: Sent) -> T:
+        """Run `attempt`. If it is late, send further requests, up to `MAX_HEDGES`; the earliest success is the result.
+        `sent` is what the `limit` knows of it."""
+        self.hedging.sent += 1
+        flight = _Flight(attempt, sent, self._failed_beside)
+        self._flying[flight] = None
+        if self.hedging.enabled and (self._hedge_timer is None or self._hedge_timer.done()):
+            self._hedge_timer = asyncio.create_task(self._run_hedge_timer())
+        try:
+            result = await flight.result
+        finally:
+            del self._flying[flight]
+            flight.cancel()
+            if flight.hedges:
+                self._hedges -= flight.hedges
+                self.resize()
+        self.hedging.record_answer(now() - flight.started)
+        self.traffic["hedges_won"] += flight.won_by_hedge
+        return result
+
+    async def _run_hedge_timer(self) -> None:
+        """Start the hedges that are due, while a call is in flight."""
+        while self._flying:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._hedge_waits = self._start_hedges()
+            self.resize()
+        self._hedge_waits = False
+        self.resize()
+
+    def _start_hedges(self) -> bool:
+        """Send late calls again, the oldest first. Returns whether a hedge waits for a slot."""
+        if self.hedging.late_after_s is None:
+            return False
+        late_since = now() - self.hedging.late_after_s
+        for flight in self._flying:
+            if flight.started > late_since or not self.hedging.affordable or self.breaker.is_open:
+                break
+            if flight.last_sent > late_since or flight.hedges == MAX_HEDGES:
+                continue
+            if self._free() <= 0:
+                return self.limit.slots > 1
+            if self.quota is not None and not self.quota.admits_now():
+                return False
+            flight.send(self.limit.record_sent(self.load))
+            self._hedges += 1
+            self.hedging.hedges += 1
+            self.traffic.update(sent=1, hedges=1)
+        return False
+
+    def _failed_beside(self, error: BaseException, sent: Sent) -> None:
+        """Record a request that failed while another one for the same call goes on and may succeed."""
+        if isinstance(error, ServiceOverloaded):
+            self.traffic["overloads"] += 1
+            self.limit.record_overload(sent)
+            self.resize()
+        else:
+            self.traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
+
+
+class _Flight(Generic[T]):
+    """One attempt in flight, with its extra requests if there are any."""
+
+    def __init__(self, attempt: Attempt[T], sent: Sent, failed_beside: Callable[[BaseException, Sent], None]) -> None:
+        self.started = self.last_sent = now()
+        self.won_by_hedge = False
+        self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._attempt = attempt
+        self._failed_beside = failed_beside
+        self._context = contextvars.copy_context()  # hedges are sent by another call's task
+        self._tasks: list[asyncio.Task[T]] = []
+        self._out = 0  # requests that have not ended
+        self.send(sent)
+
+    @property
+    def hedges(self) -> int:
+        """Extra requests so far."""
+        return len(self._tasks) - 1
+
+    def send(self, sent: Sent) -> None:
+        """Send the request, or send it once more."""
+        self.last_sent = now()
+        task = asyncio.get_running_loop().create_task(self._attempt(), context=self._context.copy())
+        self._tasks.append(task)
+        self._out += 1
+        task.add_done_callback(partial(self._on_done, sent))
+
+    def cancel(self) -> None:
+        is_answered = self.result.done() and not self.result.cancelled() and self.result.exception() is None
+        for task in self._tasks:
+            task.cancel(BEATEN if is_answered else None)
+        if self.result.done() and not self.result.cancelled():
+            self.result.exception()  # marked as retrieved: the caller may have been cancelled at the same moment
+
+    def _on_done(self, sent: Sent, task: asyncio.Task[T]) -> None:
+        """The first success is the result. A failure is the result only when no other request goes on."""
+        self._out -= 1
+        if task.cancelled():
+            return
+        error = task.exception()
+        if self.result.done():
+            return
+        if error is None:
+            self.won_by_hedge = task is not self._tasks[0]
+            self.result.set_result(task.result())
+        elif not self._out:  # another request may have ended with an answer that is looked at next
+            self.result.set_exception(error)
+        else:
+            self._failed_beside(error, sent)

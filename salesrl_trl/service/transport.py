@@ -1,0 +1,403 @@
+"""One call to one service: how often it is tried, how long it may take, how many run at once. Its clients call it.
+
+Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. A call holds one slot until
+it ends. It leaves the slot while it waits because the service turned it away; `flights` says who gets the slot.
+"""
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from salesrl_trl.errors import (
+    AccessDenied,
+    BudgetSpent,
+    DeadlineExceeded,
+    ServiceError,
+    ServiceOverloaded,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
+from salesrl_trl.judged.budget import Bill, Budget, ServiceQuota
+from salesrl_trl.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
+from salesrl_trl.service.event_loop import PerLoop, deadline, now, remaining_s
+from salesrl_trl.service.flights import (
+    CLOSED,
+    OURS,
+    AdaptiveLimit,
+    Attempt,
+    Flights,
+    HedgePolicy,
+    Sent,
+)
+from salesrl_trl.service.http import service_error_of
+from salesrl_trl.telemetry.completion_record import CallNote, note_wait
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+RETRY_WAIT_INITIAL_S = 0.2
+RETRY_WAIT_MAX_S = 5.0  # longest wait between attempts, unless the service asks for more by Retry-After
+RETRY_JITTER_S = 0.2  # most random seconds added to a wait, so that calls that failed together do not return together
+OVERLOAD_WAIT_S = 1.0  # wait after a 429 that does not say how long
+LEAST_WAIT_S = 1e-6  # a shorter wait is lost in the rounding of a clock, and the call would look again without end
+MAX_OVERLOADS = 64  # A call gives up when it is turned away this often. Usually the deadline ends it before.
+RETRY_LINES_S = 10.0
+"""One retry of a service is logged in so many seconds. The others are counted, and a second line says how many."""
+TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
+"""Names of the counts:
+- `calls` asked for;
+- requests `sent`, hedges included; of them `retries`, `overloads` (turned away), `timeouts`, other `failures`;
+- calls `held_back`, which were not sent because the breaker was open;
+- `hedges`, extra requests for late calls, and `hedges_won`, those that were faster.
+"""
+
+
+class Transport:
+    """Runs attempts against one service until one succeeds, or until another one can't help.
+
+    Args:
+        service (`str`):
+            Name in errors and reason codes, for example `"rag_8b"`.
+        max_concurrency (`int`):
+            Most calls in flight at once.
+        attempt_timeout_s (`float`):
+            Seconds one attempt may take, body included. Waiting for a free slot does not count.
+        max_attempts (`int`):
+            Attempts that may fail, the first included. To be told to come back later is no failure.
+        initial_concurrency (`int`, *optional*, defaults to `8`):
+            Calls in flight at first; the limit grows while the service keeps up.
+        outage_patience_s (`float`, *optional*, defaults to `0.0`):
+            Seconds that calls wait for a service that is down, counted from when it went down. After that they fail at
+            once; only single probes are sent.
+        denied_cooldown_s (`float`, *optional*, defaults to `60.0`):
+            Longest pause between two probes of a service that refuses the key or whose quota is used up.
+        hedge_fraction (`float`, *optional*, defaults to `0.05`):
+            Most extra requests for late calls, as a share of all; 0 for none.
+        quota (`ServiceQuota`, *optional*):
+            Holds every request against the run's budget. None when not given.
+        breaker (`Breaker`, *optional*):
+            In place of the usual one.
+    """
+
+    def __init__(
+        self, service: str, *, max_concurrency: int, attempt_timeout_s: float, max_attempts: int,
+        initial_concurrency: int = 8, outage_patience_s: float = 0.0, denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
+        hedge_fraction: float = 0.05, quota: ServiceQuota | None = None, breaker: Breaker | None = None,
+    ) -> None:  # fmt: skip
+        self.service = service
+        self.notes = True  # whether the record of a completion gets each attempt
+        self._quota = quota
+        self._attempt_timeout_s = attempt_timeout_s
+        self._max_attempts = max_attempts
+        self._outage_patience_s = outage_patience_s
+        self._limit = AdaptiveLimit(initial_concurrency, max_concurrency, service)
+        self._breaker = breaker or Breaker(denied_cooldown_s)
+        self._hedging = HedgePolicy(hedge_fraction)
+        self._traffic: Counter[str] = Counter()
+        self._told: set[str] = set()  # what was logged about the limit
+        self._flights = self._new_flights()
+        self._changed: PerLoop[asyncio.Event] = PerLoop(asyncio.Event)  # wakes the calls that wait for the breaker
+        self._retry_lines: PerLoop[_RetryLines] = PerLoop(partial(_RetryLines, service, max_attempts))
+
+    def _new_flights(self) -> PerLoop[Flights]:
+        return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._quota))
+
+    def count_by(self, quota: ServiceQuota) -> None:
+        """Hold every request against the run's budget, from the first one on. Not for a transport with a quota."""
+        self._quota = quota
+        self._flights = self._new_flights()
+
+    @property
+    def slots(self) -> int:
+        return self._limit.slots
+
+    @property
+    def max_concurrency(self) -> int:
+        return self._limit.cap
+
+    def drain_traffic(self) -> dict[str, int]:
+        """The counts since the last time, by the names in `TRAFFIC`, and the `slots` of now."""
+        counts = {name: self._traffic[name] for name in TRAFFIC} | {"slots": self.slots}
+        self._traffic.clear()
+        return counts
+
+    async def call(self, attempt: Callable[[], Awaitable[T]], *, patient: bool = True) -> T:
+        """Run `attempt`, one request with its whole answer, until it succeeds. It may run twice at the same time.
+
+        A `patient` call waits for the end of an outage, and comes back as often as the service says. Another, where
+        another service can be asked instead, has half of the time that is left, and ends when it is turned away.
+
+        Raises `BudgetSpent`, or the last attempt's `ServiceError`.
+        """
+        self._traffic["calls"] += 1
+        patience_s = self._outage_patience_s if patient else 0.0
+        self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
+        if self._quota is not None:
+            self._quota.refuse_if_spent()
+        noted, began = partial(self._noted, attempt), now()
+        with deadline(remaining_s() if patient else remaining_s() / 2):
+            try:
+                async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
+                    waiting.reschedule(None)  # from here on, attempts and waits observe the deadline themselves
+                    note_wait(now() - began)
+                    return await self._with_retries(noted, patient, patience_s)
+            except TimeoutError:
+                raise self._deadline_exceeded() from None
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget that its requests are held against."""
+        return None if self._quota is None else self._quota.budget
+
+    @property
+    def is_spent(self) -> bool:
+        return self._quota is not None and self._quota.is_spent
+
+    async def admit(self) -> None:
+        """Wait until the budget lets one more request pass. Raises `BudgetSpent`, or `DeadlineExceeded`."""
+        if self._quota is not None:
+            try:
+                await self._quota.admit()
+            except TimeoutError:
+                raise self._deadline_exceeded() from None
+
+    def bill(self) -> Bill:
+        return Bill(self._quota)
+
+    async def _noted(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        with CallNote(self.service) if self.notes else nullcontext():
+            return await attempt()
+
+    async def _with_retries(self, attempt: Attempt[T], patient: bool, patience_s: float) -> T:
+        retries = _Retries(self._max_attempts, patient, patience_s, self._breaker)
+        while True:
+            try:
+                return await self._once(attempt, patience_s)
+            except ServiceError as error:
+                wait_s = retries.wait_s(error)
+                if wait_s is None:
+                    raise
+                self._retry_lines.get().record(error, retries.failures, wait_s)
+                turned_away = error.request if isinstance(error, ServiceOverloaded) else None
+            if turned_away is not None:
+                async with asyncio.timeout(remaining_s()):
+                    await self._flights.get().step_aside(turned_away, wait_s)
+            else:
+                await asyncio.sleep(wait_s)
+            self._traffic["retries"] += 1
+
+    async def _once(self, attempt: Attempt[T], patience_s: float) -> T:
+        probe = await self._admitted(patience_s)
+        sent = self._limit.record_sent(self._flights.get().load)
+        with self._observed(sent, probe):
+            left_s = remaining_s()
+            try:
+                async with asyncio.timeout(min(self._attempt_timeout_s, left_s)):
+                    self._traffic["sent"] += 1
+                    return await (attempt() if probe else self._flights.get().send(attempt, sent))
+            except TimeoutError:
+                if left_s < self._attempt_timeout_s:
+                    raise self._deadline_exceeded() from None
+                raise ServiceTimeout(
+                    f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
+                    code=f"{self.service}_timeout",
+                ) from None
+            except Exception as error:  # of the client that the attempt uses
+                known = None if isinstance(error, ServiceError) else service_error_of(self.service, error)
+                if known is None:
+                    raise
+                raise known from None
+
+    def _deadline_exceeded(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
+
+    @contextmanager
+    def _observed(self, sent: Sent, probe: int) -> Iterator[None]:
+        """Record in limit, breaker and traffic how the attempt ended."""
+        try:
+            yield
+        except ServiceOverloaded as error:
+            self._traffic["overloads"] += 1
+            if error.is_outage:
+                self._breaker.record_failure(now(), probe=probe, pause_s=error.retry_after_s or 0.0)
+                self._wake()
+            else:
+                self._alive()
+            error.request = sent.number
+            self._limit.record_overload(sent)
+            self._log_limit()
+            self._flights.get().resize()
+            raise
+        except (DeadlineExceeded, BudgetSpent):
+            self._abandon(probe)
+            raise
+        except (AccessDenied, ServiceUnavailable, ServiceTimeout) as error:
+            self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
+            denial = error.code if isinstance(error, AccessDenied) else None
+            self._breaker.record_failure(now(), probe=probe, denial=denial)
+            self._wake()
+            raise
+        except ServiceError:  # the error is about this call alone: the service is alive
+            self._traffic["failures"] += 1
+            self._alive()
+            raise
+        except BaseException:
+            self._abandon(probe)
+            raise
+        self._alive()
+        self._limit.record_answer(waiting=self._flights.get().waiting)
+        self._log_limit()
+        self._flights.get().answered(sent)
+
+    def _log_limit(self) -> None:
+        """Log why the limit moves, or why not: each cause once, and once that it is made good."""
+        limit = self._limit
+        news = limit.cause or ("again" if self._told & {OURS, CLOSED} else "others" if limit.is_of_others else "")
+        if news and news not in self._told:
+            self._told.add(news)
+            again = f"{self.service}'s limit is {limit.slots} calls at once again"
+            logger.info(f"[Limit] {again if news == 'again' else limit.in_words()}")
+
+    # The breaker: which calls may be sent, and which wait
+
+    def _refuse_if_hopeless(self, patience_s: float) -> None:
+        """Raise if waiting can't help or is not wanted."""
+        if not self._breaker.is_open:
+            return
+        paused = self._breaker.pause_left_s(now()) > 0
+        code = self._breaker.denial or f"{self.service}_breaker_open"
+        if paused and self._breaker.is_hopeless:
+            raise self._held_back(code)
+        if _out_of_patience(self._breaker, patience_s) and (paused or self._breaker.is_probing):
+            raise self._held_back(code)
+
+    def _held_back(self, code: str) -> ServiceUnavailable:
+        self._traffic["held_back"] += 1
+        error = ServiceUnavailable(f"{self.service} was not asked, because its latest calls failed", code)
+        error.worth_retrying = False
+        return error
+
+    async def _admitted(self, patience_s: float) -> int:
+        """As `_permitted`, for a request that the budget lets pass."""
+        if self._quota is None:
+            return await self._permitted(patience_s)
+        await self.admit()
+        try:
+            return await self._permitted(patience_s)
+        except BaseException:
+            self._quota.give_back()
+            raise
+
+    async def _permitted(self, patience_s: float) -> int:
+        """Wait until a request may be sent. Returns the number of the probe if the request is one, else 0."""
+        while True:
+            if remaining_s() <= 0:
+                raise self._deadline_exceeded()
+            self._refuse_if_hopeless(patience_s)
+            moment = now()
+            permit = self._breaker.permit(moment)
+            if permit is not Permit.WAIT:
+                return self._breaker.probe if permit is Permit.PROBE else 0
+            pause_s = self._breaker.pause_left_s(moment) or float("inf")
+            patience_left_s = patience_s - self._breaker.down_for_s(moment)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(min(pause_s, patience_left_s, remaining_s()), LEAST_WAIT_S)):
+                    await self._changed.get().wait()
+
+    def _abandon(self, probe: int) -> None:
+        if probe:
+            self._breaker.record_abandoned(probe)
+            self._wake()
+
+    def _alive(self) -> None:
+        """The service answered, well or not: an open breaker closes, and the calls that wait for it go on."""
+        was_open = self._breaker.is_open
+        self._breaker.record_answer()
+        if was_open:
+            self._wake()
+
+    def _wake(self) -> None:
+        changed = self._changed.get()
+        changed.set()
+        changed.clear()
+
+
+def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:
+    return breaker.is_open and breaker.down_for_s(now()) >= patience_s
+
+
+@dataclass(slots=True)
+class _RetryLines:
+    """Logs the retries of a service on one event loop: a line in `RETRY_LINES_S`, and how many it stands for."""
+
+    service: str
+    max_attempts: int
+    held_back: int = 0
+    is_open: bool = False
+
+    def record(self, error: ServiceError, failures: int, wait_s: float) -> None:
+        """A call is tried again after `wait_s` seconds, and `failures` of its attempts have failed."""
+        if self.is_open:
+            self.held_back += 1
+            return
+        self.is_open = True
+        asyncio.get_running_loop().call_later(RETRY_LINES_S, self._end)
+        attempt = f"attempt {failures + 1} of {self.max_attempts}"
+        turned_away = ", because it asks for later calls" if isinstance(error, ServiceOverloaded) else ""
+        logger.info(f"[Retry] {self.service}: {attempt} in {wait_s:.1f} s after {error.code}{turned_away}")
+
+    def _end(self) -> None:
+        held_back, self.held_back, self.is_open = self.held_back, 0, False
+        if held_back:
+            logger.info(f"[Retry] {self.service}: {held_back:,} more within {RETRY_LINES_S:g} s, without a line each")
+
+
+@dataclass(slots=True)
+class _Retries:
+    """Decides for one call whether to try again, and after how many seconds."""
+
+    max_attempts: int
+    patient: bool
+    patience_s: float
+    breaker: Breaker
+    failures: int = 0
+    overloads: int = 0
+    down_since: float = float("inf")
+
+    def wait_s(self, error: ServiceError) -> float | None:
+        """The seconds to wait; `None` to give up."""
+        if isinstance(error, ServiceOverloaded):
+            self.overloads += 1
+            wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
+            if wait_s < RETRY_WAIT_INITIAL_S:  # a service that turns calls away can't mean "now"
+                wait_s = _usual_s(self.overloads)
+            goes_on = self.overloads < (MAX_OVERLOADS if self.patient else 1)
+            if error.is_outage and self.patience_s:  # the service says it is down: patience as for other outages
+                moment = now()
+                self.down_since = min(self.down_since, moment - self.breaker.down_for_s(moment))
+                left_s = self.patience_s - (moment - self.down_since)
+                wait_s, goes_on = min(wait_s, left_s), goes_on and left_s > 0
+            elif error.is_outage:
+                self.failures += 1
+                goes_on = goes_on and self.failures < self.max_attempts
+        elif not error.worth_retrying:
+            return None
+        else:
+            self.failures += 1
+            wait_s = _usual_s(self.failures)
+            goes_on = self.failures < self.max_attempts and not _out_of_patience(self.breaker, self.patience_s)
+            if isinstance(error, AccessDenied):  # given up if another service can be asked, or access was never given
+                goes_on = goes_on and self.patient and not self.breaker.is_hopeless
+        wait_s += random.uniform(0, RETRY_JITTER_S)
+        error.out_of_time = goes_on and wait_s >= remaining_s()
+        return wait_s if goes_on and not error.out_of_time else None
+
+
+def _usual_s(times: int) -> float:
+    return float(min(RETRY_WAIT_INITIAL_S * 2 ** (times - 1), RETRY_WAIT_MAX_S))
