@@ -79,7 +79,6 @@ class _Moved(MetaPathFinder):
         now = ".".join((ROOT, MOVED[".".join(parts[:found])], *parts[found:]))
         if (spec := find_spec(now)) is None:
             return None
-        warnings.warn(f"`{name}` is `{now}` now; the old path goes with the next release", FutureWarning, stacklevel=2)
         moved = ModuleSpec(
             name, _Now(spec), origin=spec.origin, is_package=spec.submodule_search_locations is not None
         )
@@ -94,10 +93,16 @@ class _Now(Loader):
         self._spec = spec
 
     def exec_module(self, module: ModuleType) -> None:
+        self._warn(module.__name__)
         sys.modules[module.__name__] = import_module(self._spec.name)
 
-    def get_code(self, _: str) -> CodeType | None:
+    def get_code(self, name: str) -> CodeType | None:
+        self._warn(name)
         return cast("CodeType | None", self._spec.loader.get_code(self._spec.name))  # type: ignore[union-attr]
+
+    def _warn(self, name: str) -> None:
+        text = f"`{name}` is `{self._spec.name}` now; the old path goes with the next release"
+        warnings.warn(text, FutureWarning, stacklevel=2)
 
 
 sys.meta_path.insert(0, _Moved())

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from salesrl_trl.__main__ import COMMANDS
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.launch.coming_from import answer
 from salesrl_trl.launch.presets import FOLDER as PRESETS
@@ -44,8 +45,8 @@ def every_setting() -> set[str]:
 
 
 def command(name: str, option: str = "--help") -> bool:
-    """`python -m salesrl_trl.NAME` with this option."""
-    is_there = find_spec(f"salesrl_trl.{name}") is not None
+    """`salesrl NAME` with this option."""
+    is_there = name in COMMANDS and find_spec(COMMANDS[name][0]) is not None
     return is_there and (option == "--help" or option in parser_of(name, calls=str).format_help())
 
 

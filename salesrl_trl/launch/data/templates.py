@@ -119,7 +119,7 @@ def packaged_template(style: str) -> PromptTemplate:
     """A packaged prompt. Raises `ValueError` for an unknown style."""
     if style not in PROMPT_STYLES:
         raise ValueError(f"prompt style {style!r} is unknown; expected one of {', '.join(PROMPT_STYLES)}")
-    file = resources.files("salesrl_trl.data") / "templates" / f"{style}.jinja"
+    file = resources.files("salesrl_trl.launch.data") / "templates" / f"{style}.jinja"
     return read_template(str(file), DEFAULT_FORMAT.fields)
 
 

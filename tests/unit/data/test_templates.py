@@ -40,7 +40,7 @@ def test_what_a_customer_wrote_keeps_its_white_space():
 @pytest.mark.parametrize("style", PROMPT_STYLES)
 def test_a_copy_of_a_packaged_prompt_prompts_alike(tmp_path, style):
     mine = tmp_path / "mine.jinja"
-    packaged = resources.files("salesrl_trl.data").joinpath("templates", f"{style}.jinja")
+    packaged = resources.files("salesrl_trl.launch.data").joinpath("templates", f"{style}.jinja")
     mine.write_bytes(packaged.read_bytes())
     assert build_prompt(ROW, read_template(mine, DEFAULT_FORMAT.fields)) == build_prompt(ROW, style)
 
