@@ -70,8 +70,10 @@ def test_the_process_becomes_the_command_s_and_finds_parts_in_the_working_folder
     # A package of that name in the working folder is found first by `python -m`, and so it is by the word.
     mine = tmp_path / "salesrl_trl"
     mine.mkdir()
-    (mine / "__init__.py").write_text("")
-    (mine / "env.py").write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
+    (mine / "launch").mkdir()
+    for folder in (mine, mine / "launch"):
+        (folder / "__init__.py").write_text("")
+    (mine / "launch" / "env.py").write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
     code = f"import os; print(os.getpid(), flush=True); {SCRIPT}"
     found = subprocess.run(
         [COLD_PYTHON, "-P", "-c", code, "env", "--a", "b c"],
