@@ -4,6 +4,7 @@ Tools with an `example` are called once before training. `wiring.trl_access` loa
 call tools or an episode is given.
 """
 
+import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 from weakref import WeakSet
@@ -16,7 +17,7 @@ from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, drain_traffic, tried
 from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.wiring.part import Part, PartContext
+from salesrl_trl.wiring.part import Part, PartContext, lacking
 
 __all__ = [
     "PLAYED", "AgentCalls", "AgentsPart", "ChatForm", "ConversationNotes", "Sequenced", "ToolCalls", "drain_traffic",
@@ -30,6 +31,8 @@ class AgentsPart(Part):
     """The calls and episodes under way, and the endpoint at which episodes ask the policy."""
 
     def connect(self, run: PartContext) -> None:
+        if run.reward_loop.reward.is_played and importlib.util.find_spec("openai") is None:
+            raise lacking("agents", "a function with `@per_episode`", "openai")
         self._trl, self._loop = run.trl, run.reward_loop
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()

@@ -170,15 +170,20 @@ def layer(module: str, asked_by: str) -> Any:
     try:
         return importlib.import_module(f"salesrl_trl.{module}")
     except ModuleNotFoundError as error:
-        name = module.partition(".")[0]
-        raise ConfigError(
-            f"{asked_by or 'it'} needs the layer `salesrl_trl.{name}`, and `{error.name}` is not installed. Expected "
-            f"all of it: pip install 'salesrl_trl[{EXTRAS.get(name, name)}]'."
-        ) from error
+        raise lacking(module.partition(".")[0], asked_by, str(error.name)) from error
 
 
-EXTRAS = {"record": "judged", "launch": "all"}
-"""Layers whose packages come with another extra than their own name's."""
+def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
+    """The error of a setting that asks for a layer, of which a package is not installed."""
+    extra = f"[{layer}]" if layer in EXTRAS else ""
+    return ConfigError(
+        f"{asked_by or 'it'} needs the layer `salesrl_trl.{layer}`, and `{package}` is not installed. Expected all "
+        f"of it: pip install 'salesrl_trl{extra}'."
+    )
+
+
+EXTRAS = ("agents", "demo")
+"""Layers with packages that the core does not bring."""
 
 BBQ_COLUMN = "stereotyped_groups"
 """Of rows of BBQ alone: an evaluation of them has BBQ's scores."""
