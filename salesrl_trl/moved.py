@@ -63,6 +63,7 @@ MOVED = {
     "run": "launch",
     "run.launch": "launch.process",
     "run.tools": "launch.commands",
+    "telemetry.trackers": "parts.trackers",
     "train": "launch.train",
     "translate": "launch.translate",
     "view": "record.view",

@@ -40,7 +40,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.rows import check_not_taken
+from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.ground.own_code import warn_of_changes
@@ -55,10 +55,9 @@ from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
-from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.telemetry.run_events import RunEvents
+from salesrl_trl.telemetry.spared import spared, tell
 from salesrl_trl.telemetry.timeline import phased
-from salesrl_trl.telemetry.trackers import spared, tell
-from salesrl_trl.update.weights import WeightChange
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.part import Part
@@ -98,11 +97,12 @@ class SalesGRPOTrainer(TRLAccess):
     """
 
     is_extended = False
+    updates = True  # whether steps change the policy
     push_in_progress: PushInProgress | None = None
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
+        args: GRPOConfig | None = None, *more: object, instruments: RunEvents | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
         sampler: Callable[[Upstream], Sampler] | None = None, parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
@@ -160,7 +160,7 @@ class SalesGRPOTrainer(TRLAccess):
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
             resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset, self.model.name_or_path)
-            self.components.introduce(resumed)
+            self.components.begin_parts(resumed)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)
@@ -505,9 +505,7 @@ class RolloutTrainer(SalesGRPOTrainer):
     There is no pass, so there are no gradients and no state of an optimizer.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.remove_callback(WeightChange)
+    updates = False
 
     def training_step(self, model, inputs, *_, **__):
         """Generates and scores the rollouts that are due."""

@@ -38,7 +38,7 @@ from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
-from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.types import NOT_APPLICABLE, EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
@@ -97,7 +97,7 @@ class RolloutScoring:
     reward_loop: RewardLoop
     figures: RewardFigures
     ledger: Ledger
-    instruments: Instruments
+    instruments: RunEvents
     run_control: RunControl
     settings: ScoringSettings
     device: torch.device

@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.checkpoint.identity import identity_of_run
-from salesrl_trl.checkpoint.keeper import Keeper, agreed, why_not_kept
+from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
@@ -51,17 +51,15 @@ from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
-from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
-from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
+from salesrl_trl.telemetry.run_events import RunEvents, StepMarks
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import raise_adapters, spare_casts
-from salesrl_trl.wiring.banner_lines import log_banner
 from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.wiring.part import Part, PartContext, built_in
+from salesrl_trl.wiring.part import Part, PartContext, built_in, layer
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -72,7 +70,7 @@ class Components:
     `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
     def __init__(
-        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: Instruments | None, kl_law: KLLaw | None,
+        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: RunEvents | None, kl_law: KLLaw | None,
         train_dataset: object, gets_adapter: bool, parts: Sequence[Part] = (),
     ) -> None:  # fmt: skip
         show_lines()
@@ -86,8 +84,8 @@ class Components:
         self._rows: Any = train_dataset
         self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
-        self.instruments = instruments or Instruments(
-            InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
+        self.instruments: RunEvents = instruments or layer("telemetry.instruments").Instruments.by_default(
+            args.device, Path(args.output_dir)
         )
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
@@ -187,7 +185,7 @@ class Components:
             args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
             figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
             scoring=self.scoring, instruments=self.instruments, run_control=self.run_control, kl=self.kl,
-            least_lookahead=int(self._is_served or self._partial > 0),
+            least_lookahead=int(self._is_served or self._partial > 0), partial_rollouts=self._partial,
             recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
         )  # fmt: skip
         self.parts += [*built_in(run), *self._own_parts]
@@ -309,19 +307,9 @@ class Components:
         )  # fmt: skip
 
     def _callbacks(self) -> list[TrainerCallback]:
-        args, names = self._args, self.reward.names
-        failures = functools.partial(self.ledger.failures, "train")
         return [
             self.stopping,
             StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
-            StepLine(
-                args.branches,
-                names.providers,
-                failures,
-                batches=functools.partial(self.ledger.batches, "train"),
-                are_actions=names.has_actions,
-            ),
-            EpochLine(args.branches, failures, self._trl.log),
             *self.parts,
         ]
 
@@ -399,11 +387,8 @@ class Components:
                 part.end_run()
             raise
 
-    def introduce(self, resumed: str | None) -> None:
-        """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
-        # an account of the spending may be damaged
-        staleness, refill = self.pipeline.max_staleness, self.pipeline.refill_groups
-        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, staleness, refill, self._partial))
+    def begin_parts(self, resumed: str | None) -> None:
+        """Begin the run in each part, from the checkpoint `resumed` if there is one; a collective."""
         for part in self.parts:
             part.begin(resumed, self.keeper.run)
 

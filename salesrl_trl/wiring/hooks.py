@@ -29,6 +29,7 @@ class Hooks:
     last_step: Callable[[], int]
     accelerator: Accelerator
     is_deepspeed: bool
+    updates: bool  # whether steps change the policy
     engine: SalesVLLMGeneration | GenerationConfig
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool

@@ -40,10 +40,10 @@ from salesrl_trl.names import (
     saved_by,
     usage_of,
 )
+from salesrl_trl.parts.step_lines import figure, judge_line
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.service.transport import TRAFFIC
-from salesrl_trl.telemetry.step_lines import figure, judge_line
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, Reward, SalesRow
 
 
