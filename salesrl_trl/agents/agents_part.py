@@ -36,11 +36,11 @@ class AgentsPart(Part):
         self._trl, self._loop = run.trl, run.reward_loop
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
-        self._endpoint: PolicyEndpoint | None = None
+        self._endpoint: PolicyEndpoint | None = None  # once there was an episode
 
     @property
     def endpoint(self) -> PolicyEndpoint:
-        self._endpoint = self._endpoint or PolicyEndpoint()
+        assert self._endpoint is not None
         return self._endpoint
 
     def begin_calls(self, names: Iterable[str]) -> ToolCalls:
@@ -54,6 +54,8 @@ class AgentsPart(Part):
         return calls
 
     def begin_episodes(self) -> Playing:
+        """Before their threads begin, which share the endpoint."""
+        self._endpoint = self._endpoint or PolicyEndpoint()
         playing = Playing(self._loop.stopped)
         self._under_way.add(playing)
         return playing
