@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import SHAPES, device_name, parser, write_json
 from benchmarks.service import InstantReward
 from benchmarks.staleness import BEFORE, GROUPS, Bench, LateReward, trained
-from salesrl_trl.launch.data.files import ARITHMETIC, FILES, demo_records
+from salesrl_trl.data.files import ARITHMETIC, FILES, demo_records
 from salesrl_trl.names import EQUAL, REFILLED
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import RewardNames

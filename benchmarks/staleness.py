@@ -47,8 +47,8 @@ from benchmarks.lengths import fix_lengths
 from benchmarks.pipeline import Clock
 from benchmarks.service import InstantReward
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.files import ARITHMETIC, FILES, demo_records
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY
-from salesrl_trl.launch.data.files import ARITHMETIC, FILES, demo_records
 from salesrl_trl.names import STALENESS, STALENESS_MAX
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import RewardNames

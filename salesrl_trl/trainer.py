@@ -37,6 +37,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.checkpoint.fitted import fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.rows import check_not_taken
@@ -47,9 +48,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import SAVING_FOLDER, Phase
-from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
@@ -61,7 +60,6 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import spared, tell
 from salesrl_trl.update.weights import WeightChange
 from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.part import Part
 from salesrl_trl.wiring.trl_access import TRLAccess
@@ -130,7 +128,7 @@ class SalesGRPOTrainer(TRLAccess):
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
-        is_named = args.record or isinstance(components.reward, ReplayReward)
+        is_named = args.record or components.reward.is_replay
         self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
@@ -429,12 +427,8 @@ class SalesGRPOTrainer(TRLAccess):
         folder = Path(self.args.output_dir)
         folder = folder.parent if folder.name == SAVING_FOLDER else folder
         if self.is_world_process_zero() and may_write_card(folder):
-            self._write_card(folder, model_name, dataset_name, [tags] if isinstance(tags, str) else tags or ())
-
-    def _write_card(self, folder: Path, *named: Any) -> None:
-        rewards = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
-        with spared("the model card"):
-            write_card(folder, self.components, self.args, self.state, rewards, *named)
+            given = {"name": model_name, "dataset": dataset_name, "tags": [tags] if isinstance(tags, str) else tags}
+            self.components.policy_is_saved(folder, self.state, **given)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leaves one policy in the folder, with its card."""
@@ -444,7 +438,7 @@ class SalesGRPOTrainer(TRLAccess):
         with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
             super()._save(output_dir, state_dict)
         if has_room:
-            self._write_card(folder)
+            self.components.policy_is_saved(folder, self.state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Adds the package's own files."""

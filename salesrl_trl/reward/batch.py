@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from salesrl_trl.ground.surroundings import here
-from salesrl_trl.judged.judge_interface import JudgeRecord, ProviderUsage
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import missing
@@ -21,7 +20,7 @@ from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import cancel, deadline
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Example, Outcome, Reward
+from salesrl_trl.types import Example, JudgeRecord, Outcome, ProviderUsage, Reward
 
 Completion: TypeAlias = str | Sequence[Mapping[str, object]]
 """As TRL has it: a text, or in the conversational form a list of messages."""

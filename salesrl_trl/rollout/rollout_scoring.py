@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import FunctionError
 from salesrl_trl.kl.penalty import loss_mask
-from salesrl_trl.launch.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
     SINGLE_SCORED,
@@ -32,7 +31,6 @@ from salesrl_trl.names import (
     TURNOVER,
     Phase,
 )
-from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -41,7 +39,7 @@ from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline, Rollout
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
+from salesrl_trl.types import NOT_APPLICABLE, EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import on_any_rank
@@ -371,9 +369,10 @@ class RolloutScoring:
     def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
         """In a replay: the recorded order of these parts. `None` where a rank has none, so that all go the same way. A
         collective in a replay."""
-        if not isinstance(self.reward_loop.reward, ReplayReward):
+        reward = self.reward_loop.reward
+        if not reward.is_replay:
             return None
-        recorded = self.reward_loop.reward.order_of(update + 1)
+        recorded = reward.order_of(update + 1)
         order = None if recorded is None else Order(*recorded)
         if order is not None and order.parts and sorted(order.parts) != [part.start for part in of]:
             order = None  # of batches of another size

@@ -38,6 +38,7 @@ class Hooks:
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: Sequence[int]
     reward_weights: Sequence[float]
+    reward_names: Sequence[str]  # under which TRL logs the functions of these weights
     reward_answered: Sequence[bool]
     group: Callable[[], int]  # completions of a prompt at the moment: in training, or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]]

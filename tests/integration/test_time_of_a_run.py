@@ -18,7 +18,7 @@ from support.runs import check_times, scalars, spans
 from support.seconds import check_seconds
 from transformers import TrainerCallback
 
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.names import (
     MFU_MODEL,
     MFU_STEP,

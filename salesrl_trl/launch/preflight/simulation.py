@@ -17,6 +17,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from salesrl_trl.config.ranges import Count, Share, check_value
+from salesrl_trl.data.files import DEMO
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import EXIT_FAILED
@@ -24,7 +25,6 @@ from salesrl_trl.ground.tables import filled
 from salesrl_trl.launch.assembly import addresses, build_reward
 from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward
 from salesrl_trl.launch.commands import exit_code_of, strict_json
-from salesrl_trl.launch.data.files import DEMO
 from salesrl_trl.launch.data.sources import load_drafts
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.preflight.load import NOTEWORTHY_SHARE, limits_of, trouble

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from support.seconds import check_seconds
 
-from salesrl_trl.judged.judge_interface import ProviderUsage
 from salesrl_trl.judged.parsing import parse_action
 from salesrl_trl.launch import train
 from salesrl_trl.launch.data.sources import load_drafts, load_rows
@@ -37,6 +36,7 @@ from salesrl_trl.types import (
     Action,
     Message,
     Outcome,
+    ProviderUsage,
     Reward,
     SalesRow,
 )
