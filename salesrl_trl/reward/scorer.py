@@ -26,7 +26,7 @@ from salesrl_trl.reward.batch import (
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import FORMAT
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.reward.watched_loop import WatchedLoop
+from salesrl_trl.reward.watched_loop import Calls
 from salesrl_trl.types import Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default
@@ -123,6 +123,9 @@ class Scorer(ABC):
     whether calls and verdicts are kept for the record of the run; a trainer with `record` sets it.
     """
 
+    holds_up = True
+    """Whether its code may hold up its event loop."""
+
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
         self.lines = SampleLines()
@@ -164,14 +167,14 @@ class Scorer(ABC):
 
     def batch(
         self, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0, origin: Origin | None = None,
-        watched: WatchedLoop | None = None,
+        calls: Calls | None = None,
     ) -> RewardBatch:  # fmt: skip
-        """A batch of completions to these rows, none of which is started yet. `watched`: where `score` runs."""
+        """A batch of completions to these rows, none of which is started yet. `calls`: where `score` runs."""
+        calls = calls or Calls()
         return RewardBatch(
-            rows, self.score if watched is None else partial(watched.call, self.score), deadline_s=self.deadline_s,
-            faults=self.faults, lines=self.lines, number=number, lane=lane, group=group, origin=origin,
+            rows, partial(calls.call, self.score), late=calls.late, deadline_s=self.deadline_s, faults=self.faults,
+            lines=self.lines, number=number, lane=lane, group=group, origin=origin,
             unit=self.names.together.size(group, len(rows)),
-            late=(lambda: "deadline") if watched is None else watched.late,
         )  # fmt: skip
 
     async def score_all(
