@@ -1,14 +1,12 @@
-"""The report of a run: which figures it shows, in which order and words, as one HTML page and as a text.
+"""The report of a run: its figures in words, as sections for the viewer's tab and for a page alone, and as a text.
 
-`run_figures` computes, `charts` draws, `templates/report.html` writes and escapes. `record.report` calls it. A
-figure that the run did not log has words in its place.
+`run_figures` computes, `charts` thins, and the viewer's page draws. A figure that the run did not log has words in its
+place.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,34 +16,18 @@ from salesrl_trl.launch.evaluation.row_statistics import mean, pareto_front
 from salesrl_trl.record.view import run_figures as figures
 from salesrl_trl.record.view import wording
 from salesrl_trl.record.view.advice import advice
-from salesrl_trl.record.view.charts import (
-    COLOURS,
-    FRAME,
-    INK,
-    MOST_BARS,
-    Chart,
-    Line,
-    line_chart,
-    stacked_chart,
-)
+from salesrl_trl.record.view.charts import MAX_BARS, Line, Part, bar_chart, line_chart
+from salesrl_trl.record.view.page import page
 from salesrl_trl.record.view.run_figures import OTHERS, POLICY, SERVICES
 from salesrl_trl.record.view.run_folder import QuickEval, Run, read_run
-from salesrl_trl.record.view.wording import (
-    count,
-    figure,
-    percent,
-    plural,
-    render,
-    seconds,
-    shown,
-)
+from salesrl_trl.record.view.wording import count, figure, percent, plural, seconds, shown
 
-MOST_BRANCHES = 3  # most branches in the text, for at most 40 lines. The page has all.
-MOST_PHASES = 4  # most phases in the text, for the same reason. The largest are shown.
-MOST_ROWS = 30  # most rows of a table. Of more quick evaluations, those on the front, the best and the last are shown.
-NOT_LOGGED = "was not logged"
-MOST_LISTED = 12
+MAX_BRANCHES = 3  # in the text, for at most 40 lines. The page has all.
+MAX_PHASES = 4  # in the text, for the same reason. The largest are shown.
+MAX_ROWS = 30  # of a table. Of more quick evaluations, those on the front, the best and the last are shown.
+MAX_LISTED = 12
 PATH_CHARS = 400
+NOT_LOGGED = "was not logged"
 NOTHING_STANDS_OUT = "Nothing stands out: every figure that is looked at is within its usual range."
 STAGES_REMARK = (
     "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole run."
@@ -53,25 +35,14 @@ STAGES_REMARK = (
 NO_FIGURES = "No training figure was logged, so there is nothing to look at."
 
 
-class Paragraph(NamedTuple):
-    """A paragraph, or the heading of a part of a section."""
-
-    text: str
-    form: str = "paragraph"  # `paragraph`, `remark` (a small one) or `heading`
+def paragraph(text: str, kind: str = "text") -> Part:
+    """`kind` is `text`, `remark` (a small one) or `heading` (of a part of a section)."""
+    return {"kind": kind, "text": text}
 
 
-class Numbered(NamedTuple):
-    sentences: Sequence[str]
-
-
-class Table(NamedTuple):
-    """Rows; the first cell of a row names it. Without a head it takes the whole width."""
-
-    rows: Sequence[Sequence[str]]
-    head: Sequence[str] = ()
-
-
-Part = Paragraph | Numbered | Table | Chart
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Part:
+    """The first cell of a row names it."""
+    return {"kind": "table", "head": head, "rows": [*rows]}
 
 
 def write_report(
@@ -81,62 +52,26 @@ def write_report(
     """Write the page and the text of a run's folder. Returns the text and both paths. Raises `ConfigError`."""
     html, text = html or folder / names.REPORT_PAGE_FILE, text or folder / names.REPORT_TEXT_FILE
     run = read_run(folder, logging_dir)
-    page = text_page(run)
-    for path, content in ((text, page), (html, html_page(run, language))):
+    plain = text_page(run)
+    state = {"runs": [{"name": shown(folder.resolve().name), "path": shown(str(folder), PATH_CHARS)}], "facets": {}}
+    data = {"state": state, "report": {"0": {"sections": sections(run)}}, "language": language}
+    for path, content in ((text, plain), (html, page(data, plain).html)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
-    return page, html, text
+        path.write_text(content, encoding="utf-8", errors="replace")
+    return plain, html, text
 
 
-def html_page(run: Run, language: str = "en") -> str:
-    say = partial(wording.in_language, language=language)
-    return render(
-        "report.html",
-        language=language,
-        title=say(f"Training report: {shown(run.folder.resolve().name)}"),
-        folder=shown(str(run.folder), PATH_CHARS),
-        x_label=say("optimizer step"),
-        frame=FRAME,
-        sections=_sections_in(run, language),
-    )
-
-
-def sections(run: Run) -> dict[str, list[dict[str, object]]]:
-    """The page's sections by language as JSON values, for the viewer."""
-    return {
-        language: [{"title": title, "parts": [*map(_plain, parts)]} for title, parts in _sections_in(run, language)]
-        for language in wording.LANGUAGES
-    }
-
-
-def _sections_in(run: Run, language: str) -> list[tuple[str, list[Part]]]:
-    """Titles and parts of the sections in a language."""
-
-    def said(part: Part) -> Part:
-        if isinstance(part, Chart):
-            keys = [key._replace(name=say(key.name)) for key in part.keys]
-            return replace(part, description=say(part.description), y_label=say(part.y_label), keys=keys)
-        if isinstance(part, Table):
-            return Table([tuple(map(say, row)) for row in part.rows], tuple(map(say, part.head)))
-        if isinstance(part, Paragraph):
-            return part._replace(text=say(part.text))
-        return Numbered([*map(say, part.sentences)])
-
-    say = partial(wording.in_language, language=language)
-    every = ((title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run))
-    return [(say(title), [*map(said, parts)]) for title, parts in every]
-
-
-def _plain(part: Part) -> dict[str, object]:
-    if not isinstance(part, Chart):
-        return {"kind": type(part).__name__, **part._asdict()}
-    keys = [(key.name, key.colour, key.is_dashed) for key in part.keys]
-    return {"kind": "Chart", **asdict(part), "paths": [path._asdict() for path in part.paths], "keys": keys}
+def sections(run: Run) -> dict[str, list[Part]]:
+    """The sections of the page by language as JSON values: a title, and parts that `assets/report.js` draws."""
+    english = [
+        {"title": title, "parts": [*parts] or [paragraph(otherwise)]} for title, parts, otherwise in _sections(run)
+    ]
+    return {language: [wording.translated(section, language) for section in english] for language in wording.LANGUAGES}
 
 
 def text_page(run: Run) -> str:
     """The same figures for a terminal: aligned, at most 40 lines, without control characters."""
-    hidden = run.branches[MOST_BRANCHES:]
+    hidden = run.branches[MAX_BRANCHES:]
     main = [(row.name, row.value) for row in main_figures(run) if row.branch not in hidden]
     if hidden:
         main.append(("More branches", f"{len(hidden)}, on the page"))
@@ -144,15 +79,17 @@ def text_page(run: Run) -> str:
 
     phases = sorted(figures.phases(run), key=lambda phase: -phase.share)
     # The lines of the account and of figures that few runs have take the place of one each.
-    most = MOST_PHASES - bool(run.account.services) - len(_listed_figures(run))
-    if rest := phases[most:]:
+    limit = MAX_PHASES - bool(run.account.services) - len(_listed_figures(run))
+    if rest := phases[limit:]:
         share, part_s = sum(phase.share for phase in rest), sum(phase.seconds for phase in rest)
-        phases[most:] = [figures.PhaseTime(f"{len(rest)} other", part_s, share)]
+        phases[limit:] = [figures.PhaseTime(f"{len(rest)} other", part_s, share)]
     times = [(f"  {phase.name}", f"{percent(phase.share):>6}", seconds(phase.seconds)) for phase in phases]
     lines += ["Time by phase, mean per step", *aligned(times, left=3)] if times else ["Time by phase was not logged"]
 
-    stages = [(f"  {stage.name}", f"p50 {seconds(stage.p50)}, p95 {seconds(stage.p95)}, longest {seconds(stage.most)}")
-              for stage in figures.stages(run)]  # fmt: skip
+    stages = [
+        (f"  {stage.name}", f"p50 {seconds(stage.p50)}, p95 {seconds(stage.p95)}, longest {seconds(stage.longest)}")
+        for stage in figures.stages(run)
+    ]
     lines += ["Stages of a reward", *aligned(stages, left=2)] if stages else ["Stages of a reward were not logged"]
 
     if evals := figures.shown_evals(run):
@@ -318,11 +255,11 @@ def _spent(run: Run) -> str:
 
 def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     """The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
-    notes = [Paragraph(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
-    yield "Main figures", [Table([(row.name, row.value) for row in main_figures(run)]), *notes], ""
+    notes = [paragraph(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
+    yield "Main figures", [table([(row.name, row.value) for row in main_figures(run)]), *notes], ""
     sentences = advice(run)
-    nothing = [Paragraph(NOTHING_STANDS_OUT)] if run.steps else []
-    yield "What to look at", [Numbered(sentences)] if sentences else nothing, NO_FIGURES
+    nothing = [paragraph(NOTHING_STANDS_OUT)] if run.steps else []
+    yield "What to look at", [{"kind": "list", "sentences": sentences}] if sentences else nothing, NO_FIGURES
     by_branch = " by branch" if len(run.branches) > 1 else ""
     yield f"Reward{by_branch}", _reward_part(run), "No reward was logged."
     no_kl = "No KL was logged: the run had no KL coefficient, or stopped before its first step."
@@ -333,13 +270,13 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     yield "Quick evaluations", _quick_evals_part(run), "No quick evaluation was made."
     times = [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]
     stages: list[Part] = [
-        Table(times, head=("Stage", "p50", "p95", "Longest", "In the slowest completion")),
-        Paragraph(STAGES_REMARK, "remark"),
+        table(times, head=("Stage", "p50", "p95", "Longest", "In the slowest completion")),
+        paragraph(STAGES_REMARK, "remark"),
     ]
     yield "Stages of a reward", stages if times else [], "How long the stages took was not logged."
     if tools := [(shown(name), *map(count, counts), seconds(mean_s)) for name, counts, mean_s in figures.tools(run)]:
         head = ("Tool", "Calls in a batch", "Failed", "Errors of the policy", "Mean call")
-        yield "Tools", [Table(tools, head)], ""
+        yield "Tools", [table(tools, head)], ""
     yield from _last_sections(run)
 
 
@@ -348,23 +285,23 @@ def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     alone = run.branches if len(run.branches) == 1 else ()  # whose figure is the reward
     kinds = sorted({*itertools.chain(*run.held_out.values())} - {*alone}, key=lambda n: (n != names.REWARD, n))
     rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
-    held_out = Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
+    held_out = table(rows[:1] + rows[1:][-MAX_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
     yield "Held-out rows", [held_out] if rows else [], "No held-out evaluation was written."
     sums = [
         (shown(name), count(spent.calls), count(spent.prompt_tokens), count(spent.completion_tokens),
          f"{spent.usd:,.4f}") for name, spent in sorted(run.account.services.items())
     ]  # fmt: skip
     spending: list[Part] = [
-        Table(sums, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD")),
-        Paragraph(f"All together: {_spent(run)}.", "remark"),
+        table(sums, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD")),
+        paragraph(f"All together: {_spent(run)}.", "remark"),
     ]
     no_spending = "Nothing was counted: no limit was set, and nothing has a price."
     yield "Spending", spending if sums else [], no_spending
     checkpoints = shown(f"Checkpoints: {', '.join(map(shown, run.checkpoints))}", PATH_CHARS) + "."
     trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
     folder = [
-        Paragraph(checkpoints if run.checkpoints else "No checkpoint is in the folder."),
-        Paragraph(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written."),
+        paragraph(checkpoints if run.checkpoints else "No checkpoint is in the folder."),
+        paragraph(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written."),
     ]
     yield "What else the folder holds", folder, ""
 
@@ -376,17 +313,16 @@ def _notes(run: Run) -> list[str]:
 
 def _reward_part(run: Run) -> Iterator[Part]:
     named = [branch for branch in run.branches if run.of(names.reward_of(branch))]
-    coloured = [*zip(named, itertools.cycle(COLOURS), strict=False)]
-    lines = [Line(branch, colour, run.of(names.reward_of(branch))) for branch, colour in coloured]
+    lines = [Line(branch, colour, run.of(names.reward_of(branch))) for colour, branch in enumerate(named)]
     if len(lines) != 1:
-        lines.append(Line("all branches", INK, run.of(names.REWARD)))
+        lines.append(Line("all branches", len(named), run.of(names.REWARD)))
     lines += [
         Line(f"{branch}, reference", colour, run.of(names.reference_of(branch)), is_dashed=True)
-        for branch, colour in coloured
+        for colour, branch in enumerate(named)
     ]
     if not any(line.series for line in lines):
         return
-    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured if len(coloured) > 1]
+    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch in named if len(named) > 1]
     every = "All branches" if values else "Reward"
     description = "; ".join([f"Mean reward over the steps. {every} {_changed(run, names.REWARD)}", *values])
     yield line_chart(description, "mean reward", lines, starts=run.starts[1:])
@@ -396,25 +332,25 @@ def _kl_part(run: Run) -> Iterator[Part]:
     for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
         betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
         if len(run.branches) > 1:
-            yield Paragraph(shown(branch), "heading")
-        yield Paragraph(value, "remark")
+            yield paragraph(shown(branch), "heading")
+        yield paragraph(value, "remark")
         yield line_chart(
             f"KL of {shown(branch)} over the steps. {value}",
             "KL, nats per token",
-            [Line("KL", COLOURS[0], run.of(names.kl_of(branch)))],
+            [Line("KL", 0, run.of(names.kl_of(branch)))],
             from_zero=True,
             band=figures.band(run, branch),
         )
         if betas:
             description = f"Coefficient of the KL of {shown(branch)} over the steps"
-            yield line_chart(description, "coefficient beta", [Line("beta", COLOURS[1], betas)], from_zero=True)
+            yield line_chart(description, "coefficient beta", [Line("beta", 1, betas)], from_zero=True)
 
 
 def _step_time_part(run: Run) -> Iterator[Part]:
     phases = figures.phases(run)
     if phases:
         longest = max(phases, key=lambda phase: phase.share)
-        yield stacked_chart(
+        yield bar_chart(
             f"Step time by phase over the steps. The largest phase is {longest.name}, {percent(longest.share)}",
             "seconds per step",
             list(run.of(names.STEP_SECONDS)),
@@ -422,13 +358,13 @@ def _step_time_part(run: Run) -> Iterator[Part]:
             grey=names.Phase.UNACCOUNTED,
         )
         rows = [(phase.name.replace("_", " "), seconds(phase.seconds), percent(phase.share)) for phase in phases]
-        yield Table(rows, head=("Phase", "Mean per step", "Share"))
+        yield table(rows, head=("Phase", "Mean per step", "Share"))
 
 
 def _waits(run: Run) -> Iterator[Part]:
     exposed, hidden = run.of(names.REWARD_EXPOSED), run.of(names.REWARD_HIDDEN)
     if exposed or hidden:
-        yield stacked_chart(
+        yield bar_chart(
             "Makespan of the rewards over the steps, the part that training waits for and the part that is hidden",
             "rewards, seconds",
             sorted({*exposed, *hidden}),
@@ -442,37 +378,37 @@ def _failures_part(run: Run) -> Iterator[Part]:
     if not reasons:
         if share is not None:
             failed = f"{percent(share)} of the completions failed; no reason was counted."
-            yield Paragraph(failed if share > 0 else "Every completion was scored: there were no failures.")
+            yield paragraph(failed if share > 0 else "Every completion was scored: there were no failures.")
         return
     total = sum(reasons.values())
-    steps = len(figures.bins(run.steps, MOST_BARS)[0]) * figures.interval(run)
-    yield stacked_chart(
+    steps = len(figures.bins(run.steps, MAX_BARS)[0]) * figures.interval(run)
+    yield bar_chart(
         f"Failures by reason over the steps, {count(total)} in all, mostly {shown(next(iter(reasons)))}",
         "failures per step" if steps == 1 else f"failures per {steps} steps",
         run.steps,
         {reason: run.of(names.FAILURE_REASONS + reason) for reason in reasons},
-        summed=True,
+        are_counts=True,
     )
     rows = [
         (shown(reason), figures.source_of(reason), count(times), percent(times / total))
         for reason, times in reasons.items()
     ]
-    yield Table(rows[:MOST_ROWS], head=("Reason", "Of", "Times", "Share"))
-    if len(rows) > MOST_ROWS:
-        yield Paragraph(f"and {len(rows) - MOST_ROWS} more reasons", "remark")
+    yield table(rows[:MAX_ROWS], head=("Reason", "Of", "Times", "Share"))
+    if len(rows) > MAX_ROWS:
+        yield paragraph(f"and {len(rows) - MAX_ROWS} more reasons", "remark")
 
 
 def _front_steps(evals: Sequence[QuickEval]) -> str:
     steps = [str(evals[place].step) for place in pareto_front([evaluation.scores for evaluation in evals])]
-    more = " …" if len(steps) > MOST_LISTED else ""
-    return f"{', '.join(steps[:MOST_LISTED])}{more}" if steps else "none has every score"
+    more = " …" if len(steps) > MAX_LISTED else ""
+    return f"{', '.join(steps[:MAX_LISTED])}{more}" if steps else "none has every score"
 
 
 def _quick_evals_part(run: Run) -> Iterator[Part]:
     evals = figures.shown_evals(run)
     if not evals:
         return
-    yield Paragraph(
+    yield paragraph(
         f"{plural(len(evals), 'evaluation')}, {shown(evals[-1].mode)}. On the front, which no other beats in every "
         f"branch: step {_front_steps(evals)}.",
         "remark",
@@ -480,7 +416,7 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
     branches = sorted({branch for evaluation in evals for branch in evaluation.scores})
     lines = [
         Line(branch, colour, {e.step: score for e in evals if (score := e.scores.get(branch)) is not None})
-        for branch, colour in zip(branches, itertools.cycle(COLOURS), strict=False)
+        for colour, branch in enumerate(branches)
     ]
     if any(line.series for line in lines):
         yield line_chart(f"Scores of the quick evaluations by branch. Best: {_best(run)}", "score", lines)
@@ -497,10 +433,10 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
             "yes" if evaluation is best else "",
         )
         for place, evaluation in enumerate(evals)
-        if len(evals) <= MOST_ROWS or place in (*front, len(evals) - 1) or evaluation is best
-    ][-MOST_ROWS:]
-    yield Table(rows, head=("Step", "Reward", *map(shown, branches), *map(shown, own), "On the front", "Best"))
+        if len(evals) <= MAX_ROWS or place in (*front, len(evals) - 1) or evaluation is best
+    ][-MAX_ROWS:]
+    yield table(rows, head=("Step", "Reward", *map(shown, branches), *map(shown, own), "On the front", "Best"))
     if len(evals) > len(rows):
-        yield Paragraph(f"{len(evals) - len(rows)} more are not in this table.", "remark")
+        yield paragraph(f"{len(evals) - len(rows)} more are not in this table.", "remark")
     if others := len(run.quick_evals) - len(evals):
-        yield Paragraph(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")
+        yield paragraph(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")
