@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 def line_chart(
-    description: str, label: str, lines: Iterable[Line], *, from_zero: bool = False,
+    label: str, lines: Iterable[Line], *, from_zero: bool = False,
     band: tuple[float, float] | None = None, starts: Sequence[int] = (),
 ) -> Part:  # fmt: skip
     """Figures over the steps, each with a running mean in a long run, over the range `band`. `starts` are marked. The
@@ -47,7 +47,6 @@ def line_chart(
     values = [*(band or ()), *itertools.chain(*(line.series.values() for line in lines))]
     return {
         "kind": "lines",
-        "description": description,
         "label": f"{label} (strong: mean of {window})" if window > 1 else label,
         "from_zero": from_zero and min(values) >= 0,
         "is_log": from_zero and min(values) > 0 and max(values) > SPREAD * statistics.median(values),
@@ -81,7 +80,7 @@ def _thinned(series: Series) -> list[tuple[int, float]]:
 
 
 def bar_chart(
-    description: str, label: str, steps: Sequence[int], layers: Mapping[str, Series], *, are_counts: bool = False,
+    label: str, steps: Sequence[int], layers: Mapping[str, Series], *, are_counts: bool = False,
     grey: str = "",
 ) -> Part:  # fmt: skip
     """Stacked bars over bins of `steps`: sums of counts (`are_counts`), else means. The smallest of many layers, and
@@ -107,7 +106,6 @@ def bar_chart(
     colours = ["rest" if rest and at == len(stack) - 1 else at for at in range(len(stack))]
     return {
         "kind": "bars",
-        "description": description,
         "label": label,
         "are_counts": are_counts,
         "edges": [*(group[0] - gap / 2 for group in groups), groups[-1][-1] + gap / 2],

@@ -40,7 +40,7 @@ def paragraph(text: str, kind: str = "text") -> Part:
     return {"kind": kind, "text": text}
 
 
-def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Part:
+def table(rows: Iterable[Sequence[str]], *head: str) -> Part:
     """The first cell of a row names it."""
     return {"kind": "table", "head": head, "rows": [*rows]}
 
@@ -111,13 +111,13 @@ class MainFigure(NamedTuple):
 
 
 def main_figures(run: Run) -> list[MainFigure]:
-    """The main figures in words, in the order in which both pages show them."""
+    """The main figures in words, in the order in which page and text show them."""
     rows = [*_of_training(run), *_of_machines(run)]
     rows.append(MainFigure("Best quick evaluation", _best(run) if run.quick_evals else "no quick evaluation was made"))
     for kind in dict.fromkeys(itertools.chain(*run.held_out.values())) or [names.REWARD]:  # one for each dataset
         if kind.split()[-1] == names.REWARD:
-            every = [(step, values[kind]) for step, values in run.held_out.items() if kind in values]
-            ends = [f"{number(value)} at step {step}" for step, value in (*every[:1], *every[1:][-1:])]
+            rewards = [(step, values[kind]) for step, values in run.held_out.items() if kind in values]
+            ends = [f"{number(value)} at step {step}" for step, value in (*rewards[:1], *rewards[1:][-1:])]
             held_out = f"{shown(kind)} {' → '.join(ends)}"
             rows.append(MainFigure("Held-out rows", held_out if ends else "no held-out evaluation was written"))
     if run.account.services:
@@ -134,28 +134,28 @@ def _listed_figures(run: Run) -> list[MainFigure]:
         if metric.line == "groups":  # counts of failures: those in the middle of a run are the ones to see
             counts = run.of(metric.tag).values()
             rows.append(MainFigure(metric.report, f"{number(mean(counts))} on average, {number(max(counts))} at most"))
-            continue
-        if names.BRANCH not in metric.tag:
+        elif names.BRANCH not in metric.tag:
             rows.append(MainFigure(metric.report, _changed(run, metric.tag)))
-            continue
-        for branch, tag in names.of_branches(metric.tag, run.branches).items():
-            rows.append(MainFigure(f"{metric.report}, {shown(branch)}", _changed(run, tag), branch))
+        else:
+            for branch, tag in names.of_branches(metric.tag, run.branches).items():
+                rows.append(MainFigure(f"{metric.report}, {shown(branch)}", _changed(run, tag), branch))
     return rows
 
 
 def _of_training(run: Run) -> Iterator[MainFigure]:
     steps = "none was logged"
     if run.steps:
-        every = f" ({len(run.steps)} logged, every {figures.interval(run)})"
-        steps = f"{run.steps[-1]:,}{'' if len(run.steps) == run.steps[-1] else every}"
+        logged = f" ({len(run.steps)} logged, every {figures.interval(run)})"
+        steps = f"{run.steps[-1]:,}{'' if len(run.steps) == run.steps[-1] else logged}"
     yield MainFigure("Steps done", steps)
     wall_time = NOT_KNOWN
     if run.seconds is not None:
         first, last = run.seconds
         began = datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        steps, several = ", ".join(map(str, run.starts)), len(run.starts) > 1
-        pauses = f"; {len(run.starts)} starts (steps {steps}), with the time between them" if several else ""
-        wall_time = f"{seconds(last - first)} from first to last event, from {began}{pauses}"
+        starts = ", ".join(map(str, run.starts))
+        pauses = f"; {len(run.starts)} starts (steps {starts}), with the time between them"
+        wall_time = f"{seconds(last - first)} from first to last event, from {began}"
+        wall_time += pauses if len(run.starts) > 1 else ""
     yield MainFigure("Wall time", wall_time)
     step_time = "step times were not logged"
     if times := run.of(names.STEP_SECONDS).values():
@@ -168,18 +168,19 @@ def _of_training(run: Run) -> Iterator[MainFigure]:
             yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
     for branch in (branch for branch in run.branches if several or run.of(names.kl_of(branch))):
         yield MainFigure(f"KL in band, {shown(branch)}" if several else "KL in band", _branch_kl(run, branch), branch)
+    yield MainFigure("Failures", _failed(run))
+
+
+def _failed(run: Run) -> str:
     if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
-        yield MainFigure(
-            "Failures", "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
-        )
-        return
+        return "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
     counts = []
     for source in (POLICY, SERVICES, OTHERS):
         reasons, share = figures.failures_of(run, source)
         if reasons:
             part = "" if share is None else f", {percent(share)} of the completions"
             counts.append(f"{count(sum(reasons.values()))} of {source}{part}, most often {shown(next(iter(reasons)))}")
-    yield MainFigure("Failures", "; ".join(counts) or "were not logged")
+    return "; ".join(counts) or "were not logged"
 
 
 def _of_machines(run: Run) -> Iterator[MainFigure]:
@@ -250,16 +251,27 @@ def _spent(run: Run) -> str:
     return "; ".join([f"{total.calls:,.0f} calls{usd}", *limits])
 
 
+def _front_steps(evals: Sequence[QuickEval]) -> str:
+    steps = [str(evals[place].step) for place in pareto_front([evaluation.scores for evaluation in evals])]
+    more = " …" if len(steps) > MAX_LISTED else ""
+    return f"{', '.join(steps[:MAX_LISTED])}{more}" if steps else "none has every score"
+
+
+def _notes(run: Run) -> list[str]:
+    infinite = f"{plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
+    return [*([infinite] if run.infinite else []), *run.unread]
+
+
 # The sections of the page
 
 
 def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     """The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
     notes = [paragraph(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
-    yield "Main figures", [table([(row.name, row.value) for row in main_figures(run)]), *notes], ""
-    sentences = advice(run)
+    yield "Main figures", [table((row.name, row.value) for row in main_figures(run)), *notes], ""
+    sentences: Part = {"kind": "list", "sentences": advice(run)}
     nothing = [paragraph(NOTHING_STANDS_OUT)] if run.steps else []
-    yield "What to look at", [{"kind": "list", "sentences": sentences}] if sentences else nothing, NO_FIGURES
+    yield "What to look at", [sentences] if sentences["sentences"] else nothing, NO_FIGURES
     by_branch = " by branch" if len(run.branches) > 1 else ""
     yield f"Reward{by_branch}", _reward_part(run), "No reward was logged."
     no_kl = "No KL was logged: the run had no KL coefficient, or stopped before its first step."
@@ -269,46 +281,18 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     yield "Failures by reason", _failures_part(run), "Failures were not logged."
     yield "Quick evaluations", _quick_evals_part(run), "No quick evaluation was made."
     times = [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]
-    stages: list[Part] = [
-        table(times, head=("Stage", "p50", "p95", "Longest", "In the slowest completion")),
-        paragraph(STAGES_REMARK, "remark"),
-    ]
-    yield "Stages of a reward", stages if times else [], "How long the stages took was not logged."
+    stages = table(times, "Stage", "p50", "p95", "Longest", "In the slowest completion")
+    no_stages = "How long the stages took was not logged."
+    yield "Stages of a reward", [stages, paragraph(STAGES_REMARK, "remark")] if times else [], no_stages
     if tools := [(shown(name), *map(count, counts), seconds(mean_s)) for name, counts, mean_s in figures.tools(run)]:
         head = ("Tool", "Calls in a batch", "Failed", "Errors of the policy", "Mean call")
-        yield "Tools", [table(tools, head)], ""
-    yield from _last_sections(run)
-
-
-def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
-    """What files other than TensorBoard's tell."""
+        yield "Tools", [table(tools, *head)], ""
     alone = run.branches if len(run.branches) == 1 else ()  # whose figure is the reward
     kinds = sorted({*itertools.chain(*run.held_out.values())} - {*alone}, key=lambda n: (n != names.REWARD, n))
     rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
-    held_out = table(rows[:1] + rows[1:][-MAX_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
+    held_out = table(rows[:1] + rows[1:][-MAX_ROWS:], "Step", *(shown(kind).replace("_", " ") for kind in kinds))
     yield "Held-out rows", [held_out] if rows else [], "No held-out evaluation was written."
-    sums = [
-        (shown(name), count(spent.calls), count(spent.prompt_tokens), count(spent.completion_tokens),
-         f"{spent.usd:,.4f}") for name, spent in sorted(run.account.services.items())
-    ]  # fmt: skip
-    spending: list[Part] = [
-        table(sums, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD")),
-        paragraph(f"All together: {_spent(run)}.", "remark"),
-    ]
-    no_spending = "Nothing was counted: no limit was set, and nothing has a price."
-    yield "Spending", spending if sums else [], no_spending
-    checkpoints = shown(f"Checkpoints: {', '.join(map(shown, run.checkpoints))}", PATH_CHARS) + "."
-    trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
-    folder = [
-        paragraph(checkpoints if run.checkpoints else "No checkpoint is in the folder."),
-        paragraph(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written."),
-    ]
-    yield "What else the folder holds", folder, ""
-
-
-def _notes(run: Run) -> list[str]:
-    infinite = f"{plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
-    return [*([infinite] if run.infinite else []), *run.unread]
+    yield "Spending", _spending_part(run), "Nothing was counted: no limit was set, and nothing has a price."
 
 
 def _reward_part(run: Run) -> Iterator[Part]:
@@ -320,57 +304,34 @@ def _reward_part(run: Run) -> Iterator[Part]:
         Line(f"{branch}, reference", colour, run.of(names.reference_of(branch)), is_dashed=True)
         for colour, branch in enumerate(named)
     ]
-    if not any(line.series for line in lines):
-        return
-    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch in named if len(named) > 1]
-    every = "All branches" if values else "Reward"
-    description = "; ".join([f"Mean reward over the steps. {every} {_changed(run, names.REWARD)}", *values])
-    yield line_chart(description, "mean reward", lines, starts=run.starts[1:])
+    if any(line.series for line in lines):
+        yield line_chart("mean reward", lines, starts=run.starts[1:])
 
 
 def _kl_part(run: Run) -> Iterator[Part]:
     for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
-        betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
         if len(run.branches) > 1:
             yield paragraph(shown(branch), "heading")
-        yield paragraph(value, "remark")
-        yield line_chart(
-            f"KL of {shown(branch)} over the steps. {value}",
-            "KL, nats per token",
-            [Line("KL", 0, run.of(names.kl_of(branch)))],
-            from_zero=True,
-            band=figures.band(run, branch),
-        )
-        if betas:
-            description = f"Coefficient of the KL of {shown(branch)} over the steps"
-            yield line_chart(description, "coefficient beta", [Line("beta", 1, betas)], from_zero=True)
+        yield paragraph(_branch_kl(run, branch), "remark")
+        kl, betas = Line("KL", 0, run.of(names.kl_of(branch))), Line("beta", 1, run.of(names.beta_of(branch)))
+        yield line_chart("KL, nats per token", [kl], from_zero=True, band=figures.band(run, branch))
+        if betas.series:
+            yield line_chart("coefficient beta", [betas], from_zero=True)
 
 
 def _step_time_part(run: Run) -> Iterator[Part]:
-    phases = figures.phases(run)
-    if phases:
-        longest = max(phases, key=lambda phase: phase.share)
-        yield bar_chart(
-            f"Step time by phase over the steps. The largest phase is {longest.name}, {percent(longest.share)}",
-            "seconds per step",
-            list(run.of(names.STEP_SECONDS)),
-            {phase.name.replace("_", " "): run.of(names.time_of(phase.name)) for phase in phases},
-            grey=names.Phase.UNACCOUNTED,
-        )
+    if phases := figures.phases(run):
+        layers = {phase.name.replace("_", " "): run.of(names.time_of(phase.name)) for phase in phases}
+        yield bar_chart("seconds per step", list(run.of(names.STEP_SECONDS)), layers, grey=names.Phase.UNACCOUNTED)
         rows = [(phase.name.replace("_", " "), seconds(phase.seconds), percent(phase.share)) for phase in phases]
-        yield table(rows, head=("Phase", "Mean per step", "Share"))
+        yield table(rows, "Phase", "Mean per step", "Share")
 
 
 def _waits(run: Run) -> Iterator[Part]:
     exposed, hidden = run.of(names.REWARD_EXPOSED), run.of(names.REWARD_HIDDEN)
-    if exposed or hidden:
-        yield bar_chart(
-            "Makespan of the rewards over the steps, the part that training waits for and the part that is hidden",
-            "rewards, seconds",
-            sorted({*exposed, *hidden}),
-            {"exposed: training waits": exposed, "hidden behind other work": hidden},
-            grey="hidden behind other work",
-        )
+    if steps := sorted({*exposed, *hidden}):
+        layers = {"exposed: training waits": exposed, "hidden behind other work": hidden}
+        yield bar_chart("rewards, seconds", steps, layers, grey="hidden behind other work")
 
 
 def _failures_part(run: Run) -> Iterator[Part]:
@@ -380,28 +341,18 @@ def _failures_part(run: Run) -> Iterator[Part]:
             failed = f"{percent(share)} of the completions failed; no reason was counted."
             yield paragraph(failed if share > 0 else "Every completion was scored: there were no failures.")
         return
-    total = sum(reasons.values())
     steps = len(figures.bins(run.steps, MAX_BARS)[0]) * figures.interval(run)
-    yield bar_chart(
-        f"Failures by reason over the steps, {count(total)} in all, mostly {shown(next(iter(reasons)))}",
-        "failures per step" if steps == 1 else f"failures per {steps} steps",
-        run.steps,
-        {reason: run.of(names.FAILURE_REASONS + reason) for reason in reasons},
-        are_counts=True,
-    )
+    label = "failures per step" if steps == 1 else f"failures per {steps} steps"
+    layers = {reason: run.of(names.FAILURE_REASONS + reason) for reason in reasons}
+    yield bar_chart(label, run.steps, layers, are_counts=True)
+    total = sum(reasons.values())
     rows = [
         (shown(reason), figures.source_of(reason), count(times), percent(times / total))
         for reason, times in reasons.items()
     ]
-    yield table(rows[:MAX_ROWS], head=("Reason", "Of", "Times", "Share"))
+    yield table(rows[:MAX_ROWS], "Reason", "Of", "Times", "Share")
     if len(rows) > MAX_ROWS:
         yield paragraph(f"and {len(rows) - MAX_ROWS} more reasons", "remark")
-
-
-def _front_steps(evals: Sequence[QuickEval]) -> str:
-    steps = [str(evals[place].step) for place in pareto_front([evaluation.scores for evaluation in evals])]
-    more = " …" if len(steps) > MAX_LISTED else ""
-    return f"{', '.join(steps[:MAX_LISTED])}{more}" if steps else "none has every score"
 
 
 def _quick_evals_part(run: Run) -> Iterator[Part]:
@@ -419,24 +370,34 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
         for colour, branch in enumerate(branches)
     ]
     if any(line.series for line in lines):
-        yield line_chart(f"Scores of the quick evaluations by branch. Best: {_best(run)}", "score", lines)
+        yield line_chart("score", lines)
     branches = branches if len(branches) > 1 else []  # else it has the reward
-    own = sorted({name for evaluation in evals for name in evaluation.figures})
+    kinds = sorted({name for evaluation in evals for name in evaluation.figures})
     front, best = pareto_front([evaluation.scores for evaluation in evals]), figures.best_eval(evals)
     rows = [
         (
             str(evaluation.step),
             number(evaluation.reward),
             *(number(evaluation.scores.get(branch)) for branch in branches),
-            *(figure(evaluation.figures.get(name)) for name in own),
+            *(figure(evaluation.figures.get(name)) for name in kinds),
             "yes" if place in front else "",
             "yes" if evaluation is best else "",
         )
         for place, evaluation in enumerate(evals)
         if len(evals) <= MAX_ROWS or place in (*front, len(evals) - 1) or evaluation is best
     ][-MAX_ROWS:]
-    yield table(rows, head=("Step", "Reward", *map(shown, branches), *map(shown, own), "On the front", "Best"))
+    yield table(rows, "Step", "Reward", *map(shown, branches), *map(shown, kinds), "On the front", "Best")
     if len(evals) > len(rows):
         yield paragraph(f"{len(evals) - len(rows)} more are not in this table.", "remark")
     if others := len(run.quick_evals) - len(evals):
         yield paragraph(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")
+
+
+def _spending_part(run: Run) -> Iterator[Part]:
+    rows = [
+        (shown(name), *map(count, (spent.calls, spent.prompt_tokens, spent.completion_tokens)), f"{spent.usd:,.4f}")
+        for name, spent in sorted(run.account.services.items())
+    ]
+    if rows:
+        yield table(rows, "Service", "Calls", "Prompt tokens", "Completion tokens", "USD")
+        yield paragraph(f"All together: {_spent(run)}.", "remark")

@@ -25,7 +25,7 @@ export function widthOf(columns, widest = WIDEST) {
 
 const tint = (color) => (typeof color === "number" ? `c${color % COLORS}` : color); // or `band`, or `rest`
 
-function Frame({ title, description, told, keys, width, x, y, ticks, children, ...more }) {
+function Frame({ title, told, keys, width, x, y, ticks, children, ...more }) {
   return h(
     "figure",
     null,
@@ -52,7 +52,7 @@ function Frame({ title, description, told, keys, width, x, y, ticks, children, .
     ),
     h(
       "svg",
-      { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": description ?? t("chart_of", title, told), ...more },
+      { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": t("chart_of", title, told), ...more },
       ticks.y.map((value) =>
         h(
           "g",
@@ -70,7 +70,7 @@ function Frame({ title, description, told, keys, width, x, y, ticks, children, .
 // `series`: [{ name, points: [[step, value or null]], color, dash, pale }]; `color` and `dash` are numbers, `pale` the
 // points of a thin line behind. `band`: { name, low, high }. `marks`: steps with a sign. `onPick` is told the step that
 // is clicked on.
-export function Chart({ title, description, series, domain, columns = 1, widest, onPick, picked, ...more }) {
+export function Chart({ title, series, domain, columns = 1, widest, onPick, picked, ...more }) {
   const { band, marks = [], isLog = false, fromZero = false } = more;
   const drawn = series
     .map((each) => ({ ...each, points: thinned(each.points.filter(([, y]) => y !== null)) }))
@@ -101,7 +101,6 @@ export function Chart({ title, description, series, domain, columns = 1, widest,
     Frame,
     {
       title: at === null ? title : `${title} · ${t("step")} ${at}`,
-      description,
       told: told.join("; "),
       keys: drawn
         .map((each) => ({
@@ -144,7 +143,7 @@ function hover(title, step) {
 
 // Heights over intervals, such as how often each value came. `parts`: [{ name, bins, color }], stacked. What is higher
 // than `top` is cut off, with the words of `notes`: [[number of the bar, words]]. `hasSteps`: intervals of whole steps.
-export function Bars({ title, description, edges, parts, columns = 1, widest, ...more }) {
+export function Bars({ title, edges, parts, columns = 1, widest, ...more }) {
   const { top, notes = [], hasSteps = false, isWhole = true } = more;
   const width = widthOf(columns, widest);
   const sums = edges.slice(1).map((_, at) => parts.reduce((sum, { bins }) => sum + bins[at], 0));
@@ -158,7 +157,6 @@ export function Bars({ title, description, edges, parts, columns = 1, widest, ..
     Frame,
     {
       title,
-      description,
       told: told.join("; "),
       keys: parts.map(({ color }, at) => ({ color, told: told[at] })),
       width,

@@ -11,7 +11,6 @@ const PARTS = {
   lines: ({ part }) =>
     h(Chart, {
       title: part.label,
-      description: part.description,
       widest: CHART_WIDTH,
       band: part.band,
       marks: part.starts,
@@ -22,7 +21,6 @@ const PARTS = {
   bars: ({ part }) =>
     h(Bars, {
       title: part.label,
-      description: part.description,
       widest: CHART_WIDTH,
       edges: part.edges,
       top: part.top,
