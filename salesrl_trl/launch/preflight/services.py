@@ -75,6 +75,13 @@ def _ask_judge(plan: "Plan", findings: Findings) -> None:
         asyncio.run(_examine_judge(plan, findings))
 
 
+def _score_made_up(plan: "Plan", findings: Findings) -> None:
+    if plan.load and _puts_load(plan):
+        from salesrl_trl.launch.preflight.scored_load import score_made_up  # brings torch
+
+        score_made_up(plan, findings)
+
+
 def _puts_load(plan: "Plan") -> bool:
     """Whether this process puts the load of all processes on the services: the first one does, in a preflight."""
     if plan.in_depth:
@@ -83,7 +90,7 @@ def _puts_load(plan: "Plan") -> bool:
 
 
 RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag,))  # passages for rows' questions, at a step's load
-JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge,))  # judges give valid verdicts at the load of a step
+JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge, _score_made_up))  # valid verdicts at a step's load
 
 
 def under_load(config: RewardConfig) -> RewardConfig:
