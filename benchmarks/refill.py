@@ -53,11 +53,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         reward = SomeEqual()
         bench = Bench(where, args.model, Path(scratch), reward, AHEAD, refill_groups=MOST)
-        pipeline = bench.trainer.components.pipeline
 
         def arm(equal: float, refill: int, median_s: float, steps: int, oldest: int = AHEAD) -> dict[str, float]:
-            reward.equal, pipeline.refill_groups = equal, refill
-            told = bench.arm(oldest, median_s, 0.35, steps)
+            reward.equal = equal
+            told = bench.arm(oldest, median_s, 0.35, steps, refill)
             lines = [entry for entry in bench.trainer.state.log_history if EQUAL in entry][BEFORE:-AHEAD]
             told["teach"] = GROUPS * statistics.mean(1 - entry["frac_reward_zero_std"] for entry in lines)
             return told | {"refilled": statistics.mean(entry[REFILLED] for entry in lines) if refill else 0.0}

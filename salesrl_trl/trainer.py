@@ -50,6 +50,7 @@ from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import SAVING_FOLDER, Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
+from salesrl_trl.rollout.buffer_policy import BufferPolicy
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
@@ -90,6 +91,9 @@ class SalesGRPOTrainer(TRLAccess):
             Moves the KL coefficients in place of the law that `args` sets.
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
             Makes another generation engine than TRL's. A class, for example.
+        buffer_policy (`BufferPolicy`, *optional*):
+            Chooses the groups that a step trains on, in place of `max_staleness` and `refill_groups`. One of your own
+            overrides `ByArrival`.
         parts (`Sequence[Part]`, *optional*):
             Parts of your own, behind those that the settings ask for.
         more, kwargs:
@@ -104,7 +108,8 @@ class SalesGRPOTrainer(TRLAccess):
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: GRPOConfig | None = None, *more: object, instruments: RunEvents | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
-        sampler: Callable[[Upstream], Sampler] | None = None, parts: Sequence[Part] = (), **kwargs: object,
+        sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
+        parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
         """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
@@ -137,7 +142,7 @@ class SalesGRPOTrainer(TRLAccess):
         self._foreign = ForeignText(self._tokenizer, self.chat_template)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
-        for callback in components.connect(self._hooks(), sampler, quick_eval):
+        for callback in components.connect(self._hooks(), sampler, quick_eval, buffer_policy):
             self.add_callback(callback)
 
     def train(
@@ -211,7 +216,7 @@ class SalesGRPOTrainer(TRLAccess):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.components.pipeline.dataloader = train_dataloader
+        self.components.pipeline.buffer.dataloader = train_dataloader
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):

@@ -38,7 +38,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
-from salesrl_trl.rollout.pipeline import KeptRollouts
+from salesrl_trl.rollout.in_flight import KeptRollouts
 from salesrl_trl.update.ranks import on_any_rank
 
 logger = get_logger(__name__)
@@ -62,7 +62,7 @@ class HasState(Protocol):
 class Keeper:
     """Saves the checkpoints of one run, with the state of `kl`. `identity_of` gives the run's identity from its
     training dataset. `is_skipping`: the generation batch under way is left out of the loss, and so of a checkpoint.
-    `in_flight`: `Pipeline.in_flight`. `parts`: those of the trainer, whose states a checkpoint holds."""
+    `in_flight`: `Buffer.in_flight`. `parts`: those of the trainer, whose states a checkpoint holds."""
 
     args: SalesGRPOConfig
     kl: BranchedKL | None

@@ -24,7 +24,7 @@ from salesrl_trl.reward.batch import (
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
 from salesrl_trl.reward.scoring import FORMAT
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.reward.watched_loop import WatchedLoop
+from salesrl_trl.reward.watched_loop import Calls
 from salesrl_trl.service.quota import SharedBudget
 from salesrl_trl.types import Example, Reward
 
@@ -138,6 +138,8 @@ class Scorer(ABC):
 
     is_replay = False  # whether a record answers, which knows rows by their ids
     is_played = False  # whether its own episodes make the completions
+    holds_up = True
+    """Whether its code may hold up its event loop."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
@@ -189,14 +191,14 @@ class Scorer(ABC):
 
     def batch(
         self, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0, origin: Origin | None = None,
-        watched: WatchedLoop | None = None,
+        calls: Calls | None = None,
     ) -> RewardBatch:  # fmt: skip
-        """A batch of completions to these rows, none of which is started yet. `watched`: where `score` runs."""
+        """A batch of completions to these rows, none of which is started yet. `calls`: where `score` runs."""
+        calls = calls or Calls()
         return RewardBatch(
-            rows, self.score if watched is None else partial(watched.call, self.score), deadline_s=self.deadline_s,
-            faults=self.faults, lines=self.lines, number=number, lane=lane, group=group, origin=origin,
+            rows, partial(calls.call, self.score), late=calls.late, deadline_s=self.deadline_s, faults=self.faults,
+            lines=self.lines, number=number, lane=lane, group=group, origin=origin,
             unit=self.names.together.size(group, len(rows)),
-            late=(lambda: "deadline") if watched is None else watched.late,
         )  # fmt: skip
 
     async def score_all(

@@ -36,8 +36,9 @@ from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.normaliser import FAILED
-from salesrl_trl.rollout.pipeline import Pipeline, Rollout
+from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.types import NOT_APPLICABLE, EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
@@ -127,7 +128,7 @@ class RolloutScoring:
         are trained on first. `in_order`: a group's completions stay together when all are scored; else TRL
         shuffles them."""
         self._waiting = None
-        rollout, settings = self.pipeline.take(inputs, micro_step, update), self.settings
+        rollout, settings = self.pipeline.buffer.take(inputs, micro_step, update), self.settings
         shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
         order = self._recorded_order(parts(*shape), update) if in_groups else None
         groups = ScoredGroups(*shape, order or AT_ONCE)
@@ -189,11 +190,11 @@ class RolloutScoring:
         # 3. the age of the sampler's weights, and the effect of the correction for it
         if is_complete:
             ages = [float(update - step) for step in rollout.steps]
-            if self.pipeline.goes_by_groups:  # each rank has its own
+            if self.pipeline.buffer.chooses:  # each rank has its own
                 ages = gather(torch.tensor(ages, device=self.device)).tolist()
             self.ledger.add(rollout.mode, STALENESS, sum(ages), len(ages))
             self.ledger.add(rollout.mode, STALENESS_MAX, max(ages))
-            if self.pipeline.refill_groups and is_trained_on:
+            if rollout.turnover:
                 turnover = reduce(torch.tensor(rollout.turnover, device=self.device), "sum").tolist()
                 for place, name in enumerate(TURNOVER):
                     self.ledger.add("train", name, turnover[2 * place], turnover[2 * place + 1])

@@ -49,6 +49,8 @@ from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
+from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
+from salesrl_trl.rollout.launcher import Launcher
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
@@ -114,13 +116,14 @@ class Components:
             self.kl,
             lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
             is_skipping=lambda: self.run_control.is_skipping,
-            in_flight=lambda *counts: self.pipeline.in_flight(*counts),
+            in_flight=lambda *counts: self.pipeline.buffer.in_flight(*counts),
             parts=self.parts,
         )
 
     def connect(
-        self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
-    ) -> list[TrainerCallback]:
+        self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None,
+        policy: BufferPolicy | None = None,
+    ) -> list[TrainerCallback]:  # fmt: skip
         """Build what uses TRL's own methods. Returns a run's callbacks, in order. `sampler` makes another engine."""
         self._trl, args = trl, self._args
         # 1. settings and rewards that do not go with what TRL was given are refused
@@ -151,18 +154,19 @@ class Components:
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
         talks, is_answered = trl.tools is not None or self.reward.is_played, all(trl.reward_answered)
-        by_groups = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
-        if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
-            by_groups["refill_groups"] = None if is_answered and not inside_trl else at_once
-        for name, whole_batch in by_groups.items():
-            if (turn := why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)) is None:
-                setattr(self.pipeline, name, getattr(args, name))
-            else:
-                logger.info(f"`{name}` has no effect here, because {turn}")
+        # a function may score a whole batch before it is known which groups are equal
+        at_once_too = None if is_answered and not inside_trl else at_once
+        whole_batch = {"max_staleness": at_once, "refill_groups": at_once_too, "buffer_policy": at_once}
+        self.pipeline.buffer.policy = policy_of(
+            policy, max_staleness=args.max_staleness, refill_groups=args.refill_groups,
+            most_lookahead=args.most_lookahead,
+            why_not=lambda name: why_in_turn(args, whole_batch[name], talks, trl.reads_pictures)
+            or why_not_kept(self._rows),
+        )  # fmt: skip
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
-        if self.pipeline.goes_by_groups:
+        if self.pipeline.buffer.chooses:
             reason = "groups go by themselves, and a step begins when all of its own are scored"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
@@ -243,15 +247,11 @@ class Components:
         self.sampler = self._sampler(trl, build, is_served)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
-        self.pipeline = Pipeline(
+        launcher = Launcher(
             sampler=self.sampler,
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            window=args.window,
-            lookahead=args.rollout_lookahead,
-            most_lookahead=args.most_lookahead,
-            seed=args.seed,
             behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
             record_span=self.instruments.record_generation,
             group=trl.group,
@@ -260,6 +260,10 @@ class Components:
             play=trl.play if self.reward.is_played else None,
             go_on=trl.go_on,
         )
+        self.pipeline = Pipeline(
+            launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
+            seed=args.seed,
+        )  # fmt: skip
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,

@@ -39,7 +39,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure, tool_figure, traffic_of
 from salesrl_trl.reward.reward_loop import RewardColumn
-from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.telemetry.timeline import Timeline

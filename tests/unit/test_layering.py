@@ -152,7 +152,7 @@ def test_a_name_stands_for_one_class():
 
 LIGHT = {
     # benchmarks/policies.py has both this and vLLM on a GPU, which JAX, if bm25s brings it, takes for itself
-    "salesrl_trl.demo.services.judge_app": "bm25s",
+    "salesrl_trl.demo.services.services_app": "bm25s",
     **dict.fromkeys(
         (
             "salesrl_trl.names",

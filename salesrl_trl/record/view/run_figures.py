@@ -42,7 +42,7 @@ class StageTime(NamedTuple):
     name: str
     p50: float | None
     p95: float | None
-    most: float | None
+    longest: float | None
     slowest: float | None
 
 
