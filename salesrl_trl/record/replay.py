@@ -29,10 +29,9 @@ from salesrl_trl.record.schema import rank_of
 from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
 from salesrl_trl.reward.sample_lines import row_id_of
 from salesrl_trl.reward.scorer import RewardNames, Scorer
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.telemetry.completion_record import QUEUE
-from salesrl_trl.types import Example, Outcome, Reward
+from salesrl_trl.types import Example, Outcome, Reward, missing
 
 logger = logging.getLogger(__name__)
 

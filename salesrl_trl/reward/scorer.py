@@ -22,11 +22,10 @@ from salesrl_trl.reward.batch import (
     Sample,
 )
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
-from salesrl_trl.reward.scoring import FORMAT
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import Calls
 from salesrl_trl.service.quota import SharedBudget
-from salesrl_trl.types import Example, Reward
+from salesrl_trl.types import FORMAT, Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default
 AT_ONCE = 128

@@ -12,12 +12,12 @@ from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.judged.judge_client import packaged_rubrics
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward
+from salesrl_trl.judged.scoring import Scoring
 from salesrl_trl.names import RIGHT_DOCUMENT
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
-from salesrl_trl.reward.scoring import Scoring
 from salesrl_trl.types import Outcome, Reward, Verdict
 
 QUESTION = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
