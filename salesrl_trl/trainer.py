@@ -52,16 +52,16 @@ from salesrl_trl.names import SAVING_FOLDER, Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.buffer_policy import BufferPolicy
 from salesrl_trl.rollout.correction import unknown_logps
-from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
+from salesrl_trl.rollout.turn_parser import guard_parser
 from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.telemetry.spared import spared, tell
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.overrides import in_force_if
-from salesrl_trl.wiring.part import Part
+from salesrl_trl.wiring.part import Part, layer
 from salesrl_trl.wiring.trl_access import TRLAccess
 
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
@@ -121,7 +121,11 @@ class SalesGRPOTrainer(TRLAccess):
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
         rewards = RewardFuncs.of(
-            reward_funcs, args.reward_weights, args.reward_process, has_more=has_more, records=bool(args.record)
+            reward_funcs,
+            args.reward_weights,
+            layer("reward.remote").RemoteReward if args.reward_process else None,
+            has_more=has_more,
+            records=bool(args.record),
         )
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
         columns = None if has_more or named.get("rollout_func") else getattr(rows, "column_names", None)
@@ -139,7 +143,6 @@ class SalesGRPOTrainer(TRLAccess):
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
             setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
         guard_parser(self._tokenizer)
-        self._foreign = ForeignText(self._tokenizer, self.chat_template)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
         for callback in components.connect(self._hooks(), sampler, quick_eval, buffer_policy):
@@ -313,8 +316,9 @@ class SalesGRPOTrainer(TRLAccess):
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
+        foreign = self._agents.of(self.components.parts).foreign
         for message in tool_messages:
-            message.update(self._foreign.message(message))
+            message.update(foreign.message(message))
         return super()._get_tool_suffix_ids(tool_messages)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

@@ -134,11 +134,12 @@ def open_reward(
         weights = training.reward_weights or [1.0] * len(rewards)
         replay = config.parsed_replay()
         if replay is None:
-            reward = combined(rewards, weights, training.reward_process)
+            reward = combined(rewards, weights, RemoteReward if training.reward_process else None)
             with patched(reward, "budget", reward.budget or budget):
                 yield reward
             return
-        reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
+        is_apart = training.reward_process and not config.asks_nobody
+        reward = combined(rewards, weights, RemoteReward if is_apart else None)
         yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
 
 

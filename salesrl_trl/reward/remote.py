@@ -219,6 +219,8 @@ class RemoteReward(Scorer):
 
     holds_up = False
 
+    is_apart = True
+
     def __init__(self, reward: Scorer) -> None:
         super().__init__(reward.deadline_s)
         self.lines, self.budget = reward.lines, reward.budget

@@ -136,6 +136,7 @@ class Scorer(ABC):
     """
 
     is_replay = False  # whether a record answers, which knows rows by their ids
+    is_apart = False  # whether it runs in a process of its own
     is_played = False  # whether its own episodes make the completions
     holds_up = True
     """Whether its code may hold up its event loop."""

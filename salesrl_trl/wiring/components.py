@@ -33,7 +33,6 @@ from salesrl_trl.config.rollouts import (
 )
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
-from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
     Sampled,
@@ -62,7 +61,7 @@ from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.update.weights import raise_adapters, spare_casts
 from salesrl_trl.wiring.hooks import Hooks
 from salesrl_trl.wiring.part import Part, PartContext, built_in, layer
-from salesrl_trl.wiring.policy import Policy, Reference
+from salesrl_trl.wiring.policy import Policy, Reference, leave_out_no_pictures
 
 logger = get_logger(__name__)
 

@@ -38,6 +38,7 @@ class Hooks:
     tool_names: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: Sequence[int]
+    chat_template: str | None
     reward_weights: Sequence[float]
     reward_names: Sequence[str]  # under which TRL logs the functions of these weights
     reward_answered: Sequence[bool]

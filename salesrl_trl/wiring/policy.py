@@ -85,3 +85,18 @@ class Reference:
         if self._tuner is None:
             return model is self._ref_model
         return bool(self._tuner.disable_adapters or "ref" in self._tuner.active_adapters)
+
+
+def leave_out_no_pictures(model: torch.nn.Module) -> None:
+    """Leave out the model's vision tower for a batch without pictures. If other batches of the same rollout have
+    pictures, TRL gives the tower an empty tensor, and it fails."""
+
+    def leave_out(
+        _: object, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        pixels = kwargs.get("pixel_values")
+        if pixels is None or pixels.numel():
+            return None
+        return args, {name: value for name, value in kwargs.items() if name not in ("pixel_values", "image_grid_thw")}
+
+    model.register_forward_pre_hook(leave_out, with_kwargs=True)

@@ -107,6 +107,7 @@ class TRLAccess(GRPOTrainer):
             tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
             tokenizer=self._tokenizer,
             eos_token_ids=self.eos_token_ids,
+            chat_template=self.chat_template,
             reward_weights=self.reward_weights.tolist(),
             reward_names=self.reward_func_names,
             reward_answered=[isinstance(function, RewardColumn) for function in self.reward_funcs],
