@@ -140,8 +140,10 @@ class SalesGRPOTrainer(TRLAccess):
         is_named = args.record or components.reward.is_replay
         self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
-        for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
-            setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
+        vars(self).update(
+            evaluate=phased(self._timeline, Phase.EVALUATION, self.evaluate),
+            _save_checkpoint=phased(self._timeline, Phase.CHECKPOINT, self._save_checkpoint),
+        )
         guard_parser(self._tokenizer)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
@@ -168,7 +170,8 @@ class SalesGRPOTrainer(TRLAccess):
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
             resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset, self.model.name_or_path)
-            self.components.begin_parts(resumed)
+            for part in self.components.parts:
+                part.begin(resumed, self.components.keeper.run)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)
@@ -437,7 +440,11 @@ class SalesGRPOTrainer(TRLAccess):
         folder = folder.parent if folder.name == SAVING_FOLDER else folder
         if self.is_world_process_zero() and may_write_card(folder):
             given = {"name": model_name, "dataset": dataset_name, "tags": [tags] if isinstance(tags, str) else tags}
-            self.components.policy_is_saved(folder, self.state, **given)
+            self._policy_is_saved(folder, **given)
+
+    def _policy_is_saved(self, folder: Path, **given: Any) -> None:
+        for part in self.components.parts:
+            part.on_policy_saved(folder, self.state, given)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leaves one policy in the folder, with its card."""
@@ -447,7 +454,7 @@ class SalesGRPOTrainer(TRLAccess):
         with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
             super()._save(output_dir, state_dict)
         if has_room:
-            self.components.policy_is_saved(folder, self.state)
+            self._policy_is_saved(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Adds the package's own files."""
@@ -474,7 +481,8 @@ class SalesGRPOTrainer(TRLAccess):
                 with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
                 if has_table and self.accelerator.is_main_process:
-                    self.components.table_is_written(mode)
+                    for part in self.components.parts:
+                        part.on_table(mode, self.state.global_step)
             except Exception as error:
                 if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
                     raise

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
-from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
@@ -58,10 +57,9 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import raise_adapters, spare_casts
 from salesrl_trl.wiring.hooks import Hooks
 from salesrl_trl.wiring.part import Part, PartContext, built_in, layer
-from salesrl_trl.wiring.policy import Policy, Reference, leave_out_no_pictures
+from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
 
@@ -98,7 +96,6 @@ class Components:
         targets, law = args.kl_targets(), args.kl_control_law(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
-        self._banded = [branch for branch, target in targets.items() if target.has_band]
         self.figures_of_rewards = RewardFigures(args.branches, reward.names)
         lines = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}
         further = [line for line, setting in lines.items() if setting]
@@ -113,7 +110,7 @@ class Components:
         self.keeper = Keeper(
             args,
             self.kl,
-            lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
+            lambda rows: self.policy.identity(rows, self.branches),
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.buffer.in_flight(*counts),
             parts=self.parts,
@@ -141,12 +138,8 @@ class Components:
             can_undo=not trl.is_deepspeed,
         )
         self.reference = Reference(trl.model, trl.ref_model)
-        if self.reference.has_adapter and not trl.is_deepspeed:
-            raise_adapters(trl.model, args.bf16 or args.fp16)
-            spare_casts(trl.model, trl.accelerator.device.type)
-        for model in (trl.model, trl.ref_model):
-            if model is not None:  # a compiled one has no truth value
-                leave_out_no_pictures(model)
+        if not trl.is_deepspeed:
+            self.reference.raise_adapter(trl.model, args, trl.accelerator.device)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
@@ -175,13 +168,18 @@ class Components:
         self.passes = passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
-            for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
-                setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
+            engine: Any = trl.engine
+            engine.sync_weights = phased(self.timeline, Phase.WEIGHT_PUSH, engine.sync_weights)
+            engine.settle = phased(self.timeline, Phase.GENERATION, engine.settle)
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. the parts
         self._connect_parts(trl, quick_eval)
-        return self._callbacks()
+        return [
+            self.stopping,
+            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
+            *self.parts,
+        ]
 
     def _connect_parts(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> None:
         run = PartContext(
@@ -251,7 +249,7 @@ class Components:
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
+            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
             record_span=self.instruments.record_generation,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
@@ -309,13 +307,6 @@ class Components:
             )
         )  # fmt: skip
 
-    def _callbacks(self) -> list[TrainerCallback]:
-        return [
-            self.stopping,
-            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
-            *self.parts,
-        ]
-
     def _begin(self) -> None:
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
@@ -324,16 +315,12 @@ class Components:
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.keeper.restore_parts()
 
-    def _padded(self, sampled: Sampled) -> dict[str, Any]:
-        trl = self._trl
-        return sampled.padded(trl.tokenizer.pad_token_id, self._args.pad_to_multiple_of, trl.accelerator.device)
-
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
         collective."""
         sampled = self.sampler.start(prompts, lambda *_, **__: None, ahead=False).result()
         with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self.policy.weight_check.check(self._padded(sampled), self._trl.logps_of)
+            self.policy.weight_check.check(padded(sampled, self._trl, self._args), self._trl.logps_of)
         return sampled
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
@@ -348,14 +335,6 @@ class Components:
     def step_is_over(self) -> None:
         for part in self.parts:
             part.after_step(self._trl.step())
-
-    def table_is_written(self, mode: str) -> None:
-        for part in self.parts:
-            part.on_table(mode, self._trl.step())
-
-    def policy_is_saved(self, folder: Path, state: TrainerState, **given: Any) -> None:
-        for part in self.parts:
-            part.on_policy_saved(folder, state, given)
 
     def figures(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
@@ -390,11 +369,6 @@ class Components:
                 part.end_run()
             raise
 
-    def begin_parts(self, resumed: str | None) -> None:
-        """Begin the run in each part, from the checkpoint `resumed` if there is one; a collective."""
-        for part in self.parts:
-            part.begin(resumed, self.keeper.run)
-
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""
         self.pipeline.forget()
@@ -416,3 +390,7 @@ class Components:
         self.instruments.close()
         for part in self.parts:
             part.close()
+
+
+def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, Any]:
+    return sampled.padded(trl.tokenizer.pad_token_id, args.pad_to_multiple_of, trl.accelerator.device)
