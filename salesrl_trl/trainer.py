@@ -140,7 +140,7 @@ class SalesGRPOTrainer(TRLAccess):
         is_named = args.record or components.reward.is_replay
         self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
-        vars(self).update(
+        self.__dict__.update(
             evaluate=phased(self._timeline, Phase.EVALUATION, self.evaluate),
             _save_checkpoint=phased(self._timeline, Phase.CHECKPOINT, self._save_checkpoint),
         )
