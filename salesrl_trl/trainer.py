@@ -279,7 +279,7 @@ class SalesGRPOTrainer(TRLAccess):
         """Returns the completions of the rollout, which exist already unless TRL has set up environments for them."""
         rollout = self.components.scoring.current
         if rollout.sampled is None:
-            self.components.pipeline.generate_inside(rollout, prompts, self.environments)
+            self.components.pipeline.launcher.generate_inside(rollout, prompts, self.environments)
         assert rollout.sampled is not None
         measured, tokens = rollout.drain_metrics()
         metrics = self._metrics[rollout.mode]
