@@ -176,7 +176,7 @@ class Components:
                 f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
                 f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
             )
-        in_force = {}
+        in_force: dict[str, Any] = {}
         for name, whole_batch in (asked if policy is None else {"buffer_policy": at_once}).items():
             reason = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)
             if reason is None:
