@@ -208,7 +208,7 @@ class SalesGRPOTrainer(SavingTrainer):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.components.pipeline.buffer.dataloader = train_dataloader
+        self.components.pipeline.updates.dataloader = train_dataloader
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):

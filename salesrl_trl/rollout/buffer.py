@@ -6,7 +6,7 @@ the order of turns.
 
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from accelerate.logging import get_logger
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import Phase
 from salesrl_trl.rollout.buffer_policy import BufferPolicy, ByArrival, InOrder, Refilled, choose
-from salesrl_trl.rollout.in_flight import Completions, KeptRollouts, PromptGroup, Rollout, keys_of
-from salesrl_trl.rollout.reading_ahead import RolloutSchedule
+from salesrl_trl.rollout.in_flight import KeptRollouts, PromptGroup, Rollout, keys_of
+from salesrl_trl.rollout.reading_ahead import RolloutSchedule, UpdatesAhead
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.types import Example
 from salesrl_trl.update.ranks import highest, on_any_rank
@@ -31,7 +31,7 @@ IN_ORDER = InOrder()
 class _Turn(NamedTuple):
     """A turn of the step under way."""
 
-    own: Rollout  # its batch as it was launched
+    launched: Rollout  # its own rows
     trained: Rollout  # the groups that it trains on
 
 
@@ -42,9 +42,9 @@ class Buffer:
 
     launcher: Launcher
     turns: RolloutSchedule[Rollout]
+    updates: UpdatesAhead  # has the rows that may replace others
     policy: BufferPolicy = IN_ORDER
     seed: int = 0  # of the rows that replace others
-    dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _count: int = 0  # groups of a turn
     _refilled: int = 0  # groups in place of others since a step last took its own
@@ -61,8 +61,8 @@ class Buffer:
 
     def cancel(self) -> None:
         """Give up everything in flight, with the batch of an interrupted step."""
-        flying = [*self._behind, *(turn.own for turn in self._taken.values()), *self.turns.restart(0, 0, False)]
-        self.dataloader, self._kept, self._taken, self._behind, self._refilled = (), {}, {}, [], 0
+        flying = [*self._behind, *(turn.launched for turn in self._taken.values()), *self.turns.restart(0, 0, False)]
+        self._kept, self._taken, self._behind, self._refilled = {}, {}, [], 0
         for rollout in flying:
             if rollout.handle is not None and rollout.sampled is None:
                 rollout.handle.give_up()
@@ -78,7 +78,7 @@ class Buffer:
             self._count = len(window.inputs) // self.launcher.group()
             kept = self._kept.pop(window.first, None)
             if kept is None:
-                window.rollout = self.launch([*window.inputs, *self._drawn(self._beside(), update)], update)
+                window.rollout = self.launch([*window.inputs, *self._beside(update)], update)
             else:
                 window.rollout = self._restored(kept, window.inputs, update)
 
@@ -88,15 +88,15 @@ class Buffer:
 
     def take(self, inputs: list[Example], micro_step: int, update: int) -> Rollout:
         """The groups that the turn of these inputs trains on, as many as it has: those that the policy chooses."""
-        own = self.turns.take(micro_step, inputs)
-        own = self.launch(inputs, update) if own is None else own
-        self._taken[micro_step] = _Turn(own, own)
-        self.launcher.collect(own)
+        rollout = self.turns.take(micro_step, inputs)
+        rollout = self.launch(inputs, update) if rollout is None else rollout
+        self._taken[micro_step] = _Turn(rollout, rollout)
+        self.launcher.collect(rollout)
         if isinstance(self.policy, InOrder):
-            return own
-        self._count = len(inputs) // own.group
-        trained = self._chosen(self.policy, own, update)
-        self._taken[micro_step] = _Turn(own, trained)
+            return rollout
+        self._count = len(inputs) // rollout.group
+        trained = self._chosen(self.policy, rollout, update)
+        self._taken[micro_step] = _Turn(rollout, trained)
         return trained
 
     def in_flight(self, micro_step: int, update: int) -> dict[int, KeptRollouts]:
@@ -105,8 +105,8 @@ class Buffer:
         undone nothing counts."""
         taken = {first: turn for first, turn in self._taken.items() if first >= micro_step}
         launched = self.turns.launched()
-        own = {first: turn.own for first, turn in taken.items()} | launched
-        turns = {first: rollout for first, rollout in own.items() if rollout.newest < update}
+        turns = {first: turn.launched for first, turn in taken.items()} | launched
+        turns = {first: rollout for first, rollout in turns.items() if rollout.newest < update}
         if isinstance(self.policy, InOrder):
             return {
                 first - micro_step: KeptRollouts(
@@ -122,8 +122,8 @@ class Buffer:
         kept = {}
         for number, (first, rollout) in enumerate(turns.items(), start=1):  # the last one keeps what is left
             batch = [*itertools.islice(oldest, self._count if number < len(turns) else None)]
-            completions = Completions.of(batch or [PromptGroup(rollout, range(0))], rollout.sampled)
-            kept[first - micro_step] = KeptRollouts(rows=keys_of(completions.inputs), **completions._asdict())
+            batch = batch or [PromptGroup(rollout, range(0))]
+            kept[first - micro_step] = KeptRollouts.of(batch, rollout.sampled)
         return kept
 
     @property
@@ -147,21 +147,21 @@ class Buffer:
             sampled = sampled if (kept.behaviour_logps is not None) is self._needs_logps else None
         if not on_any_rank(sampled is None, device) and sampled is not None:
             return self.launcher.restore(kept, inputs, sampled, update)
-        most = highest(max(len(inputs), group), device)  # the ranks may have other numbers left
-        return self.launch([*inputs, *self._at_random((most - len(inputs)) // group, update)], update)
+        size = highest(max(len(inputs), group), device)  # the ranks may have other numbers left
+        return self.launch([*inputs, *self._at_random((size - len(inputs)) // group, update)], update)
 
-    def _beside(self) -> int:
-        """Groups to generate beside those of a turn."""
+    def _beside(self, update: int) -> list[Example]:
+        """Rows to generate beside those of a turn; a collective as `_drawn`."""
         if isinstance(self.policy, InOrder) or not self.turns.lookahead:
-            return 0
+            return []
         launched = self.turns.launched().values()
         groups = [group for rollout in (*self._behind, *launched) for group in rollout.groups_left]
-        return self.policy.beside(groups, len(launched), self._count)
+        return self._drawn(self.policy.beside(groups, len(launched), self._count), update)
 
-    def _chosen(self, policy: ByArrival, own: Rollout, update: int) -> Rollout:
-        """The groups that are trained on in the turn of `own`. Waits until they are scored; a collective."""
+    def _chosen(self, policy: ByArrival, head: Rollout, update: int) -> Rollout:
+        """The groups that are trained on in the turn of `head`. Waits until they are scored; a collective."""
         # 1. the groups in flight. A server has generated all that was asked for before this step
-        flying, waits = [*self._behind, own], len(own.rewards.waits)
+        flying, waits = [*self._behind, head], len(head.rewards.waits)
         for rollout in self.turns.launched().values():
             if rollout.newest < update:
                 self.launcher.collect(rollout)
@@ -180,21 +180,24 @@ class Buffer:
             self._behind.append(further)
             flying.append(further)
             self.launcher.collect(further)
-            if own.sampled is not None and further.sampled is not None:
-                own.sampled = replace(own.sampled, tokens=own.sampled.tokens + further.sampled.tokens)
+            if head.sampled is not None and further.sampled is not None:
+                head.sampled = replace(head.sampled, tokens=head.sampled.tokens + further.sampled.tokens)
         chosen = chosen or self._best(groups)
         # 3. they leave the buffer, with those that nobody will train on
         leaving = [group for group in groups if group in chosen or policy.drops(group, following)]
-        completions = Completions.of(chosen, own.sampled)
+        completions = KeptRollouts.of(chosen, head.sampled)
         of_batches = [(group.rollout.rewards, group.places) for group in chosen]
-        rewards = self.launcher.reward_loop.take(of_batches, own.group, own.rewards.waits[waits:])
-        trained = Rollout(**completions._asdict(), rewards=rewards, is_trained_on=True, group=own.group)
+        rewards = self.launcher.reward_loop.take(of_batches, head.group, head.rewards.waits[waits:])
+        trained = Rollout(
+            inputs=completions.inputs, rewards=rewards, steps=completions.steps, is_trained_on=True, group=head.group,
+            sampled=completions.sampled, behaviour_logps=completions.behaviour_logps,
+        )  # fmt: skip
         if isinstance(policy, Refilled):
             trained.turnover = (self._refilled, 1 / PartialState().num_processes, *policy.turnover(leaving))
         for group in leaving:
             group.rollout.left.remove(group.places)
         self.launcher.reward_loop.give_up([rollout.rewards for rollout in flying if not rollout.left])
-        self._behind = [rollout for rollout in (*self._behind, own) if rollout.left]
+        self._behind = [rollout for rollout in (*self._behind, head) if rollout.left]
         self._refilled = 0
         return trained
 
@@ -234,9 +237,9 @@ class Buffer:
     def _drawn(self, groups: int, update: int) -> list[Example]:
         """Rows at random for so many groups in place of others, on all ranks for as many as the one with the most
         needs, within the bound of a step. A collective, where the policy replaces groups."""
-        if not self.policy.most:
+        if not self.policy.refill_limit:
             return []
-        bound = self.policy.most * self._count - self._refilled
+        bound = self.policy.refill_limit * self._count - self._refilled
         groups = min(highest(max(groups, 0), PartialState().device), bound)
         drawn = self._at_random(groups, update)
         self._refilled += groups
@@ -244,7 +247,7 @@ class Buffer:
 
     def _at_random(self, groups: int, update: int) -> list[Example]:
         """Rows of this rank's own, for so many groups."""
-        loader: Any = self.dataloader
+        loader: Any = self.updates.dataloader
         draw = random.Random(f"{self.seed} {PartialState().process_index} {update} {self._refilled}")
         drawn = [loader.dataset[draw.randrange(len(loader.dataset))] for _ in range(groups)]
         inputs: list[Example] = [dict(row) for row in drawn for _ in range(self.launcher.group())]

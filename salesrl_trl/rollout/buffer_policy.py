@@ -16,14 +16,14 @@ SHARE_RATE = 0.2  # by how much a step moves the share of groups that are expect
 class InOrder:
     """In the order of rows: a turn trains on its own batch. Stock TRL's numbers, to the bit."""
 
-    max_age = most = 0
+    max_age = refill_limit = 0
 
 
 class ByArrival:
     """The first groups in flight that are scored, none older than `max_age` optimizer steps. One of your own overrides
     `key`: `SalesGRPOTrainer(buffer_policy=...)`."""
 
-    most = 0  # groups that a step may generate in place of others, by the groups that it trains on
+    refill_limit = 0  # groups that a step may generate in place of others, for each one that it trains on
 
     def __init__(self, max_age: int) -> None:
         self.max_age = max_age
@@ -59,12 +59,12 @@ class Turnover(NamedTuple):
 
 
 class Refilled(ByArrival):
-    """By arrival, among groups whose rewards differ. Uniform ones make way for groups of other rows: at most `most`
-    times as many as a step trains on. `reserve`: whether groups may wait, so that some are kept beside."""
+    """By arrival, among groups whose rewards differ. Uniform ones make way for groups of other rows: at most
+    `refill_limit` for each group that a step trains on. `reserve`: whether to keep some beside, which may wait."""
 
-    def __init__(self, max_age: int, most: int, reserve: bool) -> None:
+    def __init__(self, max_age: int, refill_limit: int, reserve: bool) -> None:
         super().__init__(max_age)
-        self.most = most
+        self.refill_limit = refill_limit
         self._reserve = reserve
         self._uniform_share = 0.0  # of groups that left the buffer, the last ones the most
 
@@ -76,7 +76,7 @@ class Refilled(ByArrival):
         informative = [group for group in groups if not group.is_uniform]
         scored = sum(group.is_scored for group in informative)
         target = count * (turns + 1) + (count // RESERVE if self._reserve else 0)
-        return to_launch(target, scored, len(informative) - scored, self._uniform_share, self.most) - count
+        return to_launch(target, scored, len(informative) - scored, self._uniform_share, self.refill_limit) - count
 
     def missing(self, groups: Sequence[PromptGroup], count: int) -> int:
         return count - sum(not group.is_uniform for group in groups)

@@ -110,21 +110,24 @@ class PromptGroup(NamedTuple):
         return [column[place] for place in self.places]
 
 
-class Completions(NamedTuple):
-    """The completions of several groups, behind one another."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptRollouts:
+    """Completions of a turn, as its training or a checkpoint keeps them."""
 
-    inputs: list[Example]
+    rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
     steps: list[int]
-    sampled: Sampled | None  # `None` while some are not generated
+    sampled: Sampled | None  # `None` for completions that are not there, or not kept
     behaviour_logps: torch.Tensor | None
+    inputs: list[Example] = field(default_factory=list)  # the rows, where a policy chooses groups; perhaps none
 
     @classmethod
-    def of(cls, groups: Sequence[PromptGroup], figures: Sampled | None) -> "Completions":
-        """Those of these groups, without pictures. The figures of generation are those of `figures`, if there are."""
+    def of(cls, groups: Sequence[PromptGroup], figures: Sampled | None) -> "KeptRollouts":
+        """The completions of these groups, without pictures. The figures of generation are those of `figures`."""
         rollouts = [group.rollout for group in groups]
+        inputs = [row for group in groups for row in group.cut(group.rollout.inputs)]
         sampled = [rollout.sampled for rollout in rollouts if rollout.sampled is not None]
         return cls(
-            inputs=[row for group in groups for row in group.cut(group.rollout.inputs)],
+            rows=keys_of(inputs),
             steps=[step for group in groups for step in group.cut(group.rollout.steps)],
             sampled=_joined(groups, sampled, figures) if figures and len(sampled) == len(groups) else None,
             behaviour_logps=_padded([
@@ -132,6 +135,7 @@ class Completions(NamedTuple):
                 for rollout, group in zip(rollouts, groups, strict=True)
                 if rollout.behaviour_logps is not None
             ]),
+            inputs=inputs,
         )  # fmt: skip
 
 
@@ -154,17 +158,6 @@ def _joined(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figures: 
 
     columns = tuple(column(values) for values in zip(*(each.generated for each in sampled), strict=True))
     return Sampled(generated=columns, metrics=figures.metrics, tokens=figures.tokens)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptRollouts:
-    """The completions of a turn that a checkpoint keeps."""
-
-    rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
-    steps: list[int]
-    sampled: Sampled | None  # `None` for completions that are not there, or not kept
-    behaviour_logps: torch.Tensor | None
-    inputs: list[Example] = field(default_factory=list)  # the rows, where a policy chooses groups; perhaps none
 
 
 def keys_of(inputs: Sequence[Example]) -> list[int]:

@@ -452,7 +452,7 @@ class Components:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
         # an account of the spending may be damaged
         policy, names = self.pipeline.buffer.policy, self._trl.tool_names
-        agreed(lambda: log_banner(self._args, self.reward, names, policy.max_age, policy.most, self._partial))
+        agreed(lambda: log_banner(self._args, self.reward, names, policy.max_age, policy.refill_limit, self._partial))
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
         for part in self.parts:

@@ -85,7 +85,7 @@ class Run:
         turns = [[[{"prompt": f"p{row}", "row": row} for row in range(GROUPS * turn, GROUPS * (turn + 1))
                    for _ in range(EACH)]] for turn in range(step, 20)]  # fmt: skip
         self.buffer.restart(0, step, False, kept or {})
-        self.buffer.dataloader = SimpleNamespace(dataset=[row for [turn] in turns for row in turn])
+        self.pipeline.updates.dataloader = SimpleNamespace(dataset=[row for [turn] in turns for row in turn])
         self._updates, self._first = iter([(turn, None) for turn in turns]), step
 
     def make(self, steps):
