@@ -48,8 +48,8 @@ from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
-from salesrl_trl.rollout.launcher import Launcher
 from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.run_events import RunEvents, StepMarks
@@ -146,15 +146,23 @@ class Components:
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
         talks, is_answered = trl.tools is not None or self.reward.is_played, all(trl.reward_answered)
-        # a function may score a whole batch before it is known which groups are equal
-        at_once_too = None if is_answered and not inside_trl else at_once
-        whole_batch = {"max_staleness": at_once, "refill_groups": at_once_too, "buffer_policy": at_once}
-        self.pipeline.buffer.policy = policy_of(
-            policy, max_staleness=args.max_staleness, refill_groups=args.refill_groups,
-            most_lookahead=args.most_lookahead,
-            why_not=lambda name: why_in_turn(args, whole_batch[name], talks, trl.reads_pictures)
-            or why_not_kept(self._rows),
-        )  # fmt: skip
+        asked = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
+        if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
+            asked["refill_groups"] = None if is_answered and not inside_trl else at_once
+        if policy is not None:
+            check(
+                policy.max_age >= args.most_lookahead,
+                f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
+                f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
+            )
+        in_force: dict[str, Any] = {}
+        for name, whole_batch in (asked if policy is None else {"buffer_policy": at_once}).items():
+            reason = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)
+            if reason is None:
+                in_force[name] = getattr(args, name, policy)
+            else:
+                logger.info(f"`{name}` has no effect here, because {reason}")
+        self.pipeline.buffer.policy = in_force.pop("buffer_policy", None) or policy_of(args.most_lookahead, **in_force)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
