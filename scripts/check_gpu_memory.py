@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from salesrl_trl.ground.command_line import ToolParser
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, end_tidily
@@ -25,17 +24,9 @@ if __name__ == "__main__":
 
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.cards import Card, card_here, named_card
 from salesrl_trl.launch.commands import print_failure, strict_json
-from salesrl_trl.launch.memory.estimate import (
-    Card,
-    Estimate,
-    advice,
-    card_here,
-    named_card,
-    used_gib,
-    users,
-)
-from salesrl_trl.launch.memory.shape import Sharding
+from salesrl_trl.launch.memory_estimate import Estimate, Sharding, advice
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import Scales, settle_precision
 from salesrl_trl.launch.recipes import FULL
@@ -74,14 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         report = {
             "run": title,
-            "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
+            "card": {"name": card.name, "gib": card.gib, "used_gib": card.used_gib()},
             "fits": estimated.fits,
             "needed_gib": estimated.needed_gib,
             "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
             "vllm_sequences": estimated.sequences,
-            "setup": asdict(setup),
             "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
-            "remedies": [] if estimated.fits else advice(scales.shape, setup, card.gib),
+            "remedies": [] if estimated.fits else advice(setup),
         }
         print(strict_json(report))
     return 0 if estimated.fits else EXIT_FAILED
@@ -140,8 +130,8 @@ def _as_text(scales: Scales, preset: tuple[str, float] | None, card: Card, title
             f"vLLM's cache has room for {estimated.sequences:.0f} completions of full length at once; "
             f"{setup.rollouts} are generated"
         )
-    if (used := used_gib(card)) is not None:
-        named = users(card)
+    if (used := card.used_gib()) is not None:
+        named = card.users()
         text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
         too_little = estimated.fits and used + estimated.needed_gib > card.gib
         lines.append(text + ". THIS LEAVES TOO LITTLE: end those processes first" * too_little)
@@ -155,7 +145,7 @@ def _as_text(scales: Scales, preset: tuple[str, float] | None, card: Card, title
         where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
         lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
     lines.append("What takes less:")
-    return "\n".join([*lines, *(f"  {setting}" for setting in advice(scales.shape, setup, card.gib))])
+    return "\n".join([*lines, *(f"  {setting}" for setting in advice(setup))])
 
 
 def _parser() -> ToolParser:

@@ -7,7 +7,8 @@ rounding, by torchao's 8-bit AdamW. `scripts/check_gpu_memory.py` shows the same
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -15,19 +16,21 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch import cards
+from salesrl_trl.launch import memory_estimate as memory
+from salesrl_trl.launch import memory_shape as shapes
 from salesrl_trl.launch.checks.folders import free_gib
 from salesrl_trl.launch.checks.model import empty_model
 from salesrl_trl.launch.checks.outcome import Findings
-from salesrl_trl.launch.memory import estimate as memory
-from salesrl_trl.launch.memory import shape as shapes
-from salesrl_trl.launch.memory.estimate import STOCHASTIC_OPTIM, Estimate, Weigh
-from salesrl_trl.launch.memory.shape import ModelShape, Setup, Sharding
+from salesrl_trl.launch.memory_estimate import NUMBER_BYTES, STOCHASTIC_OPTIM, Estimate, Setup, Sharding, setup_of
+from salesrl_trl.launch.memory_shape import ModelShape
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1  # an estimate that is above the card's memory by less than this share is a note, and no failure
 STOCHASTIC_ARGS = "bf16_stochastic_round=True"  # of torchao's optimizer
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")  # defaults, which may be replaced
+Weigh = Callable[[str, str], Estimate]  # from a number format of weights and an optimizer's name in transformers
 
 
 @dataclass
@@ -47,25 +50,25 @@ class Scales:
         plain = shapes.model_shape(*config.policy_source)
         if not config.model.use_peft:
             return plain
-        return replace(plain, adapters=shapes.adapters_of(empty_model(*config.policy_source), config.model))
+        return shapes.with_adapters(plain, empty_model(*config.policy_source), config.model)
 
     def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
         config = self.plan.config
         tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
-        return shapes.setup_of(
+        return setup_of(
             config.training, config.model, self.shape, tokens,
             dtype=dtype, optim=optim, sharding=self.sharding, processes=self.processes,
         )  # fmt: skip
 
     def weigh(self, dtype: str | None, optim: str | None = None) -> Estimate:
         """The estimate for weights of a number format, and an optimizer by its name in transformers."""
-        return memory.estimate(self.shape, self.setup(dtype, optim), self.card_gib)
+        return memory.estimate(self.setup(dtype, optim), self.card_gib)
 
 
 def check_memory(plan: Plan, findings: Findings) -> None:
     """Choose the number format, with an optimizer that suits it, and compare the estimate with the card."""
     training, model = plan.config.training, plan.config.model
-    card, scales = memory.card_here(training.device), None
+    card, scales = cards.card_here(training.device), None
     unknown = "this run is on the CPU" if card is None else "the packaged small policy fits every card"
     if model.model_name_or_path is not None and (card is not None or model.use_peft):
         weighed = Scales(plan, math.inf if card is None else card.gib)
@@ -86,13 +89,13 @@ def check_memory(plan: Plan, findings: Findings) -> None:
         return
     plan.estimate = estimated = scales.weigh(plan.dtype)
     _compare(scales, estimated, findings)
-    if (used := memory.used_gib(card)) is None:
+    if (used := card.used_gib()) is None:
         return
     findings.figures["used_gib"] = round(used, 2)
     if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
         findings.fail(
             f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in "
-            f"use now, by {memory.users(card) or 'processes that the driver does not name here'}.",
+            f"use now, by {card.users() or 'processes that the driver does not name here'}.",
             "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
         )
 
@@ -147,7 +150,7 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     parameters = shapes.parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
     own = getattr(plan.model_config, "dtype", None) or torch.float32
     copies = 4 if training.deepspeed_plugin is not None and (training.bf16 or training.fp16) else 0
-    number = 2 if copies else shapes.NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
+    number = 2 if copies else NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
     states = copies + memory.moment_bytes(training.optim.value, 4 if copies else number)
     weights = number * parameters / GIB
     checkpoint = weights + (0.0 if training.save_only_model else states * parameters / GIB)
@@ -176,20 +179,20 @@ def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
     if estimated.fits:
         return
     setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
-    remedy = f"What takes less: {'; '.join(memory.advice(scales.shape, setup, card))}. "
+    remedy = f"What takes less: {'; '.join(memory.advice(setup))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
-    if setup.engine is not None and not estimated.starts_engine:
+    if not estimated.starts_engine:
         findings.fail(
             f"vLLM's share of the card has room for {estimated.sequences:.1f} completions of full length beside the "
-            f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
-            "start.",
+            f"weights, of `vllm_max_model_length` {memory.engine_length(setup)} tokens. Expected at least 1: vLLM would "
+            "not start.",
             remedy,
         )
         return
     text = f"training takes about {estimated.needed_gib:.1f} GiB ({estimated.peak.name}), and the card has {card:.1f}."
-    if estimated.starts_engine and estimated.needed_gib <= (1 + MARGIN) * card:
+    if estimated.needed_gib <= (1 + MARGIN) * card:
         findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
-    elif estimated.starts_engine and model.dtype == "float32" and not model.use_peft:
+    elif model.dtype == "float32" and not model.use_peft:
         findings.note(f"{text} It is tried all the same, because `dtype` is float32.", remedy)
     else:
         findings.fail(text, remedy)

@@ -27,11 +27,11 @@ from transformers import AutoTokenizer
 
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.launch import env, software
+from salesrl_trl.launch.cards import Card
 from salesrl_trl.launch.checks import environment
 from salesrl_trl.launch.checks.addresses import PROBE_TIMEOUT_S
 from salesrl_trl.launch.checks.outcome import StageVerdict
 from salesrl_trl.launch.data import sources
-from salesrl_trl.launch.memory.estimate import Card
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight import runner
 from salesrl_trl.launch.preflight.__main__ import main
@@ -383,11 +383,11 @@ def deepspeed_in_16_bits(training):
 
 
 def test_checkpoints_have_room(told, policy, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.launch.memory.shape.parameter_count", lambda *_: 2**30)
+    monkeypatch.setattr("salesrl_trl.launch.memory_shape.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
     free = {"gib": 200.0}
     monkeypatch.setattr("salesrl_trl.launch.preflight.memory.free_gib", lambda *_: free["gib"])
-    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.cards.card_here", lambda device: Card("a card", 80.0))
     asked_with = functools.partial(told, *given, stages=runner.STAGES[1:5])
     assert "free disk" not in asked_with()
     free["gib"] = 30.0

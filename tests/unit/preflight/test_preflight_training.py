@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from salesrl_trl.launch.cards import Card
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
 from salesrl_trl.launch.data.lengths import token_counter
-from salesrl_trl.launch.memory.estimate import SCORING, Card, Estimate, Moment
-from salesrl_trl.launch.memory.shape import UnknownShape
+from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment
+from salesrl_trl.launch.memory_shape import UnknownShape
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import Scales
 from salesrl_trl.launch.preflight.rehearsal import rehearse
@@ -72,7 +73,7 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
         moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name=SCORING, parts={"weights": 9.0}))
         return Estimate(card_gib=80.0, moments=moments, sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.card_here", lambda _: Card("a", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.cards.card_here", lambda _: Card("a", 80.0))
     monkeypatch.setattr(Scales, "shape", property(weighed))
     monkeypatch.setattr(Scales, "weigh", weighed)
     memory, _, step = examine(planned(), stages=(MEMORY_STAGE, MODEL_STAGE, STEP_STAGE))
