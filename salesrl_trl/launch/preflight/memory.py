@@ -184,8 +184,8 @@ def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
     if not estimated.starts_engine:
         findings.fail(
             f"vLLM's share of the card has room for {estimated.sequences:.1f} completions of full length beside the "
-            f"weights, of `vllm_max_model_length` {memory.engine_length(setup)} tokens. Expected at least 1: vLLM would "
-            "not start.",
+            f"weights, of `vllm_max_model_length` {memory.engine_length(setup)} tokens. Expected at least 1: vLLM "
+            "would not start.",
             remedy,
         )
         return
