@@ -60,7 +60,7 @@ MOVED = {
     "rollout.tools": "agents.tools",
     "run": "launch",
     "run.launch": "launch.process",
-    "run.tools": "launch.commands",
+    "run.tools": "ground.command_line",
     "train": "launch.train",
     "translate": "launch.translate",
     "view": "record.view",

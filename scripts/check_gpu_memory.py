@@ -16,8 +16,8 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from salesrl_trl.ground.command_line import ToolParser
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, end_tidily
+from salesrl_trl.ground.command_line import ToolParser, ended, strict_json
+from salesrl_trl.ground.shutdown import EXIT_FAILED, end_tidily
 
 if __name__ == "__main__":
     end_tidily()  # before the imports that take seconds
@@ -25,7 +25,6 @@ if __name__ == "__main__":
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.cards import Card, card_here, named_card
-from salesrl_trl.launch.commands import print_failure, strict_json
 from salesrl_trl.launch.memory_estimate import Estimate, Sharding, advice
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import Scales, settle_precision
@@ -39,28 +38,27 @@ SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    as_json = "--json" in argv
-    try:
-        options, settings = _parser().parse_known_args(argv)
-        for name in ("processes", "prompt_tokens"):
-            check_range(name, getattr(options, name), Range(1))
-        with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
-            config = parse(settings, FULL)
-            card = card_here(config.training.device) if options.card is None else named_card(options.card)
-            if card is None:
-                raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
-            estimated, scales = _weigh(config, card, options)
-            setup = scales.setup(scales.plan.dtype)
-            options.prompt_tokens = setup.prompt_tokens
-            preset = None if estimated.fits else _preset(settings, card, options)
-    except Exception as error:
-        print_failure(error, as_json)
-        return EXIT_BAD_INPUT
+    return ended(argv, lambda: _examine(argv))
+
+
+def _examine(argv: Sequence[str]) -> int:
+    options, settings = _parser().parse_known_args(argv)
+    for name in ("processes", "prompt_tokens"):
+        check_range(name, getattr(options, name), Range(1))
+    with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
+        config = parse(settings, FULL)
+        card = card_here(config.training.device) if options.card is None else named_card(options.card)
+        if card is None:
+            raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
+        estimated, scales = _weigh(config, card, options)
+        setup = scales.setup(scales.plan.dtype)
+        options.prompt_tokens = setup.prompt_tokens
+        preset = None if estimated.fits else _preset(settings, card, options)
     formats = {4: "float32", 2: "16 bits", 1: "8 bits"}
     title = f"{config.model.model_name_or_path}, {'LoRA' if setup.lora else 'all weights'}, weights in "
     title += f"{formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + {setup.completion_tokens} "
     title += "tokens" + (f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else "")
-    if not as_json:
+    if not options.json:
         print(_as_text(scales, preset, card, title))
     else:
         report = {

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
-from salesrl_trl.ground.command_line import given, parser_of
+from salesrl_trl.ground.command_line import finite, given, parser_of
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.launch.commands import finite
 from salesrl_trl.launch.process import begin_run
 from salesrl_trl.launch.settings_help import answer_help
 
