@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from salesrl_trl.ground.command_line import ToolParser, ended, strict_json
 from salesrl_trl.ground.shutdown import EXIT_FAILED, end_tidily
@@ -25,9 +26,9 @@ if __name__ == "__main__":
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.cards import Card, card_here, named_card
-from salesrl_trl.launch.memory_estimate import Estimate, Sharding, advice
+from salesrl_trl.launch.memory_estimate import Estimate, Setup, Sharding, advice, estimate, setup_of
 from salesrl_trl.launch.plan import Plan
-from salesrl_trl.launch.preflight.memory import Scales, settle_precision
+from salesrl_trl.launch.preflight.memory import policy_shape, settle_precision, weigher
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import RunConfig, parse
 
@@ -50,8 +51,7 @@ def _examine(argv: Sequence[str]) -> int:
         card = card_here(config.training.device) if options.card is None else named_card(options.card)
         if card is None:
             raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
-        estimated, scales = _weigh(config, card, options)
-        setup = scales.setup(scales.plan.dtype)
+        estimated, setup = _weigh(config, card, options)
         options.prompt_tokens = setup.prompt_tokens
         preset = None if estimated.fits else _preset(settings, card, options)
     formats = {4: "float32", 2: "16 bits", 1: "8 bits"}
@@ -59,7 +59,7 @@ def _examine(argv: Sequence[str]) -> int:
     title += f"{formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + {setup.completion_tokens} "
     title += "tokens" + (f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else "")
     if not options.json:
-        print(_as_text(scales, preset, card, title))
+        print(_as_text(setup, estimated, preset, card, title))
     else:
         report = {
             "run": title,
@@ -75,8 +75,8 @@ def _examine(argv: Sequence[str]) -> int:
     return 0 if estimated.fits else EXIT_FAILED
 
 
-def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Scales]:
-    """The estimate of a run on a card, and what weighed it."""
+def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Setup]:
+    """The estimate of a run on a card, and its setup."""
     if config.model.model_name_or_path is None:
         raise ConfigError(
             "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
@@ -86,17 +86,21 @@ def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
         config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
     plan = Plan(config)
     _ = plan.model_config  # raises where there is no model
-    sharding = SHARDINGS[options.sharding]
-    scales = Scales(plan, card.gib, options.prompt_tokens)
-    if sharding is not Sharding.NONE or options.processes > 1:
-        scales.sharding, scales.processes = sharding, options.processes
+    sharding, training = SHARDINGS[options.sharding], config.training
+    shares = sharding is not Sharding.NONE or options.processes > 1
+    setup = setup_of(
+        training, config.model, policy_shape(plan),
+        plan.train.longest if options.prompt_tokens is None else options.prompt_tokens, dtype=config.model.dtype,
+        sharding=sharding if shares else None, processes=options.processes if shares else None,
+    )  # fmt: skip
     plan.dtype = config.model.dtype
     if sharding is Sharding.NONE:
         try:
-            settle_precision(plan, scales.weigh)
+            settle_precision(plan, weigher(setup, card.gib))
         except ConfigError:  # no number format fits: the table says so
             plan.dtype = "float32"
-    return scales.weigh(plan.dtype), scales
+    setup = replace(setup, dtype=plan.dtype, optim=training.optim.value)
+    return estimate(setup, card.gib), setup
 
 
 def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) -> tuple[str, float] | None:
@@ -115,8 +119,7 @@ def _is_no_larger(name: str, card: Card) -> bool:
     return named_card(name).gib <= card.gib + 1  # a card of 80 GB may have a little less
 
 
-def _as_text(scales: Scales, preset: tuple[str, float] | None, card: Card, title: str) -> str:
-    setup, estimated = scales.setup(scales.plan.dtype), scales.weigh(scales.plan.dtype)
+def _as_text(setup: Setup, estimated: Estimate, preset: tuple[str, float] | None, card: Card, title: str) -> str:
     peak = estimated.peak
     lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
     lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]

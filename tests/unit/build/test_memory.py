@@ -177,7 +177,8 @@ def test_vllm_wants_room_for_its_own_longest_completion(tiny, tmp_path):
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--output_dir", str(tmp_path)]
     plan = Plan(parse(["--use_vllm", "true", *given], None))
     positions = AutoConfig.from_pretrained(tiny).max_position_embeddings
-    setup = memory.Scales(plan, 80.0, prompt_tokens=8).setup(None)
+    config = plan.config
+    setup = setup_of(config.training, config.model, memory.policy_shape(plan), 8, dtype=None)
     assert memory_estimate.engine_length(setup) == positions
     plan.config.training.vllm_max_model_length = 128
     assert memory_estimate.engine_length(setup) == 128
