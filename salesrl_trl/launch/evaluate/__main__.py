@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             options, settings = parser_of("evaluate").parse_known_args(argv)
             _check(options)
-            from salesrl_trl.launch.assembly import launched_services
+            from salesrl_trl.launch.embedded import launched_services
             from salesrl_trl.launch.evaluate.evaluation_text import text_of
             from salesrl_trl.launch.evaluate.policies import (
                 EvaluatedPolicy,
