@@ -64,7 +64,7 @@ MOVED = {
     "rollout.tools": "agents.tools",
     "run": "launch",
     "run.launch": "launch.process",
-    "run.tools": "launch.commands",
+    "run.tools": "ground.command_line",
     "telemetry.trackers": "parts.trackers",
     "train": "launch.train",
     "translate": "launch.translate",

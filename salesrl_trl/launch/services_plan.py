@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from salesrl_trl.launch.assembly import addresses
 from salesrl_trl.launch.checks.reward import RewardParts, read_reward
 from salesrl_trl.launch.data.form import Portion, part_of
 from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.embedded import addresses
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.types import ALL, SalesRow
 
