@@ -394,7 +394,7 @@ def test_a_conversation_has_its_turns_and_each_answer_of_a_tool_the_time_of_its_
     assert json.loads(line)["completion"] == turns
 
 
-WORDS_OF_JUDGES = (
+WORDS_OF_JUDGES = [
     "default",
     "judge",
     "reference",
@@ -406,7 +406,7 @@ WORDS_OF_JUDGES = (
     "参考",
     "动作",
     "分支",
-)
+]
 
 
 @pytest.mark.parametrize("lang", ["en", "zh"])
@@ -420,9 +420,7 @@ def test_a_task_without_judge_and_reference_has_no_words_for_them(show, new_rank
         assert [word for word in WORDS_OF_JUDGES if word in shown] == [], address
 
 
-def test_of_two_runs_only_the_one_with_a_judge_is_judged_and_no_figure_is_made_of_no_row(
-    show, new_rank, tab, tmp_path
-):
+def test_of_two_runs_only_the_one_with_a_judge_is_judged(show, new_rank, tab, tmp_path):
     runs = [tmp_path / "judged", tmp_path / "own"]
     long = "benchmark:questions-about-people-Disability_status-" + "0" * 30
     judged = {"reference_reward": 0.25, "provider": "judge", "judge_s": 0.5, "row": long, "branch": "fairness"}
