@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.record.schema import (
-    FOLDER,
-    PACKED,
-    SUFFIX,
-    VERSION,
-    rank_of,
-    record_file,
-)
+from salesrl_trl.record.schema import FOLDER, PACKED, SUFFIX, VERSION, rank_of, record_file
 from salesrl_trl.telemetry.completion_record import Judged
 
 logger = logging.getLogger(__name__)

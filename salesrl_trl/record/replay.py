@@ -18,14 +18,7 @@ from typing import Any
 from salesrl_trl.agents.episodes import Episode
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
-from salesrl_trl.record.reader import (
-    digest_of,
-    open_record,
-    record_files,
-    row_of,
-    text_of,
-    unpacked,
-)
+from salesrl_trl.record.reader import digest_of, open_record, record_files, row_of, text_of, unpacked
 from salesrl_trl.record.schema import rank_of
 from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
 from salesrl_trl.reward.sample_lines import row_id_of

@@ -17,14 +17,7 @@ from salesrl_trl.data.rows import TAKEN, check_columns, check_not_taken, parse_r
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.launch.data import files
-from salesrl_trl.launch.data.files import (
-    ENDINGS,
-    FILES,
-    Placed,
-    Record,
-    demo_records,
-    read_file,
-)
+from salesrl_trl.launch.data.files import ENDINGS, FILES, Placed, Record, demo_records, read_file
 from salesrl_trl.launch.data.form import Form, Portion, Records, converted, part_of
 from salesrl_trl.launch.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.types import Prompt, SalesRow

@@ -73,19 +73,7 @@ def small(tmp_path):
         ({"text": "%"}, lambda row: False),  # no wildcard
         ({"branch": "x' OR '1'='1"}, lambda row: False),
     ],
-    ids=[
-        "none",
-        "run",
-        "reason",
-        "provider",
-        "reward",
-        "advantage",
-        "step",
-        "row",
-        "text",
-        "no-text",
-        "sql",
-    ],
+    ids=["none", "run", "reason", "provider", "reward", "advantage", "step", "row", "text", "no-text", "sql"],
 )
 def test_a_filter_finds_what_a_count_over_the_files_finds(both, counted, params, fits):
     wanted = {row["name"] for row in counted if fits(row)}
