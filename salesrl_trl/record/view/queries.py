@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import sqlite3
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from salesrl_trl.record.view.run_folder import read_run
 Params = Mapping[str, str]
 Answer = dict[str, Any]
 
-EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group
+EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group; `viewer.sql` keeps 600
 MOST_CHARS = 40_000  # most of one text of a call. The rest is counted.
 PAGE = 50
 MOST_OF_A_ROW = 800
@@ -153,22 +152,19 @@ def listing(index: Index, params: Params) -> Answer:
 
 
 def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, chars: int = EXCERPT) -> list[Answer]:
-    """Completions as lists show them, with the beginning of their texts, empty if a file was written anew."""
-    places = [(row["run"], row["rank"], row["id"]) for row in rows]
-    texts = dict.fromkeys(places, "")
-    by_file: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for run, rank, number in texts:
-        by_file[run, rank].append(number)
-    for (run, rank), numbers in by_file.items():
-        with closing(open_record(index.source(run, rank).path)) as file:
-            marks = ", ".join("?" * len(numbers))
-            query = f"SELECT id, substr(text, 1, ?) FROM completions WHERE id IN ({marks})"
-            texts |= {(run, rank, number): text for number, text in file.execute(query, (chars, *numbers))}
+    """Completions as lists show them, with the beginning of their texts, at most 600 characters."""
+    query = f"SELECT n, substr(excerpt, 1, ?) FROM texts WHERE n IN ({', '.join('?' * len(rows))})"
+    with index.lock:
+        texts = dict(index.db.execute(query, (chars, *(row["n"] for row in rows))).fetchall())
     return [
-        {"id": "-".join(map(str, place)), "text": texts[place], **{name: row[name] for name in shown},
-         **index.notes.of(*place[:2], row)}
-        for place, row in zip(places, rows, strict=True)
-    ]  # fmt: skip
+        {
+            "id": f"{row['run']}-{row['rank']}-{row['id']}",
+            "text": texts.get(row["n"], ""),  # its file may have been written anew
+            **{name: row[name] for name in shown},
+            **index.notes.of(row["run"], row["rank"], row),
+        }
+        for row in rows
+    ]
 
 
 def overview(index: Index, params: Params) -> Answer:

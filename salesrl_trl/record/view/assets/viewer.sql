@@ -11,7 +11,7 @@ CREATE TABLE completions (
 CREATE INDEX by_row ON completions (row, step);
 CREATE INDEX by_prompt ON completions (prompt);
 CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
-CREATE TABLE texts (n INTEGER PRIMARY KEY, text);
+CREATE TABLE texts (n INTEGER PRIMARY KEY, text, excerpt);
 CREATE TABLE matches (n INTEGER PRIMARY KEY);
 CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
 CREATE TABLE notes (run, rank, id, time, flag, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
@@ -33,7 +33,7 @@ FROM source.completions c WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
 -- name: copy_texts
 INSERT INTO texts
 SELECT n, lower_case(c.text || char(10) || coalesce(
-    (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id), ''))
+    (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id), '')), substr(c.text, 1, 600)
 FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
 
 -- name: find
