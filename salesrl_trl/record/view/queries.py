@@ -130,9 +130,10 @@ def listing(index: Index, params: Params) -> Answer:
     if order not in ORDERS:
         raise BadQuestionError(f"there is no order {order!r}")
     key, direction = ORDERS[order]
+    table = "noted" if params.get("flag") else "completions"  # which has an index that covers the count
     with index.lock:
         sql, values = _condition(index, params)
-        total = index.db.execute(f"SELECT count(*) FROM noted WHERE {sql}", values).fetchone()[0]
+        total = index.db.execute(f"SELECT count(*) FROM {table} WHERE {sql}", values).fetchone()[0]
         if params.get("after"):
             at, _, n = params["after"].partition("~")
             after = {"at": at, "n": n}
@@ -140,7 +141,7 @@ def listing(index: Index, params: Params) -> Answer:
             values = [*values, number(after, "at"), whole(after, "n")]
         rows = index.db.execute(
             # Only what orders them goes through the sorting: a fifth of the time of whole rows.
-            f"SELECT * FROM (SELECT n, {key} AS key FROM noted WHERE {sql} "
+            f"SELECT * FROM (SELECT n, {key} AS key FROM {table} WHERE {sql} "
             f"ORDER BY key {direction}, n {direction} LIMIT ?) JOIN noted USING (n) "
             f"ORDER BY key {direction}, n {direction}",
             [*values, PAGE + 1],
