@@ -20,6 +20,7 @@ from dataclasses import asdict
 import uvicorn
 from starlette.types import ASGIApp
 
+from salesrl_trl.data.files import demo_path, load_documents
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.launcher import ServiceAddresses
 from salesrl_trl.demo.services.rubric import protected_terms
@@ -28,7 +29,6 @@ from salesrl_trl.demo.services.writers import ChatWriter, ExtractiveWriter, Writ
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
-from salesrl_trl.launch.data.files import demo_path, load_documents
 
 DRAIN_TIMEOUT_S = 3  # seconds for requests in flight when the services stop. An answer of their own takes less.
 PARENT_POLL_S = 1.0
