@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from salesrl_trl.agents.episodes import per_episode as per_episode
     from salesrl_trl.agents.tools import tool as tool
+    from salesrl_trl.config.quick_evaluations import Figure as Figure
+    from salesrl_trl.config.quick_evaluations import QuickEvalSettings as QuickEvalSettings
     from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
     from salesrl_trl.errors import ConfigError as ConfigError
     from salesrl_trl.errors import DataError as DataError
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.data.formats.dataset_format import DatasetFormat as DatasetFormat
     from salesrl_trl.launch.data.sources import build_dataset as build_dataset
     from salesrl_trl.launch.data.sources import load_rows as load_rows
-    from salesrl_trl.launch.evaluation.quick_figures import Figure as Figure
-    from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings as QuickEvalSettings
     from salesrl_trl.launch.reward_config import RewardConfig as RewardConfig
     from salesrl_trl.reward.functions import RewardFunction as RewardFunction
     from salesrl_trl.reward.functions import per_batch as per_batch
@@ -69,7 +69,7 @@ _MODULES = {
     "SalesGRPOTrainer": "trainer",
     "SalesGRPOConfig": "config.training",
     "RewardConfig": "launch.reward_config",
-    "QuickEvalSettings": "launch.evaluation.quick_record",
+    "QuickEvalSettings": "config.quick_evaluations",
     # reward functions of your own: docs/REWARDS.md
     "per_completion": "reward.functions",
     "per_group": "reward.functions",
@@ -93,7 +93,7 @@ _MODULES = {
     "JudgeReward": "judged.judge_reward",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
     "DatasetFormat": "launch.data.formats.dataset_format",
-    "Figure": "launch.evaluation.quick_figures",
+    "Figure": "config.quick_evaluations",
     "Judge": "judged.judge_interface",
     "KLLaw": "kl.law",
     "Part": "wiring.part",

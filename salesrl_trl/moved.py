@@ -22,7 +22,6 @@ MOVED = {
     "config.reward": "launch.reward_config",
     "data.columns": "launch.data.columns",
     "data.demo": "demo.rows",
-    "data.files": "launch.data.files",
     "data.form": "launch.data.form",
     "data.formats": "launch.data.formats",
     "data.lengths": "launch.data.lengths",
@@ -31,6 +30,8 @@ MOVED = {
     "env": "launch.env",
     "evaluate": "launch.evaluate",
     "evaluation": "launch.evaluation",
+    "evaluation.row_statistics": "ground.row_statistics",
+    "launch.data.files": "data.files",
     "parts.bbq": "launch.evaluation.bbq_part",
     "parts.closing_report": "record.closing_report",
     "parts.held_out": "launch.evaluation.held_out_part",
@@ -55,6 +56,7 @@ MOVED = {
     "reward.service": "service",
     "reward.service.budget": "judged.budget",
     "rollout.chat_turns": "agents.chat_turns",
+    "rollout.greedy": "launch.evaluation.greedy",
     "rollout.policy_endpoint": "agents.policy_endpoint",
     "rollout.search": "agents.search",
     "rollout.tools": "agents.tools",
@@ -64,6 +66,7 @@ MOVED = {
     "train": "launch.train",
     "translate": "launch.translate",
     "view": "record.view",
+    "wiring.model_card": "parts.model_card",
 }
 """Below the package, of modules and of packages with all that is in them."""
 

@@ -37,6 +37,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.checkpoint.fitted import fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.rows import check_not_taken
@@ -47,10 +48,9 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import SAVING_FOLDER, Phase
-from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
+from salesrl_trl.rollout.buffer_policy import BufferPolicy
 from salesrl_trl.rollout.correction import unknown_logps
 from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
@@ -61,7 +61,6 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.telemetry.trackers import spared, tell
 from salesrl_trl.update.weights import WeightChange
 from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.part import Part
 from salesrl_trl.wiring.trl_access import TRLAccess
@@ -93,6 +92,9 @@ class SalesGRPOTrainer(TRLAccess):
             Moves the KL coefficients in place of the law that `args` sets.
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
             Makes another generation engine than TRL's. A class, for example.
+        buffer_policy (`BufferPolicy`, *optional*):
+            Chooses the groups that a step trains on, in place of `max_staleness` and `refill_groups`. One of your own
+            overrides `ByArrival`.
         parts (`Sequence[Part]`, *optional*):
             Parts of your own, behind those that the settings ask for.
         more, kwargs:
@@ -106,7 +108,8 @@ class SalesGRPOTrainer(TRLAccess):
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
-        sampler: Callable[[Upstream], Sampler] | None = None, parts: Sequence[Part] = (), **kwargs: object,
+        sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
+        parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
         """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
@@ -130,7 +133,7 @@ class SalesGRPOTrainer(TRLAccess):
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
-        is_named = args.record or isinstance(components.reward, ReplayReward)
+        is_named = args.record or components.reward.is_replay
         self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
         for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
@@ -139,7 +142,7 @@ class SalesGRPOTrainer(TRLAccess):
         self._foreign = ForeignText(self._tokenizer, self.chat_template)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
-        for callback in components.connect(self._hooks(), sampler, quick_eval):
+        for callback in components.connect(self._hooks(), sampler, quick_eval, buffer_policy):
             self.add_callback(callback)
 
     def train(
@@ -213,7 +216,7 @@ class SalesGRPOTrainer(TRLAccess):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.components.pipeline.dataloader = train_dataloader
+        self.components.pipeline.buffer.dataloader = train_dataloader
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -429,12 +432,8 @@ class SalesGRPOTrainer(TRLAccess):
         folder = Path(self.args.output_dir)
         folder = folder.parent if folder.name == SAVING_FOLDER else folder
         if self.is_world_process_zero() and may_write_card(folder):
-            self._write_card(folder, model_name, dataset_name, [tags] if isinstance(tags, str) else tags or ())
-
-    def _write_card(self, folder: Path, *named: Any) -> None:
-        rewards = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
-        with spared("the model card"):
-            write_card(folder, self.components, self.args, self.state, rewards, *named)
+            given = {"name": model_name, "dataset": dataset_name, "tags": [tags] if isinstance(tags, str) else tags}
+            self.components.policy_is_saved(folder, self.state, **given)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leaves one policy in the folder, with its card."""
@@ -444,7 +443,7 @@ class SalesGRPOTrainer(TRLAccess):
         with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
             super()._save(output_dir, state_dict)
         if has_room:
-            self._write_card(folder)
+            self.components.policy_is_saved(folder, self.state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Adds the package's own files."""

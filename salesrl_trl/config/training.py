@@ -167,7 +167,7 @@ class SalesGRPOConfig(GRPOConfig):
     else to `False`."""
     mode: Annotated[str, RUN_MODES] = "train"
     """Extent of a recipe. `rollouts` generates and scores as in training, without passes, update and evaluation.
-    `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does."""
+    `rewards` scores made-up completions, without a model, as `preflight --stage judge --load 5` does."""
 
     def __post_init__(self) -> None:
         self.shared_prompts = str(self.shared_prompts)

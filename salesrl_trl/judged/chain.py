@@ -14,14 +14,13 @@ from salesrl_trl.errors import ServiceError
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, add_places, slots_of
-from salesrl_trl.judged.meter import METER
 from salesrl_trl.judged.parsing import is_empty_text, parse_action
 from salesrl_trl.judged.rag_answers import RagAnswers
 from salesrl_trl.judged.rag_client import RagBackend, answer_to_json
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.sample_lines import SampleLines
-from salesrl_trl.reward.scorer import RewardNames
+from salesrl_trl.reward.scorer import METER, RewardNames
 from salesrl_trl.reward.scoring import Scoring
 from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes

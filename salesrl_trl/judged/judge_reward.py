@@ -15,7 +15,7 @@ from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.judged.judge_interface import Judge, check_verdicts, judged
-from salesrl_trl.judged.meter import METER, SECOND, SECOND_JUDGE, MeterSettings
+from salesrl_trl.judged.meter import SECOND, SECOND_JUDGE
 from salesrl_trl.judged.noise import JudgedSample
 from salesrl_trl.judged.parsing import is_empty_text
 from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
@@ -25,6 +25,8 @@ from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import (
     AT_ONCE,
     DEADLINE_S,
+    METER,
+    MeterSettings,
     Needs,
     Per,
     RewardNames,

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.agents.episodes import Episode
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import (
@@ -66,9 +65,11 @@ class ReplayReward(Scorer):
     Raises `ConfigError` if the record is of another version, or of other reward functions.
     """
 
+    is_replay = True
+
     def __init__(self, reward: Scorer, run: Path, on_miss: str, *, delays: bool = False, rank: int = 0) -> None:
         super().__init__(reward.deadline_s)
-        if isinstance(reward, Episode):
+        if reward.is_played:
             raise ConfigError(
                 "`replay` is set with a function with `@per_episode`. Expected none: it plays each episode."
             )

@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import torch
 
-from salesrl_trl.agents.episodes import Episode
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import combined
@@ -107,7 +106,7 @@ def check_stock(reward_funcs: object, *further: object) -> None:
             "`args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
         )
     every = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    if any(isinstance(each, Episode) for each in every):
+    if any(isinstance(function, Scorer) and function.is_played for function in every):
         raise ConfigError(
             "a function with `@per_episode` goes with a `SalesGRPOConfig`: TRL's own trainer plays none."
         )

@@ -101,12 +101,14 @@ class RewardLoop:
         """Wait for rewards of these batches: `batch.settled`. An interrupted wait cancels them."""
         self._run(settled, batches, is_enough)
 
-    def joined(
+    def take(
         self, parts: Sequence[tuple[RewardBatch, range]], group: int, waits: Sequence[tuple[float, float]]
     ) -> RewardBatch:
-        """A batch of settled completions that are taken out of others: `RewardBatch.take_over`."""
-        batch = self.begin([other.rows[place] for other, places in parts for place in places], group)
-        batch.take_over(parts, waits)
+        """A batch of settled completions, which leave others with all that was measured. `waits`: when the trainer
+        waited for them."""
+        taken = [completion for batch, places in parts for completion in batch.hand_over(places)]
+        batch = self.begin([completion.row for completion in taken], group)
+        batch.fill(taken, waits)
         return batch
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:

@@ -77,6 +77,7 @@ class HttpClient:
         if fault := address_fault(base_url):
             raise ConfigError(f"the address of {service} holds {fault}.")
         self.service = service
+        self.echoes_ids = False  # whether a reply had its request's id
         base, _, query = base_url.partition("?")
         self._base_url, self._query = base.rstrip("/"), query and f"?{query}"
         self._headers = {
@@ -140,11 +141,13 @@ class HttpClient:
                 method, self._base_url + path + self._query, data=content, headers=headers, allow_redirects=False
             ) as reply:
                 response = cast(WiredResponse, reply)
+                echoes = response.headers.getall(REQUEST_ID_HEADER, ())
                 try:
-                    check_echo(self.service, request_id, *response.headers.getall(REQUEST_ID_HEADER, ()))
+                    check_echo(self.service, request_id, *echoes)
                 except ForeignReply:
                     response.hang_up()
                     raise
+                self.echoes_ids |= request_id in echoes
                 if response.status == 200:
                     return await self._read(response), response
                 body = await _read_at_most(response, MAX_ERROR_BODY_BYTES) if response.status in _READ_STATUS else b""

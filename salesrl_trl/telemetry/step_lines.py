@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from salesrl_trl import names
+from salesrl_trl.ground.tables import calls_and_usd
 from salesrl_trl.names import Phase
 from salesrl_trl.types import Outcome
 
@@ -133,11 +134,6 @@ def spent(logs: Logs) -> str:
         return ""
     at_end = "" if forecast is None else f", at the end {forecast:.0%} of the limit"
     return f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}{at_end}"
-
-
-def calls_and_usd(calls: float, usd: float) -> str:
-    """`1,234 calls, 0.42 USD`; `1,234 calls` where they cost nothing."""
-    return f"{calls:,.0f} calls" + (f", {usd:,.{2 if usd >= 0.1 else 4}f} USD" if usd else "")
 
 
 def clock(seconds: float) -> str:

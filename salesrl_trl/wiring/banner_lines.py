@@ -11,13 +11,11 @@ from pathlib import Path
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
 from salesrl_trl.ground.own_code import code
-from salesrl_trl.judged.budget import Budget, read_account
 from salesrl_trl.kl.law import KLTarget
-from salesrl_trl.names import REPORT_PAGE_FILE
-from salesrl_trl.record.schema import record_file
+from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
 from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.service.quota import SharedBudget
 from salesrl_trl.telemetry.logs import QUIET
-from salesrl_trl.telemetry.step_lines import calls_and_usd
 from salesrl_trl.types import ALL
 
 logger = logging.getLogger(__name__)
@@ -60,14 +58,11 @@ def log_banner(
         logger.info(line)
 
 
-def budget_text(budget: Budget | None) -> str:
+def budget_text(budget: SharedBudget | None) -> str:
     """Limits of the spending, and what was spent by its account so far."""
     if budget is None:
         return "off: no request is counted (a quota of a `Budget` for a function's `Transport` counts its calls)"
-    limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
-    before = read_account(budget.path).total()
-    so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
-    return f"{limits}{so_far}"
+    return budget.in_words()
 
 
 def training_lines(args: SalesGRPOConfig, staleness: int, refill: int, partial: float) -> list[Line]:
@@ -85,7 +80,7 @@ def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
         return "record", "off: no completion is kept (record: true keeps them, with customers' texts)"
     gib, clean = args.parsed_record()
     filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
-    folder = record_file(Path(args.output_dir), 0).parent
+    folder = Path(args.output_dir) / RECORD_FOLDER
     return "record", f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"
 
 

@@ -7,22 +7,18 @@ fails. Holds no trainer. The trainer builds `Components` before TRL's own, and c
 import contextlib
 import copy
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
-from salesrl_trl.agents.episodes import Episode, Playing
-from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, agreed, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
     check_episodes,
@@ -38,7 +34,6 @@ from salesrl_trl.config.rollouts import (
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.data.processor import leave_out_no_pictures
-from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
     Sampled,
@@ -51,11 +46,11 @@ from salesrl_trl.generation.sampler import (
 )
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import Phase, StartUp
-from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
+from salesrl_trl.rollout.buffer_policy import BufferPolicy, Refilled, policy_of
+from salesrl_trl.rollout.launcher import Launcher
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
@@ -98,11 +93,7 @@ class Components:
         )
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
-        self.episode = reward if isinstance(reward, Episode) else None
-        self.endpoint: PolicyEndpoint | None = None  # while there are episodes
         self.converses = False  # whether completions that may call tools go through their turns one by one
-        self.tool_calls: ToolCalls | None = None  # of the last conversations that began
-        self._all_calls: WeakSet[ToolCalls | Playing] = WeakSet()
         self.calls_tools = False
         """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
@@ -127,13 +118,14 @@ class Components:
             self.kl,
             lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
             is_skipping=lambda: self.run_control.is_skipping,
-            in_flight=lambda *counts: self.pipeline.in_flight(*counts),
+            in_flight=lambda *counts: self.pipeline.buffer.in_flight(*counts),
             parts=self.parts,
         )
 
     def connect(
-        self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
-    ) -> list[TrainerCallback]:
+        self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None,
+        policy: BufferPolicy | None = None,
+    ) -> list[TrainerCallback]:  # fmt: skip
         """Build what uses TRL's own methods. Returns a run's callbacks, in order. `sampler` makes another engine."""
         self._trl, args = trl, self._args
         # 1. settings and rewards that do not go with what TRL was given are refused
@@ -163,19 +155,20 @@ class Components:
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
-        talks, is_answered = trl.tools is not None or self.episode is not None, all(trl.reward_answered)
-        by_groups = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
-        if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
-            by_groups["refill_groups"] = None if is_answered and not inside_trl else at_once
-        for name, whole_batch in by_groups.items():
-            if (turn := why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)) is None:
-                setattr(self.pipeline, name, getattr(args, name))
-            else:
-                logger.info(f"`{name}` has no effect here, because {turn}")
+        talks, is_answered = trl.tools is not None or self.reward.is_played, all(trl.reward_answered)
+        # a function may score a whole batch before it is known which groups are equal
+        at_once_too = None if is_answered and not inside_trl else at_once
+        whole_batch = {"max_staleness": at_once, "refill_groups": at_once_too, "buffer_policy": at_once}
+        self.pipeline.buffer.policy = policy_of(
+            policy, max_staleness=args.max_staleness, refill_groups=args.refill_groups,
+            most_lookahead=args.most_lookahead,
+            why_not=lambda name: why_in_turn(args, whole_batch[name], talks, trl.reads_pictures)
+            or why_not_kept(self._rows),
+        )  # fmt: skip
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
-        if self.pipeline.goes_by_groups:
+        if self.pipeline.buffer.chooses:
             reason = "groups go by themselves, and a step begins when all of its own are scored"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
@@ -211,47 +204,17 @@ class Components:
         for part in self.parts:
             part.connect(run)
 
-    def begin_calls(self, names: Iterable[str]) -> ToolCalls:
-        """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
-        methods change its state."""
-        reward, has_state = self.reward, self._trl.tools == "an environment"
-        recorded = reward.recorded_call if isinstance(reward, ReplayReward) and not has_state else None
-        calls = self.tool_calls = ToolCalls(names, recorded)
-        self._all_calls.add(calls)
-        calls.stopped = self.reward_loop.stopped
-        return calls
-
-    def begin_episodes(self) -> Playing:
-        playing = Playing(self.reward_loop.stopped)
-        self._all_calls.add(playing)
-        return playing
-
     def _cut_off(self, reason: str) -> None:
         self.reward_loop.cut_off(reason)
-        for calls in list(self._all_calls):
-            calls.cut_off(reason)
-
-    def _try_tools(self) -> None:
-        """Call tools once before training, on the main process. Raises `ConfigError` for one that fails."""
-        if not self._trl.accelerator.is_main_process or isinstance(self.reward, ReplayReward):
-            return
-        for name, ended in self._trl.try_tools().items():
-            if isinstance(ended, ServiceError):
-                raise ConfigError(
-                    f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "
-                    "left out. Expected an answer. Mend the service or the example, and launch again."
-                )
-            if math.isnan(ended):
-                logger.info(f"off: a call of the tool `{name}` before training, because its `@tool` has no `example`")
-            else:
-                logger.info(f"[WarmUp] tool_{name}: {ended:.2f} s")
+        for part in self.parts:
+            part.cancel(reason)
 
     def _who_generates(self) -> str:
         """What a generation that lasts is busy with, for the heartbeat."""
-        if self.calls_tools or (self.tool_calls is not None and self.tool_calls.under_way):
+        if self.calls_tools:
             return "the tools that completions call are running"
-        if self.episode is not None:
-            return f"episodes of {self.episode.__name__} are under way"
+        if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
+            return words
         if self._args.use_vllm:
             return f"vLLM generates{' on its server' * (self._args.vllm_mode == 'server')}"
         return (
@@ -261,11 +224,11 @@ class Components:
     def _why_inside_trl(self, trl: Hooks, has_own_engine: bool) -> str | None:
         """Why generation begins inside TRL's scoring. `None` where it does not, as without tools."""
         args = self._args
-        if trl.tools is None and self.episode is None:
+        if trl.tools is None and not self.reward.is_played:
             return None
         splits = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
         reason = why_not_conversing(pictures=trl.reads_pictures, splits=splits, has_own_engine=has_own_engine)
-        if self.episode is not None:
+        if self.reward.is_played:
             check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
         self.converses = reason is None and bool(trl.tool_names)  # an environment may have none
@@ -286,23 +249,23 @@ class Components:
         self.sampler = self._sampler(trl, build, is_served)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
-        self.pipeline = Pipeline(
+        launcher = Launcher(
             sampler=self.sampler,
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            window=args.window,
-            lookahead=args.rollout_lookahead,
-            most_lookahead=args.most_lookahead,
-            seed=args.seed,
             behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
             record_span=self.instruments.record_generation,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,
-            play=None if self.episode is None else trl.play,
+            play=trl.play if self.reward.is_played else None,
             go_on=trl.go_on,
         )
+        self.pipeline = Pipeline(
+            launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
+            seed=args.seed,
+        )  # fmt: skip
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -318,7 +281,7 @@ class Components:
         )  # fmt: skip
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
-        args, talks = self._args, self.converses or self.episode is not None
+        args, talks = self._args, self.converses or self.reward.is_played
         whole: str | None = "`sampler` is an engine of its own"
         if build is None:
             whole = why_not_streamed(
@@ -332,7 +295,7 @@ class Components:
                 trl.engine.partial = PartialEngine(trl.engine.llm, args.most_unfinished)
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
-        if self.episode is not None:
+        if self.reward.is_played:
             return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
         if self.converses:
             return WholeBatch(trl.generate, trl.engine, trl.converse)
@@ -403,6 +366,10 @@ class Components:
         for part in self.parts:
             part.on_table(mode, self._trl.step())
 
+    def policy_is_saved(self, folder: Path, state: TrainerState, **given: Any) -> None:
+        for part in self.parts:
+            part.on_policy_saved(folder, state, given)
+
     def figures(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
         for part in self.parts:
@@ -439,10 +406,9 @@ class Components:
     def introduce(self, resumed: str | None) -> None:
         """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
         # an account of the spending may be damaged
-        staleness, refill = self.pipeline.max_staleness, self.pipeline.refill_groups
-        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, staleness, refill, self._partial))
-        if self._trl.tools == "tools" and resumed is None:
-            agreed(self._try_tools)
+        policy, names = self.pipeline.buffer.policy, self._trl.tool_names
+        refill = policy.most if isinstance(policy, Refilled) else 0
+        agreed(lambda: log_banner(self._args, self.reward, names, policy.max_age, refill, self._partial))
         for part in self.parts:
             part.begin(resumed, self.keeper.run)
 
@@ -464,8 +430,6 @@ class Components:
     def close(self) -> None:
         self.pipeline.forget()
         self.reward_loop.close()
-        if self.endpoint is not None:
-            self.endpoint.close()
         self.instruments.close()
         for part in self.parts:
             part.close()

@@ -20,9 +20,9 @@ from support.loopback import action, build_reward
 from support.scripted import ScriptedTrainer, build_trainer, default_rows, steps_of
 from transformers import TrainerCallback
 
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.launch.evaluation.quick_part import QuickEvalPart
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REFILLED, Phase, time_of
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward

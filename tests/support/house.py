@@ -180,6 +180,17 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return sorted(sorted(group) for group in groups)
 
 
+def layered(edges: dict[str, set[str]], layers: Iterable[str]) -> list[tuple[str, str]]:
+    """Imports of the core that lead into a layer: the importing module, and the imported one. The package's door loads
+    what a user names, and `__main__` is the command line's."""
+    inside = tuple(f"{PACKAGE}.{layer}." for layer in layers)
+    of_core = (module for module in edges if not f"{module}.".startswith(inside))
+    doors = {PACKAGE, f"{PACKAGE}.__main__"}
+    return sorted(
+        (m, other) for m in of_core if m not in doors for other in edges[m] if f"{other}.".startswith(inside)
+    )
+
+
 def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
     reached: set[str] = set()
     waiting = list(edges[module])

@@ -12,6 +12,7 @@ from typing import Any
 
 from salesrl_trl.agents.search import Search
 from salesrl_trl.config.checks import build_object, load_object
+from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, Refusals, ServiceError
 from salesrl_trl.ground.service_keys import find_key
@@ -19,7 +20,6 @@ from salesrl_trl.judged.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.rag_client import ENDPOINTS, RagBackend
 from salesrl_trl.launch.checks.addresses import MEANINGLESS, check_models, check_rag
-from salesrl_trl.launch.data.files import load_documents
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.scorer import Scorer

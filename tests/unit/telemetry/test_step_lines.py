@@ -15,8 +15,6 @@ from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.telemetry.step_lines import (
     EpochLine,
     StepLine,
-    clock,
-    figure,
     judge_line,
     shares,
     step_line,
@@ -132,11 +130,6 @@ def test_the_shares_of_a_step_come_largest_first_and_crumbs_are_left_out():
     assert shares({}) == shares({"time/step_s": None}) == ""
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (91.4, "1:31"), (3599.6, "1:00:00"), (7291, "2:01:31")])
-def test_durations_read_like_a_clock(seconds, text):
-    assert clock(seconds) == text
-
-
 def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
     now = iter([0.0, 20.0, 23.0, 28.0])  # begun, and three lines: at 20 s, 23 s and 28 s
     monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
@@ -154,11 +147,6 @@ def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
     assert "| 3.0 s, waited 0.26 s for rewards | avg 3.0 s, elapsed 0:23, ETA 0:30" in lines[1]
     # 3 s and 5 s, an evaluation on the way included: there will be more of them
     assert "| 5.0 s, waited 0.26 s for rewards | avg 4.0 s, elapsed 0:28, ETA 0:36" in lines[2]
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.126, "0.13"), (1, "1.00"), (None, "n/a"), ("x", "n/a")])
-def test_a_figure_that_is_missing_is_no_number(value, text):
-    assert figure(value) == text
 
 
 @pytest.mark.parametrize("is_main", [True, False])
