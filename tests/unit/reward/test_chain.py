@@ -78,7 +78,10 @@ def test_both_endpoints_get_the_row_and_the_8b_endpoint_the_action(score, servic
     ids = {"tenant_id": "t1", "contact_id": "c2", "account_id": "a3", "message_id": "m4"}
     action = {"user_profile": "nurse", "rewritten_query": "Python price", "history_summary": ""}
     context = {"context": "customer: I'm a nurse. What does Python cost?", "score_threshold": 0.03, "top_k": 3}
-    assert [asked(services, "8b"), asked(services, "32b", 1)] == [ids | context | action, {"tenant_id": "t1"} | context]
+    assert [asked(services, "8b"), asked(services, "32b", 1)] == [
+        ids | context | action,
+        {"tenant_id": "t1"} | context,
+    ]
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
 
 
