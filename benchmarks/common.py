@@ -22,6 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.service import BRANCHES, GENERATIONS, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.rollout.reading_ahead import UpdatesAhead
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -314,5 +315,6 @@ def run_in_rounds(
 
 def set_lookahead(trainer: Any, ahead: int) -> None:
     """For the next run of a trainer."""
-    trainer.components.pipeline.lookahead = ahead
-    trainer.components.pipeline.__post_init__()  # the order of its batches, and how far it reads ahead
+    pipeline = trainer.components.pipeline
+    pipeline.move_lookahead(ahead)
+    pipeline.updates = UpdatesAhead(ahead + 1)  # how far it reads ahead

@@ -36,9 +36,10 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.checkpoint.fitted import fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.rows import check_not_taken
+from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.ground.own_code import warn_of_changes
@@ -46,23 +47,20 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import SAVING_FOLDER, Phase
-from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
+from salesrl_trl.rollout.buffer_policy import BufferPolicy
 from salesrl_trl.rollout.correction import unknown_logps
-from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
-from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.rollout.turn_parser import guard_parser
+from salesrl_trl.telemetry.run_events import RunEvents
+from salesrl_trl.telemetry.spared import spared, tell
 from salesrl_trl.telemetry.timeline import phased
-from salesrl_trl.telemetry.trackers import spared, tell
-from salesrl_trl.update.weights import WeightChange
 from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
-from salesrl_trl.wiring.part import Part
+from salesrl_trl.wiring.part import Part, layer
 from salesrl_trl.wiring.trl_access import TRLAccess
 
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
@@ -92,6 +90,9 @@ class SalesGRPOTrainer(TRLAccess):
             Moves the KL coefficients in place of the law that `args` sets.
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
             Makes another generation engine than TRL's. A class, for example.
+        buffer_policy (`BufferPolicy`, *optional*):
+            Chooses the groups that a step trains on, in place of `max_staleness` and `refill_groups`. One of your own
+            overrides `ByArrival`.
         parts (`Sequence[Part]`, *optional*):
             Parts of your own, behind those that the settings ask for.
         more, kwargs:
@@ -99,13 +100,15 @@ class SalesGRPOTrainer(TRLAccess):
     """
 
     is_extended = False
+    updates = True  # whether steps change the policy
     push_in_progress: PushInProgress | None = None
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
+        args: GRPOConfig | None = None, *more: object, instruments: RunEvents | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
-        sampler: Callable[[Upstream], Sampler] | None = None, parts: Sequence[Part] = (), **kwargs: object,
+        sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
+        parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
         """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
@@ -117,7 +120,11 @@ class SalesGRPOTrainer(TRLAccess):
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
         rewards = RewardFuncs.of(
-            reward_funcs, args.reward_weights, args.reward_process, has_more=has_more, records=bool(args.record)
+            reward_funcs,
+            args.reward_weights,
+            layer("reward.remote").RemoteReward if args.reward_process else None,
+            has_more=has_more,
+            records=bool(args.record),
         )
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
         columns = None if has_more or named.get("rollout_func") else getattr(rows, "column_names", None)
@@ -129,16 +136,17 @@ class SalesGRPOTrainer(TRLAccess):
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
-        is_named = args.record or isinstance(components.reward, ReplayReward)
+        is_named = args.record or components.reward.is_replay
         self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
-        for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
-            setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
+        self.__dict__.update(
+            evaluate=phased(self._timeline, Phase.EVALUATION, self.evaluate),
+            _save_checkpoint=phased(self._timeline, Phase.CHECKPOINT, self._save_checkpoint),
+        )
         guard_parser(self._tokenizer)
-        self._foreign = ForeignText(self._tokenizer, self.chat_template)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
-        for callback in components.connect(self._hooks(), sampler, quick_eval):
+        for callback in components.connect(self._hooks(), sampler, quick_eval, buffer_policy):
             self.add_callback(callback)
 
     def train(
@@ -161,7 +169,8 @@ class SalesGRPOTrainer(TRLAccess):
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
             resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset, self.model.name_or_path)
-            self.components.introduce(resumed)
+            for part in self.components.parts:
+                part.begin(resumed, self.components.keeper.run)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)
@@ -212,7 +221,7 @@ class SalesGRPOTrainer(TRLAccess):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.components.pipeline.dataloader = train_dataloader
+        self.components.pipeline.buffer.dataloader = train_dataloader
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -309,8 +318,9 @@ class SalesGRPOTrainer(TRLAccess):
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
+        foreign = self._agents.of(self.components.parts).foreign
         for message in tool_messages:
-            message.update(self._foreign.message(message))
+            message.update(foreign.message(message))
         return super()._get_tool_suffix_ids(tool_messages)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -428,12 +438,12 @@ class SalesGRPOTrainer(TRLAccess):
         folder = Path(self.args.output_dir)
         folder = folder.parent if folder.name == SAVING_FOLDER else folder
         if self.is_world_process_zero() and may_write_card(folder):
-            self._write_card(folder, model_name, dataset_name, [tags] if isinstance(tags, str) else tags or ())
+            given = {"name": model_name, "dataset": dataset_name, "tags": [tags] if isinstance(tags, str) else tags}
+            self._policy_is_saved(folder, **given)
 
-    def _write_card(self, folder: Path, *named: Any) -> None:
-        rewards = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
-        with spared("the model card"):
-            write_card(folder, self.components, self.args, self.state, rewards, *named)
+    def _policy_is_saved(self, folder: Path, **given: Any) -> None:
+        for part in self.components.parts:
+            part.on_policy_saved(folder, self.state, given)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Leaves one policy in the folder, with its card."""
@@ -443,7 +453,7 @@ class SalesGRPOTrainer(TRLAccess):
         with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
             super()._save(output_dir, state_dict)
         if has_room:
-            self._write_card(folder)
+            self._policy_is_saved(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Adds the package's own files."""
@@ -470,7 +480,8 @@ class SalesGRPOTrainer(TRLAccess):
                 with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
                 if has_table and self.accelerator.is_main_process:
-                    self.components.table_is_written(mode)
+                    for part in self.components.parts:
+                        part.on_table(mode, self.state.global_step)
             except Exception as error:
                 if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
                     raise
@@ -510,9 +521,7 @@ class RolloutTrainer(SalesGRPOTrainer):
     There is no pass, so there are no gradients and no state of an optimizer.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.remove_callback(WeightChange)
+    updates = False
 
     def training_step(self, model, inputs, *_, **__):
         """Generates and scores the rollouts that are due."""

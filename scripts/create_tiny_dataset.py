@@ -28,9 +28,9 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from salesrl_trl.data.files import Record
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.launch.data.files import Record
 from salesrl_trl.launch.data.form import Records
 from salesrl_trl.launch.data.formats import FORMATS, ROWS
 from salesrl_trl.launch.data.formats.dataset_format import digest

@@ -15,12 +15,12 @@ from trl.chat_template_utils import parse_response
 
 from salesrl_trl.agents.chat_turns import ChatForm, Message
 from salesrl_trl.agents.conversations import Ask, Conversations
+from salesrl_trl.agents.foreign_text import ForeignText
 from salesrl_trl.agents.tools import ConversationNotes, OwnTools, ToolCalls, drain_traffic
 from salesrl_trl.generation.sampler import Finished, Handle, Sampled
 from salesrl_trl.generation.tasks import Turn
 from salesrl_trl.generation.turn_access import Encoded, Made, TurnAccess
 from salesrl_trl.names import tool_figure, traffic_of
-from salesrl_trl.rollout.foreign_text import ForeignText
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 
 
@@ -49,10 +49,9 @@ class Talked:
 class ToolTurns:
     """The conversations with tools of one trainer."""
 
-    def __init__(self, access: TurnAccess) -> None:
+    def __init__(self, access: TurnAccess, foreign: ForeignText) -> None:
         self._access = access
         tokenizer, template = access.tokenizer, access.template  # TRL has chosen it for tools
-        foreign = ForeignText(tokenizer, template)
         self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form).shared()
 
     def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:

@@ -65,6 +65,7 @@ class ServicesPlan:
     config: "ServicesConfig | RunConfig"
     in_depth: bool = True
     calls: int | None = None  # to each service, 0 for a single one; `None` for as many as a step has in flight
+    load: int = 0  # batches of made-up completions that the stage `judge` scores
     opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """What stages opened for later ones, such as the embedded services. The end of a preflight closes it."""
 

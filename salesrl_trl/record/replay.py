@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.agents.episodes import Episode
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import (
@@ -30,10 +29,9 @@ from salesrl_trl.record.schema import rank_of
 from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
 from salesrl_trl.reward.sample_lines import row_id_of
 from salesrl_trl.reward.scorer import RewardNames, Scorer
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.telemetry.completion_record import QUEUE
-from salesrl_trl.types import Example, Outcome, Reward
+from salesrl_trl.types import Example, Outcome, Reward, missing
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +64,11 @@ class ReplayReward(Scorer):
     Raises `ConfigError` if the record is of another version, or of other reward functions.
     """
 
+    is_replay = True
+
     def __init__(self, reward: Scorer, run: Path, on_miss: str, *, delays: bool = False, rank: int = 0) -> None:
         super().__init__(reward.deadline_s)
-        if isinstance(reward, Episode):
+        if reward.is_played:
             raise ConfigError(
                 "`replay` is set with a function with `@per_episode`. Expected none: it plays each episode."
             )

@@ -11,13 +11,13 @@ import torch
 from transformers import Trainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from salesrl_trl.data.datasets_of_users import with_ids
 from salesrl_trl.errors import DataError
 from salesrl_trl.generation.sampler import logps_arguments
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.launch.data.sources import with_ids
 from salesrl_trl.reward.reward_loop import RewardColumn
-from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.update.step_snapshot import StepSnapshot
@@ -28,6 +28,7 @@ from salesrl_trl.wiring.trl_generation import TRLGeneration
 class TRLAccess(TRLGeneration):
     """TRL's trainer, with what the components may use of it."""
 
+    updates: bool
     _timeline: Timeline
     _names_rows = False
     _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
@@ -42,13 +43,16 @@ class TRLAccess(TRLGeneration):
             last_step=lambda: self.state.max_steps,
             accelerator=self.accelerator,
             is_deepspeed=self.is_deepspeed_enabled,
+            updates=self.updates,
             engine=self.vllm_generation if self.use_vllm else self.generation_config,
             has_rollout_func=self.rollout_func is not None,
             tool_names=[each.__name__ for each in self.tools],
             tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
             tokenizer=self._tokenizer,
             eos_token_ids=self.eos_token_ids,
+            chat_template=self.chat_template,
             reward_weights=self.reward_weights.tolist(),
+            reward_names=self.reward_func_names,
             reward_answered=[isinstance(function, RewardColumn) for function in self.reward_funcs],
             group=lambda: self.num_generations if self.model.training else self.num_generations_eval,
             reward_arguments=lambda: {"trainer_state": self.state},

@@ -9,7 +9,6 @@ from asyncio import run_coroutine_threadsafe
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +28,7 @@ from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.wiring.components import Components
+from salesrl_trl.wiring.part import layer
 
 
 class TRLGeneration(GRPOTrainer):
@@ -128,27 +128,18 @@ class TRLGeneration(GRPOTrainer):
         table = torch.tensor([*mine.values()], dtype=torch.float32, device=self.accelerator.device)
         return dict(zip(mine, self.accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
+    @functools.cached_property
+    def _agents(self) -> Any:
+        """The part of tools and episodes, whose layer is loaded where one is given."""
+        return layer("agents.agents_part", "`tools` or `@per_episode`").of(self.components.parts)
+
     def _converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """Begin conversations, whose turns may call tools."""
-        calls = self.components.begin_calls(tool.__name__ for tool in self.tools)
-        handle: Handle = self._tool_turns.start(prompts, finished, ahead, calls)
+        handle: Handle = self._agents.converse(self._turn_access, prompts, finished, ahead)
         return handle
 
     def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Begin an episode with each row."""
-        handle: Handle = self._episode_turns.start(rows, finished, ahead, self.components.begin_episodes())
+        handle: Handle = self._agents.play(self._turn_access, rows, finished, ahead)
         return handle
-
-    @functools.cached_property
-    def _tool_turns(self) -> Any:
-        return import_module("salesrl_trl.agents.tool_turns").ToolTurns(self._turn_access)
-
-    @functools.cached_property
-    def _episode_turns(self) -> Any:
-        components = self.components
-        components.endpoint = import_module("salesrl_trl.agents.policy_endpoint").PolicyEndpoint()
-        turns = import_module("salesrl_trl.agents.playing").EpisodeTurns
-        return turns(self._turn_access, components.episode, components.endpoint, components.reward_loop)
 
     @functools.cached_property
     def _tools_loop(self) -> Any:
@@ -184,8 +175,6 @@ class TRLGeneration(GRPOTrainer):
         return ToolsOf(self._env_tools[name], own)
 
     def _try_tools(self) -> Mapping[str, float | ServiceError]:
-        tried = import_module("salesrl_trl.agents.tools").tried
-        seconds: Mapping[str, float | ServiceError] = run_coroutine_threadsafe(
-            tried(self._standalone_tools), self._tools_loop
-        ).result()
+        tried = layer("agents.tools", "`tools`").tried(self._standalone_tools)
+        seconds: Mapping[str, float | ServiceError] = run_coroutine_threadsafe(tried, self._tools_loop).result()
         return seconds

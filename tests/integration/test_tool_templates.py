@@ -138,7 +138,7 @@ def test_a_conversation_is_what_was_sampled_and_what_trls_loop_makes_of_it(build
         trainer.model.config.max_position_embeddings = draw.choice((100_000, 100_000, draw.randrange(40, 400)))
         trainer.max_completion_length = room
         trainer.__dict__.pop("_turn_access", None)
-        one = tool_turns.ToolTurns(trainer._turn_access)
+        one = tool_turns.ToolTurns(trainer._turn_access, trainer._agents.foreign)
         prompt = [{"role": "user", "content": said(draw)}]
         prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
         cases.append(case := Case(f"{family} {number}", size))

@@ -4,6 +4,7 @@ A child stops when the handle that started it stops it, or when its parent has e
 trainer imports this module, and must not load the libraries of the services.
 """
 
+import importlib.util
 import json
 import os
 import select
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from salesrl_trl.errors import ServiceUnavailable
+from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 
 TERMINATE_TIMEOUT_S = 6.0
@@ -24,6 +25,8 @@ TERMINATE_TIMEOUT_S = 6.0
 STDERR_TAIL_CHARS = 2_000
 """Characters of a failed child's stderr that an error shows, from its end: the last calls of a traceback."""
 
+PACKAGES = ("bm25s", "fastapi", "rjieba", "uvicorn")
+"""What the child needs."""
 _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0", "--exit-with-parent")
 
 
@@ -55,6 +58,11 @@ class EmbeddedServices:
         """Start the child, and do not wait for it. Does nothing when one runs."""
         if self._child is not None:
             return
+        if absent := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
+            raise ConfigError(
+                f"the mock services need {', '.join(absent)}, which the core does not bring. Expected them: "
+                "pip install 'salesrl_trl[demo]', or name services of your own."
+            )
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`; a file, since a full pipe blocks)
         self._child = subprocess.Popen(
             [sys.executable, *_COMMAND, *self._arguments],

@@ -14,10 +14,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from salesrl_trl.data.files import Placed, Record
 from salesrl_trl.data.rows import KNOWN, place
 from salesrl_trl.errors import DataError
 from salesrl_trl.launch.data.columns import Column, check_names, mapped
-from salesrl_trl.launch.data.files import Placed, Record
 from salesrl_trl.launch.data.formats import DatasetFormat, LeftOut
 
 T = TypeVar("T")

@@ -13,11 +13,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-from salesrl_trl.data.rows import TAKEN, check_columns, check_not_taken, parse_row, shape
-from salesrl_trl.errors import DataError, nearest
-from salesrl_trl.ground.texts import encodable
-from salesrl_trl.launch.data import files
-from salesrl_trl.launch.data.files import (
+from salesrl_trl.data import files
+from salesrl_trl.data.datasets_of_users import TAKEN, check_not_taken
+from salesrl_trl.data.files import (
     ENDINGS,
     FILES,
     Placed,
@@ -25,6 +23,9 @@ from salesrl_trl.launch.data.files import (
     demo_records,
     read_file,
 )
+from salesrl_trl.data.rows import check_columns, parse_row, shape
+from salesrl_trl.errors import DataError, nearest
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.launch.data.form import Form, Portion, Records, converted, part_of
 from salesrl_trl.launch.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.types import Prompt, SalesRow
@@ -165,16 +166,6 @@ def columns_of(row: SalesRow) -> dict[str, object]:
     if row.documents:
         texts["documents"] = list(row.documents)
     return {**row.columns, **texts, "branch": row.branch, "id": row.row_id}
-
-
-def with_ids(dataset: object, name: str = "row") -> object:
-    """A dataset of anybody's with the column `id`, as the record names its rows: `row-17` for the place 17. One that
-    has the column, or is a stream, stays as it is. Of a dictionary all datasets."""
-    if isinstance(dataset, dict):
-        return {key: with_ids(part, f"{name}-{key}") for key, part in dataset.items()}
-    if not isinstance(dataset, Dataset) or "id" in dataset.column_names:
-        return dataset
-    return dataset.add_column("id", [f"{name}-{place}" for place in range(len(dataset))])
 
 
 def is_file(source: str) -> bool:

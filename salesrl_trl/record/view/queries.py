@@ -13,8 +13,8 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Any
 
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import open_record, text_of, values_of
-from salesrl_trl.record.view.charts import FRAME
 from salesrl_trl.record.view.notes import HAS_NOTE
 from salesrl_trl.record.view.record_index import SQL, Index, messages
 from salesrl_trl.record.view.report_page import sections
@@ -302,11 +302,14 @@ def keep_note(index: Index, asked: object) -> Answer:
 
 
 def report(index: Index, params: Params) -> Answer:
-    """The report of a run as its sections, for the viewer's page. Raises `ConfigError` where it has no figures."""
+    """The report of a run as its sections, or an `error` where it has no figures."""
     run = whole(params, "run")
     if not 0 <= run < len(index.runs):
         raise KeyError(run)
-    return {"sections": sections(read_run(index.runs[run])), "frame": FRAME}
+    try:
+        return {"sections": sections(read_run(index.runs[run]))}
+    except ConfigError as error:
+        return {"sections": {}, "error": str(error)}
 
 
 def export(index: Index, params: Params) -> Iterator[str]:

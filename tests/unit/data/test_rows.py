@@ -6,8 +6,8 @@ import math
 import pytest
 from datasets import Dataset
 
+from salesrl_trl.data import files
 from salesrl_trl.errors import DataError
-from salesrl_trl.launch.data import files
 from salesrl_trl.launch.data.sources import build_dataset, load_drafts, load_rows, prompt_dataset
 from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.types import SalesRow

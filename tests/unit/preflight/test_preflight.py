@@ -36,7 +36,6 @@ from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight import runner
 from salesrl_trl.launch.preflight.__main__ import main
 from salesrl_trl.launch.preflight.runner import chosen, examine, prepare
-from salesrl_trl.launch.preflight.simulation import main as simulate
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.launch.settings import parse
 
@@ -478,7 +477,6 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
         (check_memory, [], "no model is named, and the packaged small policy fits every card"),
         (check_memory, ["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
         (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
-        (simulate, ["--config", "BROKEN"], "is not YAML"),
         (env.main, ["--diff", "absent", "none"], "absent holds no readable config.yaml and run.json"),
     ],
 )

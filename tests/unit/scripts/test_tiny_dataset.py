@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from support.published import bbq, write
 
-from salesrl_trl.launch.data.files import load_documents
+from salesrl_trl.data.files import load_documents
 from salesrl_trl.launch.data.sources import load_records, load_rows
 from scripts import create_tiny_dataset as tool
 

@@ -16,6 +16,7 @@ from support.viewing import served
 from salesrl_trl.record.view import __main__ as command
 from salesrl_trl.record.view import queries
 from salesrl_trl.record.view.record_index import Index
+from salesrl_trl.record.view.report_page import write_report
 
 pytestmark = pytest.mark.skipif(why_skipped() is not None, reason=str(why_skipped()))
 SETTLED = "document.querySelector('main h1') && document.querySelector('main').getAttribute('aria-busy') === 'false'"
@@ -472,6 +473,24 @@ def test_the_report_is_a_tab(tab, tmp_path, two_branches):
         assert tab.problems == []
         tab.open("about:blank")
     rank.file.close()
+
+
+def test_the_report_of_the_command_is_the_tab_alone(tab, run_folder, tmp_path):
+    evil = "<script>document.title = 'taken'</script>"
+    run_folder.events({step: {f"reward/{evil}": 0.1, f"kl/{evil}": 10.0**step} for step in (1, 2)})
+    run_folder.quick_evals({"step": 1, "mode": evil, "reward": 0.1, "branches": {evil: {"score": 0.1}}})
+    tab.problems.clear()
+    _, page, _ = write_report(run_folder.path, html=tmp_path / "page.html", language="zh")
+    tab.open(page.as_uri())
+    tab.wait("document.querySelector('.report h2')?.innerText === '主要数字'")
+    assert not tab.value("document.querySelector('nav')")  # there is nothing else in it
+    assert evil[:30] in tab.text()
+    assert "taken" not in tab.value("document.title")
+    assert tab.value("document.querySelectorAll('.report figure').length") == 3
+    tab.click("header button.language")
+    tab.wait("document.querySelector('.report h2')?.innerText === 'Main figures'")
+    assert tab.problems == []
+    tab.open("about:blank")
 
 
 def test_a_run_that_goes_on_is_followed(tab, tmp_path):

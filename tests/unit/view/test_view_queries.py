@@ -11,7 +11,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import record_files
 from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.view import queries
-from salesrl_trl.record.view.page import data_alone
+from salesrl_trl.record.view.alone import data_alone
 from salesrl_trl.record.view.queries import completion
 from salesrl_trl.record.view.record_index import Index
 
