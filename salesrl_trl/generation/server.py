@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from threading import Semaphore, Thread
 from typing import Any
@@ -30,7 +31,9 @@ class ServerLoop(TurnLoop):
             self._open.update(tasks)
         for task in tasks:
             task.batch.lane = lane
-            Thread(target=self._serve, args=(task,), name="vLLM request", daemon=True).start()
+        queue = deque(tasks)
+        for _ in range(min(len(tasks), MOST_REQUESTS)):
+            Thread(target=self._work, args=(queue,), name="vLLM requests", daemon=True).start()
 
     def ask(self, task: Task) -> Turn:
         """In the caller's thread."""
@@ -38,6 +41,11 @@ class ServerLoop(TurnLoop):
             if task.batch.is_over:
                 raise GivenUp
             return self._turn(task)
+
+    def _work(self, queue: deque[Task]) -> None:
+        with contextlib.suppress(IndexError):  # none left
+            while True:
+                self._serve(queue.popleft())
 
     def _serve(self, task: Task) -> None:
         error: Exception | None = None
@@ -65,9 +73,10 @@ class ServerLoop(TurnLoop):
         return Turn(list(ids), None if logprobs is None else [token[0] for token in logprobs[0]])
 
     def cancel(self, batch: TaskBatch[Any], place: int | None = None) -> None:
-        for task in [*self._open]:
-            if task.batch is batch:
-                task.answer.cancel()  # unless it is in flight: then nobody hears its answer
+        with self.changed:
+            tasks = [task for task in self._open if task.batch is batch and place in (None, task.place)]
+        for task in tasks:
+            task.answer.cancel()  # unless it is in flight: then nobody hears its answer
 
     def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
         if not ahead:

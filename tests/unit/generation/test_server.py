@@ -12,7 +12,7 @@ import torch
 import trl.generation.vllm_generation as upstream_vllm
 from support.seconds import check_seconds
 
-from salesrl_trl.agents.conversations import Episodes
+from salesrl_trl.agents.conversations import Conversations, Episodes
 from salesrl_trl.generation import server
 from salesrl_trl.generation.server import ServerLoop
 from salesrl_trl.generation.tasks import NO_TURN, Completions
@@ -202,6 +202,16 @@ def test_episodes_ask_for_all_their_turns_and_nothing_is_asked_before(served):
     assert asked == sorted(
         (ids, 0.7) for place in range(100, 100 + len(PROMPTS)) for ids in ([place], [place, place, 7])
     )
+
+
+def test_a_conversation_that_ends_leaves_the_first_turns_of_others_alone(served):
+    served.loop._slots = threading.Semaphore(1)
+    served.vllm_client.gate.set()
+    batch = begun(
+        served, batch=Conversations(len(PROMPTS), served.loop, lambda place, first, ask: first.ids, lambda: None)
+    )
+    served.loop.run(batch)
+    assert batch.results() == ANSWERS
 
 
 def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwhile(served, monkeypatch):
