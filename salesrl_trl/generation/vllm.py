@@ -52,7 +52,6 @@ class SalesVLLMGeneration(VLLMGeneration):
     processing_class: Any = None
     loop: EngineLoop | ServerLoop
     batch: TaskBatch[Any] | None = None
-    ahead = False  # whether training goes on before the batch is asked for
     _merges_beside = False
 
     def __init__(self, *args: object, engine_options: Mapping[str, object], **kwargs: object) -> None:
@@ -171,7 +170,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * len(batch)
         batch.begin(prompts, [sampling_params] * len(prompts), first)
-        self.loop.run(batch, ahead=self.ahead and not self.enable_sleep_mode)  # sleep frees its memory
+        self.loop.run(batch, ahead=batch.ahead and not self.enable_sleep_mode)  # sleep frees its memory
         if batch.is_over:
             batch.results()  # raises its error
         return []
@@ -194,7 +193,7 @@ class SalesVLLMGeneration(VLLMGeneration):
                 chosen = None if features is None else [features[place]]
                 params.append((send, {**request, "features": chosen, "generation_kwargs": further}))
             batch.begin([{"prompt_token_ids": ids} for ids in prompts], params)
-            self.loop.run(batch, ahead=self.ahead)
+            self.loop.run(batch, ahead=batch.ahead)
             return _NOTHING
 
         with (
@@ -203,7 +202,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             patched(upstream_vllm, "gather_object", lambda value: value),
             patched(upstream_vllm, "broadcast_object_list", lambda value, from_process: value),
         ):
-            waits = None if self.ahead else profiler
+            waits = None if batch.ahead else profiler
             return super().generate(prompts, images, 1, waits)  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.generation.rounds import Rounds
 from salesrl_trl.generation.sampler import Begun, Finished, Handle, Sampled, TokenSource
-from salesrl_trl.generation.tasks import Completions, TaskBatch
+from salesrl_trl.generation.tasks import CompletionTasks, TaskBatch
 from salesrl_trl.generation.turn_access import Encoded, Made, ToolsOf, TurnAccess
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import SERVER_TRACK, Phase
@@ -73,7 +73,7 @@ class TRLGeneration(GRPOTrainer):
     def _stream(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
         """Begin completions on vLLM, each of which is reported when it is finished."""
         encoded, loop = self._encode(prompts), self.vllm_generation.loop
-        batch = Completions(len(prompts), loop, finished)
+        batch = CompletionTasks(len(prompts), loop, finished)
 
         def sample() -> Sampled:
             turns = batch.results()
@@ -93,11 +93,11 @@ class TRLGeneration(GRPOTrainer):
 
     def _begin(self, batch: TaskBatch[Any], encoded: Encoded, sample: Callable[[], Sampled], ahead: bool) -> Handle:
         """Begin a batch on its loop, with changed weights as by TRL. `sample` is called when it is over."""
+        batch.ahead = ahead
         group = self.num_generations if self.model.training else self.num_generations_eval
         with batch.cancelled_by_errors():
             if self.use_vllm:
-                engine = self.vllm_generation
-                with patched(engine, "batch", batch), patched(engine, "ahead", ahead):
+                with patched(self.vllm_generation, "batch", batch):
                     self._generate_single_turn(*encoded, group)
             else:
                 prompts = [{"prompt_token_ids": ids} for ids in encoded.ids]
@@ -106,17 +106,13 @@ class TRLGeneration(GRPOTrainer):
 
         def end() -> Sampled:
             with batch.cancelled_by_errors():
-                if batch.by_new_weights:
-                    self._push()
+                if batch.by_new_weights and self.use_vllm and self.state.global_step != self._last_loaded_step:
+                    self.vllm_generation.sync_weights()
+                    self._last_loaded_step = self.state.global_step
                 batch.loop.run(batch)
                 return sample()
 
         return Begun(end, batch.cancel, is_ready=not (ahead and batch.may_be_left))  # on all ranks alike
-
-    def _push(self) -> None:
-        if self.use_vllm and self.state.global_step != self._last_loaded_step:
-            self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
 
     def _go_on(self) -> None:
         """Generate the turns that conversations have asked for, unless the engine's weights are older than ours."""

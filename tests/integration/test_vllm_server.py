@@ -33,7 +33,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import WeightSyncError
-from salesrl_trl.generation.tasks import Completions
+from salesrl_trl.generation.tasks import CompletionTasks
 from salesrl_trl.judged.verdict import response_format
 from salesrl_trl.launch.checks.outcome import StageVerdict
 from salesrl_trl.launch.data.sources import build_dataset
@@ -345,7 +345,7 @@ def test_a_seed_gives_the_same_completions_one_by_one_as_all_at_once(build):
 
     at_once = generation.generate(prompts=prompts, images=None, num_generations=GROUP)
     assert not told
-    batch = Completions(BATCH, generation.loop, finished)
+    batch = CompletionTasks(BATCH, generation.loop, finished)
     generation.batch = batch
     assert generation.generate(prompts=prompts, images=None, num_generations=GROUP) == ([], [], [], [])
     generation.batch = None

@@ -8,7 +8,7 @@ from support.engines import LLM, prompts
 
 from salesrl_trl.agents.conversations import Conversations, Episodes
 from salesrl_trl.generation.engine_loop import EngineLoop
-from salesrl_trl.generation.tasks import Completions
+from salesrl_trl.generation.tasks import CompletionTasks
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def begun(loop, *steps, ahead=False, most=None, finished=None):
     told = []
     if most is not None:
         loop.most_unfinished = most
-    batch = Completions(len(steps), loop, finished or (lambda place, ids: told.append(place)))
+    batch = CompletionTasks(len(steps), loop, finished or (lambda place, ids: told.append(place)))
     batch.begin(prompts(*steps), ["params"] * len(steps))
     loop.run(batch, ahead=ahead)
     return batch, told
@@ -49,7 +49,7 @@ def test_a_completion_is_told_of_in_the_step_that_finishes_it(llm, loop):
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_under_tensor_parallelism_all_are_generated_and_the_own_ones_told_of(llm, loop, rank):
     told = {}
-    batch = Completions(2, loop, told.__setitem__)
+    batch = CompletionTasks(2, loop, told.__setitem__)
     batch.begin(prompts(1, 2, 3, 3, 2, 1), ["params"] * 6, first=2 * rank)
     loop.run(batch)
     assert told == {0: [2 * rank], 1: [2 * rank + 1]} and numbers(batch) == [2 * rank, 2 * rank + 1]
@@ -129,7 +129,7 @@ def test_a_step_that_fails_ends_all_that_is_under_way_and_nothing_else(llm, loop
 
 def test_a_prompt_that_the_engine_refuses_is_the_error_of_its_own_batch(llm, loop):
     kept, _ = begun(loop, 1, 6, ahead=True, most=1)
-    batch = Completions(3, loop, lambda *_: None)
+    batch = CompletionTasks(3, loop, lambda *_: None)
     batch.begin([*prompts(1), {"prompt_token_ids": []}, *prompts(1)], ["params"] * 3)
     loop.run(batch)
     with pytest.raises(ValueError, match="the prompt is empty"):
@@ -145,7 +145,7 @@ def test_an_error_of_who_is_told_ends_its_batch_and_loses_no_output_of_another(l
 
     other, told = begun(loop, 4, 4, ahead=True, most=2)
     loop.most_unfinished = 4
-    batch = Completions(2, loop, raising)
+    batch = CompletionTasks(2, loop, raising)
     batch.begin(prompts(4, 9), ["params"] * 2)
     loop.run(batch)
     with pytest.raises(ZeroDivisionError):

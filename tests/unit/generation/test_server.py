@@ -1,4 +1,4 @@
-"""Completions and turns that a vLLM server is asked for one by one."""
+"""CompletionTasks and turns that a vLLM server is asked for one by one."""
 
 import queue
 import resource
@@ -15,7 +15,7 @@ from support.seconds import check_seconds
 from salesrl_trl.agents.conversations import Conversations, Episodes
 from salesrl_trl.generation import server
 from salesrl_trl.generation.server import ServerLoop
-from salesrl_trl.generation.tasks import NO_TURN, Completions
+from salesrl_trl.generation.tasks import NO_TURN, CompletionTasks
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import allow_files
 
@@ -67,8 +67,8 @@ def served(monkeypatch):
 
 
 def begun(served, finished=lambda *_: None, ahead=True, batch=None, profiler=None):
-    batch = batch or Completions(len(PROMPTS), served.loop, finished)
-    served.batch, served.ahead = batch, ahead
+    batch = batch or CompletionTasks(len(PROMPTS), served.loop, finished)
+    served.batch, batch.ahead = batch, ahead
     assert served.generate(PROMPTS, None, 4, profiler) == ([], [], [], [])
     served.batch = None
     return batch
