@@ -11,19 +11,18 @@ from weakref import WeakSet
 
 from accelerate.logging import get_logger
 
-from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, Sequenced
-from salesrl_trl.agents.episodes import PLAYED, Playing, kept
+from salesrl_trl.agents.episodes import Episode, Playing
 from salesrl_trl.agents.foreign_text import ForeignText
+from salesrl_trl.agents.playing import EpisodeTurns
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, drain_traffic, tried
+from salesrl_trl.agents.tool_turns import ToolTurns
+from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.generation.sampler import Finished, Handle
+from salesrl_trl.generation.turn_access import TurnAccess
+from salesrl_trl.types import Example
 from salesrl_trl.wiring.part import Part, PartContext, lacking
-
-__all__ = [
-    "PLAYED", "AgentCalls", "AgentsPart", "ChatForm", "ConversationNotes", "Sequenced", "ToolCalls", "drain_traffic",
-    "kept", "of", "tried",
-]  # fmt: skip
 
 logger = get_logger(__name__)
 
@@ -39,11 +38,25 @@ class AgentsPart(Part):
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
         self._endpoint: PolicyEndpoint | None = None  # once there was an episode
+        self._tool_turns: ToolTurns | None = None
+        self._episode_turns: EpisodeTurns | None = None
 
-    @property
-    def endpoint(self) -> PolicyEndpoint:
-        assert self._endpoint is not None
-        return self._endpoint
+    def converse(self, access: TurnAccess, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+        """Begin a conversation with each prompt, whose turns may call tools."""
+        self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
+        calls = self.begin_calls(tool.__name__ for tool in access.tools)
+        return self._tool_turns.start(prompts, finished, ahead, calls)
+
+    def play(self, access: TurnAccess, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
+        """Begin an episode with each row. The endpoint is there before their threads, which share it."""
+        if self._endpoint is None or self._episode_turns is None:
+            episode = self._loop.reward
+            assert isinstance(episode, Episode)
+            self._endpoint = PolicyEndpoint()
+            self._episode_turns = EpisodeTurns(access, episode, self._endpoint, self._loop)
+        playing = Playing(self._loop.stopped)
+        self._under_way.add(playing)
+        return self._episode_turns.start(rows, finished, ahead, playing)
 
     def begin_calls(self, names: Iterable[str]) -> ToolCalls:
         """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
@@ -54,13 +67,6 @@ class AgentsPart(Part):
         self._latest = calls
         self._under_way.add(calls)
         return calls
-
-    def begin_episodes(self) -> Playing:
-        """Before their threads begin, which share the endpoint."""
-        self._endpoint = self._endpoint or PolicyEndpoint()
-        playing = Playing(self._loop.stopped)
-        self._under_way.add(playing)
-        return playing
 
     def begin(self, resumed: str | None, run_id: str) -> None:
         if self._trl.tools == "tools" and resumed is None:
