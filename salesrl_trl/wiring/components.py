@@ -32,7 +32,6 @@ from salesrl_trl.config.rollouts import (
 )
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
-from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
     Sampled,
     Sampler,
@@ -241,7 +240,7 @@ class Components:
     ) -> None:
         args = self._args
         is_served = self._is_served = bool(args.use_vllm) and args.vllm_mode == "server"
-        self.sampler = self._sampler(trl, build, is_served)
+        self.sampler = self._sampler(trl, build)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
         launcher = Launcher(
@@ -275,7 +274,7 @@ class Components:
             device=trl.accelerator.device, score=trl.score, advantages=trl.advantages, parts=self.parts,
         )  # fmt: skip
 
-    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
+    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         args, talks = self._args, self.converses or self.reward.is_played
         whole: str | None = "`sampler` is an engine of its own"
         if build is None:
@@ -287,16 +286,16 @@ class Components:
             reason = why_not_partial(args, whole, talks, trl.reads_pictures)
             if reason is None:
                 self._partial = args.partial_rollouts
-                trl.engine.partial = PartialEngine(trl.engine.llm, args.most_unfinished)
+                trl.engine.leave_unfinished(args.most_unfinished)
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
         if self.reward.is_played:
             return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
         if self.converses:
-            return WholeBatch(trl.generate, trl.engine, trl.converse)
+            return Streamed(trl.generate, trl.engine, trl.converse)
         if build is None:
             if whole is None:
-                return Streamed(trl.generate, trl.engine, trl.ask if is_served or self._partial else None)
+                return Streamed(trl.generate, trl.engine, trl.ask)
             logger.info(f"off: rewards start as soon as a completion is finished, because {whole}")
             return WholeBatch(trl.generate, trl.engine)
         return build(

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.generation.sampler import Ask, Converse, Finished, Generate, Handle
+from salesrl_trl.generation.sampler import Finished, Generate, Handle, Start
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
@@ -49,8 +49,8 @@ class Hooks:
     has_aux_loss: bool
     num_generations_eval: int
     generate: Generate
-    ask: Ask  # the same for a server, without waiting
-    converse: Converse  # the same for completions that may call tools
+    ask: Start  # the same by vLLM, each completion reported when it is finished
+    converse: Start  # the same for completions that may call tools
     try_tools: Callable[[], Mapping[str, float | ServiceError]]
     """Calls functions of `tools` once: by name the seconds, or the error. NaN for one without an example."""
     play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row
