@@ -148,7 +148,7 @@ def built_in(run: PartContext) -> list[Part]:
         _BuiltIn("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
         _BuiltIn("record.recorder:RecorderPart", bool(args.record), "`record`"),
         _BuiltIn("launch.evaluation.bbq_part:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
-        _BuiltIn("launch.evaluation.held_out_part:HeldOutPart", True),
+        _BuiltIn("launch.evaluation.held_out:HeldOut", True),
         _BuiltIn("launch.evaluation.quick_part:QuickEvalPart", has_quick, "`quick_eval`"),
         _BuiltIn("parts.trackers:TrackersPart", True),
         _BuiltIn("parts.weight_change:WeightChange", run.trl.updates),
