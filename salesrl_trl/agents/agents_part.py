@@ -6,9 +6,9 @@ call tools or an episode is given.
 
 import importlib.util
 import math
-from asyncio import AbstractEventLoop, run_coroutine_threadsafe
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from asyncio import run_coroutine_threadsafe
+from collections.abc import Iterable, Sequence
+from typing import cast
 from weakref import WeakSet
 
 from accelerate.logging import get_logger
@@ -61,11 +61,6 @@ class AgentsPart(Part):
         self._under_way.add(playing)
         return self._episode_turns.start(rows, finished, ahead, playing)
 
-    @staticmethod
-    def tried(functions: Sequence[Callable[..., Any]], loop: AbstractEventLoop) -> Mapping[str, float | ServiceError]:
-        """Call tools once: by name the seconds, or the error."""
-        return run_coroutine_threadsafe(tried(functions), loop).result()
-
     def begin_calls(self, names: Iterable[str]) -> ToolCalls:
         """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
         methods change its state."""
@@ -84,7 +79,8 @@ class AgentsPart(Part):
         """Call tools once, on the main process. Raises `ConfigError` for one that fails."""
         if not self._trl.accelerator.is_main_process or self._loop.reward.is_replay:
             return
-        for name, ended in self._trl.try_tools().items():
+        ended_by_name = run_coroutine_threadsafe(tried(self._trl.functions), self._trl.tools_loop()).result()
+        for name, ended in ended_by_name.items():
             if isinstance(ended, ServiceError):
                 raise ConfigError(
                     f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "

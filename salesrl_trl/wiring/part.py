@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import Figure, QuickEvalSettings
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
@@ -124,6 +125,19 @@ class Part(TrainerCallback):
 
     def close(self) -> None:
         """The trainer is finished. No collective."""
+
+
+def connect_parts(run: PartContext, parts: list[Part], own: Sequence[Part]) -> None:
+    """Add the built-in parts, then a user's `own`, to a trainer's, and connect them in this order."""
+    parts += [*built_in(run), *own]
+    names = [part.name or type(part).__name__ for part in parts]
+    for name in names:
+        check(
+            names.count(name) == 1,
+            f"two parts are named {name!r}. Expected a `name` for each: checkpoints keep their states by it.",
+        )
+    for part in parts:
+        part.connect(run)
 
 
 class _BuiltIn(NamedTuple):

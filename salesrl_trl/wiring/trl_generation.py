@@ -16,7 +16,6 @@ from trl import GRPOTrainer
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import ServiceError
 from salesrl_trl.generation.rounds import Rounds
 from salesrl_trl.generation.sampler import Begun, Finished, Handle, Sampled, TokenSource
 from salesrl_trl.generation.tasks import Completions, TaskBatch
@@ -175,7 +174,3 @@ class TRLGeneration(GRPOTrainer):
         name = self._batch_environments[place]  # TRL has made these for the batch
         own = [*self._sync_tool_dicts[place].values(), *self._async_tool_dicts[place].values()]
         return ToolsOf(self._env_tools[name], own)
-
-    def _try_tools(self) -> Mapping[str, float | ServiceError]:
-        ended: Mapping[str, float | ServiceError] = self._agents.tried(self._standalone_tools, self._tools_loop)
-        return ended
