@@ -36,7 +36,7 @@ from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream
-from salesrl_trl.ground.own_code import warn_of_changes
+from salesrl_trl.ground.changed_code import warn_of_changes
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
@@ -310,7 +310,7 @@ class SalesGRPOTrainer(SavingTrainer):
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
-        foreign = self._agents.of(self.components.parts).foreign
+        foreign = self._agents.foreign
         for message in tool_messages:
             message.update(foreign.message(message))
         return super()._get_tool_suffix_ids(tool_messages)

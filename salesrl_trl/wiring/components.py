@@ -57,7 +57,7 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.wiring.part import Part, PartContext, built_in, layer
+from salesrl_trl.wiring.part import Part, PartContext, connect_parts, layer
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -181,14 +181,6 @@ class Components:
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. the parts
-        self._connect_parts(trl, quick_eval)
-        return [
-            self.stopping,
-            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
-            *self.parts,
-        ]
-
-    def _connect_parts(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> None:
         run = PartContext(
             args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
             figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
@@ -196,15 +188,12 @@ class Components:
             least_lookahead=int(self._is_served or self._partial > 0), partial_rollouts=self._partial,
             recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
         )  # fmt: skip
-        self.parts += [*built_in(run), *self._own_parts]
-        names = [part.name or type(part).__name__ for part in self.parts]
-        for name in names:
-            check(
-                names.count(name) == 1,
-                f"two parts are named {name!r}. Expected a `name` for each: checkpoints keep their states by it.",
-            )
-        for part in self.parts:
-            part.connect(run)
+        connect_parts(run, self.parts, self._own_parts)
+        return [
+            self.stopping,
+            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
+            *self.parts,
+        ]
 
     def _cut_off(self, reason: str) -> None:
         self.reward_loop.cut_off(reason)

@@ -126,7 +126,7 @@ def without_layers(tmp_path, tiny):
 def test_the_core_trains_evaluates_and_saves_without_the_layers(without_layers, tmp_path):
     done = without_layers(eval_strategy="steps", eval_steps=1)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "off: HeldOutPart, because" in done.stderr + done.stdout
+    assert "off: HeldOut, because" in done.stderr + done.stdout
     assert (tmp_path / "run" / "checkpoint-2" / "README.md").is_file()
 
 
