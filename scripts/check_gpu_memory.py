@@ -25,12 +25,12 @@ if __name__ == "__main__":
 
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.cards import Card, card_here, named_card
 from salesrl_trl.launch.memory_estimate import Estimate, Setup, Sharding, advice, estimate, setup_of
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import policy_shape, settle_precision, weigher
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import RunConfig, parse
+from salesrl_trl.launch.software import Card, card_here, named_card
 
 SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
 SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaFor
 
 from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch import cards, memory_estimate, software
+from salesrl_trl.launch import memory_estimate, software
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
 from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment, Sharding, estimate, moment_bytes, setup_of
 from salesrl_trl.launch.memory_shape import model_shape, parameter_count
@@ -100,7 +100,7 @@ def stage(tiny, monkeypatch, tmp_path):
 
         rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"{used_gib * 1024}, 41, python"}
         monkeypatch.setattr(memory_estimate, "estimate", weighed)
-        monkeypatch.setattr(cards, "card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
+        monkeypatch.setattr(software, "card_here", lambda device: software.Card("a card", 80.0, "GPU-1"))
 
         def ask(command, **_):
             said = next(rows[name] for name in rows if any(name in word for word in command))
@@ -168,7 +168,7 @@ def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, 
 
     names = names[0] if names else ""
     monkeypatch.setattr(software.subprocess, "run", ask)
-    card = cards.Card("a card", 80.0, "GPU-1")
+    card = software.Card("a card", 80.0, "GPU-1")
     assert card.used_gib() == used
     assert card.users() == (f"{names} (7) 1.0 GiB" if names else "")
 
