@@ -69,7 +69,7 @@ def _examine(argv: Sequence[str]) -> int:
             "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
             "vllm_sequences": estimated.sequences,
             "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
-            "remedies": [] if estimated.fits else advice(setup),
+            "remedies": [] if estimated.fits else advice(setup, card.gib),
         }
         print(strict_json(report))
     return 0 if estimated.fits else EXIT_FAILED
@@ -146,7 +146,7 @@ def _as_text(setup: Setup, estimated: Estimate, preset: tuple[str, float] | None
         where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
         lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
     lines.append("What takes less:")
-    return "\n".join([*lines, *(f"  {setting}" for setting in advice(setup))])
+    return "\n".join([*lines, *(f"  {setting}" for setting in advice(setup, card.gib))])
 
 
 def _parser() -> ToolParser:

@@ -161,7 +161,7 @@ def _compare(setup: Setup, estimated: Estimate, findings: Findings) -> None:
     if estimated.fits:
         return
     model = setup.model
-    remedy = f"What takes less: {'; '.join(memory.advice(setup))}. "
+    remedy = f"What takes less: {'; '.join(memory.advice(setup, card))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
     if not estimated.starts_engine:
         findings.fail(

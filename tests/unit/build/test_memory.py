@@ -12,7 +12,16 @@ from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch import memory_estimate, software
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
-from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment, Sharding, estimate, moment_bytes, setup_of
+from salesrl_trl.launch.memory_estimate import (
+    SCORING,
+    Estimate,
+    Moment,
+    Sharding,
+    advice,
+    estimate,
+    moment_bytes,
+    setup_of,
+)
 from salesrl_trl.launch.memory_shape import model_shape, parameter_count
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight import memory
@@ -28,14 +37,14 @@ SEVEN = 7_615_616_512  # parameters of Qwen2.5-7B
 def weigh(tmp_path):
     """The estimate of a row of the benchmark, with some settings changed, on a card of so many GiB."""
 
-    def weigh(row, card_gib=80.0, sharding=None, processes=None, **settings):
+    def weigh(row, card_gib=80.0, sharding=None, processes=None, make=estimate, **settings):
         args, model = settings_of(row, torch.device("cpu"), tmp_path)
         args.bf16 = row.bf16_passes  # a CPU's settings have none
         for name, value in settings.items():
             setattr(args, name, value)
         shape = figures_of(row.shape, model if row.lora else None)
         setup = setup_of(args, model, shape, 512, dtype=row.dtype, sharding=sharding, processes=processes)
-        return estimate(setup, card_gib)
+        return make(setup, card_gib)
 
     return weigh
 
@@ -87,6 +96,24 @@ def test_vllm_has_its_share_and_gives_it_back_asleep(weigh):
     assert beside.sequences == pytest.approx(generation["vLLM KV cache"] * GIB / (1024 * 56 * 1024), rel=1e-3)
     tight = weigh(row, **{**engine, "vllm_gpu_memory_utilization": 0.15})
     assert not tight.starts_engine and not tight.fits
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "named", "absent"),
+    [
+        (Row("7b", lora=True, checkpointing=False), {}, "`gradient_checkpointing: true`: ", "adamw_torch_8bit"),
+        (Row("7b", lora=True), {"per_device_train_batch_size": 32}, "`per_device_train_batch_size: 1`", "`use_peft"),
+        (Row("7b", lora=True), {"held_out_eval": True, "per_device_eval_batch_size": 512}, "`per_device_eval", "vllm"),
+        (Row("7b", lora=False, dtype="float32"), {}, "`optim: adamw_torch_8bit`", "`gradient_checkpointing"),
+        (Row("7b", lora=False), {}, "`use_peft: true`", "adamw_torch_8bit"),
+    ],
+    ids=["activations", "batch", "evaluation", "states", "states in 16 bits"],
+)
+def test_advice_has_what_saves_memory_and_is_not_set(weigh, row, given, named, absent):
+    steps = weigh(row, 40.0, make=advice, **given)
+    needed = weigh(row, 40.0, **given).needed_gib
+    assert any(step.startswith(named) for step in steps) and absent not in " ".join(steps)
+    assert all(float(step.split()[-2]) < needed for step in steps[:-1])
 
 
 @pytest.fixture
