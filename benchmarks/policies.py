@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from salesrl_trl.data.files import demo_path
 from salesrl_trl.demo.packaged import PROMPT_STYLE
 from salesrl_trl.demo.services.rubric import protected_terms, supported
 from salesrl_trl.judged.parsing import parse_action
-from salesrl_trl.launch.data.files import demo_path
 from salesrl_trl.launch.data.sources import load_rows
 from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.types import Action, SalesRow

@@ -104,7 +104,7 @@ else
   # One process more than cores, to four, each with a thread: tests wait now and then. A file is one worker's;
   # tests/conftest.py begins with the long ones.
   cores="$(env -u OMP_NUM_THREADS nproc)" # which else says what that variable holds
-  SKIPPED_TESTS_TO="$beside/skipped" run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu or real_model or bench)" \
+  run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu or real_model or bench)" \
     --ignore tests/integration/test_trackers.py \
     -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
   status=0
@@ -112,7 +112,6 @@ else
   cat -- "$beside/log"
   if ((status)); then exit "$status"; fi
   unset OMP_NUM_THREADS
-  skipped="$(<"$beside/skipped")"
   rm -rf -- "$beside"
   trap - EXIT
   # Only the files that name these marks: collecting all tests takes longer than these tests.
@@ -122,8 +121,6 @@ else
   set -- -m "alone or gpu or real_model" "${durations[@]}" "${marked[@]}"
   if ((${#durations[@]})); then printf 'test: %s\n' "${steps[@]}"; fi
 fi
-# Its last lines say what was skipped, by this one and before (tests/support/skipped.py).
-export SKIPPED_TESTS_BEFORE="${skipped:-}"
 printf 'test: pytest, one test at a time (%d s so far)\n' "$SECONDS"
 # pytest replaces this shell: so it gets the signals, and its exit status is that of the script.
 exec "$bin/python" -m pytest "$@"

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 from pytest_httpserver import HTTPServer
-from support import apart, forked, skipped
+from support import apart, forked
 from support.loopback import Services
 from support.seconds import TookTooLong
 
@@ -140,7 +140,6 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure(config):
-    skipped.tell(config)
     gc.unfreeze()  # some modules complain at exit about objects that are still there
     apart.end()
 

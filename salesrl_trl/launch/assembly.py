@@ -33,7 +33,7 @@ from salesrl_trl.judged.chain import SalesReward
 from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
-from salesrl_trl.judged.meter import ANCHORS, MeterSettings
+from salesrl_trl.judged.meter import ANCHORS
 from salesrl_trl.judged.noise import anchors
 from salesrl_trl.judged.provider import JudgeProvider
 from salesrl_trl.judged.rag_answers import RagAnswers
@@ -47,7 +47,7 @@ from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.sample_lines import SampleLines
-from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.reward.scorer import MeterSettings, Scorer
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import (
     ALL,
@@ -114,11 +114,12 @@ def open_reward(
         weights = training.reward_weights or [1.0] * len(rewards)
         replay = config.parsed_replay()
         if replay is None:
-            reward = combined(rewards, weights, training.reward_process)
+            reward = combined(rewards, weights, RemoteReward if training.reward_process else None)
             with patched(reward, "budget", reward.budget or budget):
                 yield reward
             return
-        reward = combined(rewards, weights, training.reward_process and not config.asks_nobody)
+        is_apart = training.reward_process and not config.asks_nobody
+        reward = combined(rewards, weights, RemoteReward if is_apart else None)
         yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
 
 

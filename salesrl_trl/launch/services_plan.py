@@ -97,7 +97,7 @@ class ServicesPlan:
     @property
     def branches_of_rows(self) -> list[str]:
         """Of a task of one's own, whose settings name none."""
-        records = (record for part in self.train_records for record in part.records)
+        records = (row.record for part in self.train_records for row in part.rows)
         return sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
 
     @cached_property

@@ -11,9 +11,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.generation.sampler import Ask, Converse, Finished, Generate, Handle
+from salesrl_trl.generation.sampler import Finished, Generate, Handle, Start
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
-from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
@@ -29,6 +29,7 @@ class Hooks:
     last_step: Callable[[], int]
     accelerator: Accelerator
     is_deepspeed: bool
+    updates: bool  # whether steps change the policy
     engine: SalesVLLMGeneration | GenerationConfig
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
@@ -37,7 +38,9 @@ class Hooks:
     tool_names: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: Sequence[int]
+    chat_template: str | None
     reward_weights: Sequence[float]
+    reward_names: Sequence[str]  # under which TRL logs the functions of these weights
     reward_answered: Sequence[bool]
     group: Callable[[], int]  # completions of a prompt at the moment: in training, or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]]
@@ -46,8 +49,8 @@ class Hooks:
     has_aux_loss: bool
     num_generations_eval: int
     generate: Generate
-    ask: Ask  # the same for a server, without waiting
-    converse: Converse  # the same for completions that may call tools
+    ask: Start  # the same by vLLM, each completion reported when it is finished
+    converse: Start  # the same for completions that may call tools
     try_tools: Callable[[], Mapping[str, float | ServiceError]]
     """Calls functions of `tools` once: by name the seconds, or the error. NaN for one without an example."""
     play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row

@@ -423,16 +423,6 @@ def test_hybrid_advantages_and_the_branches_kl_are_the_same_in_parts(trained, ti
         assert mine == (pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE) if name == "advantages" else theirs)
 
 
-def test_hybrid_advantages_that_are_scaled_wait_for_the_whole_batch(trained, tiny, gated):
-    """The spread of the whole batch is in them, also where `scale_rewards` is `group`."""
-    given = {**FOUR_GROUPS, "hybrid_reference_weight": 0.3}
-    gated.hold = Gate(patience_s=0.2)
-    ours = trained(ScriptedOurs, tiny, begin=Gate().see, **given)
-    gated.hold = lambda text: None
-    whole = trained(ScriptedOurs, tiny, **{**given, "scored_groups_first": False})
-    assert_equal_but_for_the_order(ours, whole)
-
-
 @pytest.mark.parametrize(
     "reason",
     [

@@ -73,12 +73,6 @@ def stock(tiny, tmp_path):
     return advantages_of(trainer)
 
 
-def test_without_a_weight_the_advantages_are_trls_to_the_bit(train, stock):
-    trainer, advantages = train()
-    assert torch.equal(advantages, stock)
-    assert not any("failures/baseline_fallback" in logs for logs in trainer.state.log_history)
-
-
 def test_with_a_weight_the_reference_moves_the_baseline(train):
     trainer, advantages = train(hybrid_reference_weight=0.5, scale_rewards="none")
     # means 0.1875 and 0.6875, reference 0.5: baselines 0.34375 and 0.59375

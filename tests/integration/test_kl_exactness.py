@@ -25,7 +25,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.kl.law import KLTarget
-from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.launch.data.sources import build_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -438,15 +437,6 @@ def test_equal_coefficients_are_trls_beta(pairs, loss_type, ratio, weights, accu
     assert_equal_figures(pair.ours, pair.stock)
 
 
-@by_loss_type
-def test_the_comparison_sees_a_coefficient_that_is_a_thousandth_off(pair, loss_type):
-    case = Case(loss_type=loss_type, accumulation=4)
-    pair.set_up(case)
-    coefficients(pair.ours, (BETA, BETA * 1.001))
-    batches = pair.inputs(case)
-    assert gap(step(pair.ours, batches)[1], step(pair.stock, batches)[1]) > 10 * TOLERANCE
-
-
 FEATURES = {
     "vllm, tokens": ({"vllm": True}, {"importance_sampling_ratio": sampling_ratio(SAMPLES, COMPLETION)}),
     "vllm, sequences": ({"vllm": True}, {"importance_sampling_ratio": sampling_ratio(SAMPLES, 1)}),
@@ -564,34 +554,6 @@ def test_micro_batches_of_one_branch_are_trls_with_that_branchs_beta(pair, loss_
     assert [math.isfinite(logged[f"kl/{name}"]) for name in BRANCHES] == [branch == 0, branch == 1]
 
 
-@by_level
-@by_loss_type
-def test_whatever_stands_in_the_padding_changes_nothing(pair, loss_type, level):
-    case = Case(loss_type=loss_type, level=level, off_policy_threshold=-0.1)
-    pair.set_up(case)
-    batches = pair.inputs(case, sampling_per_token_logps=SAMPLING)
-    names = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
-    littered = [
-        {**batch, **{name: batch[name].where(batch["completion_mask"].bool(), torch.nan) for name in names}}
-        for batch in batches
-    ]
-    assert littered[0]["ref_per_token_logps"].isnan().any()
-    assert_equal_steps(step(pair.ours, littered), step(pair.stock, batches))
-    assert_equal_kl(pair.ours, pair.stock, batches)
-
-
-@pairwise(loss_type=LOSS_TYPES, correction=SWITCH, level=LEVELS)
-def test_a_step_in_which_no_token_counts_has_no_loss_and_no_gradient(pair, loss_type, correction, level):
-    case = Case(loss_type=loss_type, accumulation=4, correction=correction, level=level)
-    pair.set_up(case)
-    nothing = torch.zeros(SAMPLES, COMPLETION, dtype=torch.long)
-    loss, gradient = step(pair.ours, pair.inputs(case, completion_mask=nothing))
-    assert loss == 0
-    assert (gradient == 0).all()
-    logged = pair.ours.components.ledger.flush("train")
-    assert [logged[f"kl/{name}_tokens"] for name in BRANCHES] == [0, 0]
-
-
 @pytest.mark.parametrize("weights", ["full", "lora"])
 def test_the_policy_is_run_once_as_in_trl(pairs, weights):
     pair = pairs[weights]
@@ -606,16 +568,6 @@ def test_the_policy_is_run_once_as_in_trl(pairs, weights):
         handle.remove()
         runs[name] = len(calls)
     assert runs == {"ours": 1, "stock": 1}
-
-
-def test_beta_is_a_number_again_after_the_loss(pair):
-    pair.set_up(Case())
-    pair.ours.beta = 0.125
-    seen = []
-    with pair.ours.model.register_forward_pre_hook(lambda *_: seen.append(type(pair.ours.beta))):
-        pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
-    assert set(seen) == {BranchPenalty}
-    assert pair.ours.beta == 0.125
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "loss"])

@@ -16,10 +16,10 @@ from support.scripted import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import ConfigError, RunStopped
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
+from salesrl_trl.errors import RunStopped
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.launch.data.sources import build_dataset
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import (
     EQUAL,
     REFILLED,
@@ -211,13 +211,6 @@ def assert_ages_are_as_logged(trainer, lookahead):
         assert entry[STALENESS_MAX] == max(told)
         assert max(told) <= lookahead
     return [max(each) for _, each in sorted(ages.items())]
-
-
-@pytest.mark.usefixtures("any_text_is_an_action")
-@pytest.mark.parametrize("lookahead", [1, 2, 4])
-def test_generated_rollouts_are_as_old_as_is_logged(trained, lookahead):
-    trainer = trained(Watched, rollout_lookahead=lookahead, max_steps=6, max_completion_length=12)
-    assert assert_ages_are_as_logged(trainer, lookahead) == [min(step, lookahead) for step in range(6)]
 
 
 TWO_MICRO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
@@ -594,11 +587,3 @@ def test_a_run_that_replaces_groups_goes_on_from_a_checkpoint_and_loses_no_row(t
         rows = {**{at: rows[at] for at in range(step)}, **second.rows_trained_on()}
         assert {row % 2 for own in rows.values() for row in own} == {0}
         assert {row for at in range(8) for row in rows[at]} == {*range(0, 24, 2)}
-
-
-@pytest.mark.parametrize("given", [{"rollout_lookahead": -1},
-                                   {"use_vllm": True, "vllm_importance_sampling_correction": False}])  # fmt: skip
-def test_a_lookahead_that_nothing_corrects_is_refused(tmp_path, given):
-    with pytest.raises(ConfigError, match="rollout_lookahead"):
-        SalesGRPOConfig(**settings(tmp_path, **{"rollout_lookahead": 1, **given}))
-    SalesGRPOConfig(**settings(tmp_path, **{**given, "rollout_lookahead": 0}))

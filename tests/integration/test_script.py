@@ -3,7 +3,6 @@
 import logging
 import sys
 
-import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from salesrl_trl import Budget, Limit, Price, Transport, per_completion
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import RunStopped
 from salesrl_trl.ground import own_code
 from salesrl_trl.record.reader import recorded
 from salesrl_trl.record.view.run_folder import read_run
@@ -49,15 +47,6 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     assert caplog.text.count("salesrl_trl.trainer: the file has changed since this process imported it") == 1
     assert [line["step"] for line in steps_of(later)] == [1, 2, 4, 6, 8]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]
-
-
-def test_the_first_entry_of_the_log_is_trls_and_a_resume_has_its_own_optimizer_and_rates(tiny, tmp_path, caplog):
-    first = train(tiny, tmp_path, lr_scheduler_type="linear")
-    assert {"loss", "reward"} <= first.state.log_history[0].keys()
-    longer = train(tiny, tmp_path, resume=True, max_steps=4, optim="sgd", lr_scheduler_type="linear")
-    # 1e-2 x (4 - step) / 4. The checkpoint has that of its last step, 0
-    assert [line["learning_rate"] for line in steps_of(longer)[2:]] == pytest.approx([5e-3, 2.5e-3])
-    assert "the optimizer begins anew" in caplog.text
 
 
 def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tmp_path, caplog):
@@ -158,14 +147,3 @@ def judged(folder, most):
         return len(completion[0]["content"]) % 17
 
     return by_judge
-
-
-def test_a_script_ends_at_the_limit_of_its_budget_and_goes_on_with_a_larger_one(tiny, tmp_path, caplog):
-    with pytest.raises(RunStopped, match=r"the budget is spent: 9 calls, .* reached: `max_calls` 9"):
-        train(tiny, tmp_path, reward=judged(tmp_path, 9), max_steps=4)  # four calls a step: the third is not scored
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        later = train(tiny, tmp_path, resume=True, reward=judged(tmp_path, 100), max_steps=4)
-    assert "budget       max_calls 100; spent in this folder so far: 9 calls" in caplog.text
-    # nine calls, and two steps of four; ten tokens of 0.001 US dollars each
-    assert steps_of(later)[-1]["budget/calls"] == 17
-    assert steps_of(later)[-1]["budget/usd"] == pytest.approx(0.17)

@@ -162,13 +162,6 @@ def test_a_skipped_batch_has_no_figures_of_the_correction(policy, tmp_path):
     assert ours.components.passes.shares_prompts
 
 
-def test_off_is_trls_own_to_the_bit(policy, tmp_path):
-    _, theirs = train(ScriptedUpstream, policy, tmp_path / "stock", beta=0.0)
-    _, mine = train(ScriptedTrainer, policy, tmp_path / "ours", beta=0.0, shared_prompts="off")
-    assert all(map(torch.equal, mine.found, theirs.found))
-    assert mine.passes == theirs.passes
-
-
 def test_noise_of_neftune_is_told_once(policy, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         ours, _ = train(ScriptedTrainer, policy, tmp_path, neftune_noise_alpha=5.0, bf16=None)

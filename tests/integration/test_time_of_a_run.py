@@ -18,7 +18,7 @@ from support.runs import check_times, scalars, spans
 from support.seconds import check_seconds
 from transformers import TrainerCallback
 
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.names import (
     MFU_MODEL,
     MFU_STEP,
@@ -76,10 +76,6 @@ class StepClock(TrainerCallback):
 
 def step_logs(trainer):
     return [entry for entry in trainer.state.log_history if "reward" in entry]
-
-
-def raise_(error):
-    raise error
 
 
 @pytest.mark.alone
@@ -179,24 +175,6 @@ def test_the_trace_has_a_track_for_each_reward_and_one_for_the_phases(
             for span in each:
                 assert generation["ts"] <= span["ts"]
                 assert span["ts"] + span["dur"] <= wait["ts"] + wait["dur"]
-
-
-def check_what_is_left(output_dir, failed_phase, steps):
-    """A readable trace whose last step failed in a phase, and the event file of the steps before."""
-    tracks = spans(output_dir)
-    failed = {each["name"] for each in tracks[0, "phases"] if each.get("args", {}).get("failed")}
-    assert failed_phase in failed
-    assert [each["name"] for each in tracks[0, "steps"]] == [f"step {step}" for step in range(1, steps + 2)]
-    assert tracks[0, "steps"][-1]["args"] == {"failed": True}
-    assert len(scalars(output_dir)[f"train/{STEP_SECONDS}"]) == steps
-
-
-def test_an_interrupt_from_the_keyboard_leaves_trace_and_events(scripted_trainer, services, instruments, tmp_path):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=4)
-    trainer.add_callback(AtStep(3, lambda: setattr(trainer, "_compute_loss", lambda *_: raise_(KeyboardInterrupt()))))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    check_what_is_left(tmp_path / "run", "batching", steps=3)
 
 
 def test_a_process_that_is_killed_leaves_trace_and_events(tiny, services, tmp_path):

@@ -76,33 +76,12 @@ def test_the_reference_is_not_spread_over_the_gpus_in_sight(scripted_trainer, mo
     assert [given["device_map"] for given in seen] == [None]
 
 
-def test_a_batch_that_could_not_be_scored_moves_nothing(scripted_trainer, services):
-    trainer = scripted_trainer(texts=(ACTION,), max_steps=2, max_skipped_generations=5)
-    services.set("8b", {}, status=500)
-    before = weights(trainer)
-    with pytest.raises(TooFewRewardsError, match="They were the last of the run"):
-        trainer.train()
-    assert not moved(before, weights(trainer))
-    for logs in step_logs(trainer):
-        assert (logs["outcome/infra"], logs["failures/skipped_update"], logs["reward"]) == (1.0, 1.0, None)
-
-
 def test_a_policy_that_blew_up_ends_the_run_and_keeps_the_checkpoints_as_they_were(scripted_trainer, tmp_path):
     trainer = scripted_trainer(texts=DIFFERENT, max_steps=9)
     trainer.args.learning_rate = 1e30  # no recipe may have it
     with pytest.raises(DivergedError, match=r"`grad_norm` is nan, and such figures came in 3 log lines in a row"):
         trainer.train()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-def test_reasons_are_an_entry_of_their_own_and_go_on_once_they_have_been_seen(scripted_trainer):
-    texts = (*DIFFERENT[:4], *DIFFERENT[4:7], BAD, *DIFFERENT[7:11])  # the second of three steps has one that is none
-    trainer = scripted_trainer(texts=texts, max_steps=3)
-    trainer.train()
-    keys = [set(logs) for logs in step_logs(trainer)]
-    assert keys == [keys[0]] * 3
-    entries = [entry for entry in trainer.state.log_history if "failures/reason/not_json" in entry]
-    assert [(entry["step"], entry["failures/reason/not_json"]) for entry in entries] == [(2, 1), (3, 0)]
 
 
 def test_momentum_does_not_move_the_policy_on_a_skipped_batch(scripted_trainer, services):

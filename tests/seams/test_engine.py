@@ -8,8 +8,8 @@ from support.loopback import Services
 from support.scripted import build_trainer, default_rows, loopback_reward, settings, steps_of
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 PATH = "seams.own_engine.Writer"

@@ -50,7 +50,7 @@ def test_settings_name_it_by_its_dotted_path_and_need_no_address_no_key_and_no_r
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"judge": "seams.own_reward.Brevity"}, r"no salesrl_trl\.reward\.judge\.judge_interface\.Judge"),
+        ({"judge": "seams.own_reward.Brevity"}, r"no salesrl_trl\.judged\.judge_interface\.Judge"),
         ({"judge": "seams.own_reward.ByLenght"}, "has no 'ByLenght'"),
         ({"judge": "ByLength"}, "dotted path"),
         ({"judge": "salesrl_trl.judged.judge_interface.Judge"}, "abstract"),

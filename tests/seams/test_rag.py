@@ -85,7 +85,7 @@ def test_a_body_of_another_form_is_the_services_failure(foreign, services, tmp_p
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rag": "seams.own_reward.Brevity"}, r"no salesrl_trl\.reward\.rag_client\.RagBackend"),
+        ({"rag": "seams.own_reward.Brevity"}, r"no salesrl_trl\.judged\.rag_client\.RagBackend"),
         ({"rag": "seams.test_rag.Silent"}, r"transports` are \[\]\. Expected a `Transport` for each of rag_8b"),
         ({"rag": "seams.test_rag.Silent", "rag_base_url": "http://127.0.0.1:9"}, "beside `rag_base_url`"),
         ({"rag": "seams.test_rag.Silent", "knowledge_file": "k.jsonl"}, "beside `rag`.* only the embedded"),

@@ -44,10 +44,6 @@ def test_a_generator_is_refused_because_calling_it_takes_no_time():
             TimingContext("g")(each)
 
 
-def test_before_the_first_entry_no_time_was_spent():
-    assert TimingContext("block").cost_time == 0.0
-
-
 def test_a_context_without_a_name_is_named_after_its_function_or_its_line_and_logs_if_asked():
     lines = []
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
+from salesrl_trl.data.files import DEMO
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.outcome import Findings
-from salesrl_trl.launch.data.files import DEMO
 from salesrl_trl.launch.data.sources import load_drafts
 from salesrl_trl.launch.preflight.load import NOTEWORTHY_SHARE, limits_of, trouble
 from salesrl_trl.launch.preflight.made_up import DEFAULT_MIX, Completion, batches
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import USAGE, Stage
+from salesrl_trl.parts.step_lines import figure
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.telemetry.step_lines import figure
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, Reward
 
 if TYPE_CHECKING:

@@ -29,15 +29,7 @@ from salesrl_trl.record.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord
-from salesrl_trl.types import (
-    SALES,
-    Action,
-    Answer,
-    Outcome,
-    RequestIds,
-    Reward,
-    SalesRow,
-)
+from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
 logger = logging.getLogger(__name__)
 

@@ -109,17 +109,6 @@ def test_the_table_has_every_figure_and_says_what_it_does_not_know():
     assert "4 held-out rows (fairness 2, hallucination 2); 2 sampled answers to a row, seed 7" in text
 
 
-def test_one_policy_is_compared_with_nothing():
-    findings = found(FIRST[:1], samples=0)
-    assert findings.differences == {}
-    assert "B - A" not in text_of(findings)
-
-
-def test_a_difference_is_named_only_if_the_interval_excludes_0():
-    worse = found(([0.9, 0.8, 0.9, 0.8],), ([0.1, 0.01, 0.1, 0.02],), samples=0)
-    assert "greedy: B is worse than A by 0.792: the interval excludes 0." in text_of(worse)
-
-
 def test_the_file_has_each_rows_rewards_and_no_word_of_a_customer():
     written = json.dumps(found(FIRST, SECOND).as_dict())
     assert SAID not in written

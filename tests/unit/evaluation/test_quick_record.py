@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 from support.answers import answered
@@ -83,16 +82,6 @@ def test_the_line():
     for measured in without_kl.branches.values():
         measured |= {"kl": None, "beta": None}
     assert without_kl.line().endswith(" length F=30 H=30")
-
-
-def test_the_line_has_a_figure_of_the_branches_that_have_it():
-    measured = evaluation(20, 0.41, 0.5)
-    for value, branch in ((0.25, "fairness"), (None, "hallucination")):
-        measured.branches[branch]["bias"] = value
-    bias = SimpleNamespace(name="bias", form=".2f")
-    assert measured.line([bias]).endswith("beta F=0.05 H=0.05 bias F=0.25")
-    measured.branches["fairness"]["bias"] = None
-    assert measured.line([bias]).endswith("bias n/a")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.launch.evaluation.row_statistics import critical, difference_of, mean_of, pareto_front, share_within
+from salesrl_trl.ground.row_statistics import critical, difference_of, mean_of, pareto_front, share_within
 
 NAN = math.nan
 
@@ -70,38 +70,9 @@ def test_the_interval_excludes_0_where_p_is_below_one_in_twenty():
         assert found.is_shown == (found.p < 0.05)
 
 
-def test_a_policy_is_no_different_from_itself():
-    found = difference_of([0.1, 0.2, NAN], [0.1, 0.2, NAN])
-    assert (found.value, found.p, found.is_shown, found.equal) == (0.0, None, False, 2)
-
-
 def test_rounding_is_no_change():
     found = difference_of([0.3, 0.5], [0.1 + 0.2, 0.5])  # 0.30000000000000004
     assert (found.better, found.worse, found.equal, found.interval) == (0, 0, 2, None)
-
-
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
-        ([], ()),
-        ([(1, 1)], (0,)),
-        # (2, 2) is higher in both.
-        ([(1, 1), (2, 2)], (1,)),
-        # As high in a, higher in b.
-        ([(1, 1), (1, 2)], (1,)),
-        # Each is higher in one.
-        ([(1, 3), (2, 2), (3, 1)], (0, 1, 2)),
-        # Equal points do not beat each other.
-        ([(2, 2), (1, 1), (2, 2)], (0, 2)),
-        # Not comparable with anything, though it would win in a.
-        ([(9, None), (1, 1)], (1,)),
-        ([(9, math.nan), (1, 1)], (1,)),
-        ([(None, None)], ()),
-        ([(-2, -1), (-1, -2), (-2, -2)], (0, 1)),
-    ],
-)
-def test_two_branches_by_hand(points, expected):
-    assert pareto_front([{"a": a, "b": b} for a, b in points]) == expected
 
 
 SCORES = st.one_of(st.none(), st.integers(0, 4).map(float), st.just(math.nan))

@@ -104,10 +104,6 @@ def test_it_does_not_wind_up_at_a_bound():
     assert left == [1, 1, 1]
 
 
-def test_it_leaves_the_coefficient_alone_in_the_first_window():
-    assert [move(kl, 0.1, {}) for kl in (0.0, 0.01, 0.05, 0.09)] == [0.1] * 4
-
-
 def test_the_first_move_brings_a_rise_that_will_pass_the_band_to_its_centre():
     """One more window of this growth leads from 0.06 to 0.1, 2.5 times the centre."""
     beta, state = after([(1e-4, 1000), (0.02, 1000)])

@@ -193,13 +193,6 @@ def test_branches_do_not_touch_each_other():
     assert control.betas == [pytest.approx(0.115), 0.1, pytest.approx(0.085)]
 
 
-def test_a_decision_says_branch_kl_band_and_both_coefficients():
-    text = str(controller().observe(0.0912, 1))
-    assert text == "fairness: KL 0.0912 outside [0.02, 0.08], beta 0.1 -> 0.115"
-    text = str(controller(recentre=0.5).observe(0.08, 1))
-    assert text == "fairness: KL 0.0800 in [0.02, 0.08], beta 0.1 -> 0.1072"
-
-
 @pytest.mark.parametrize("interrupted_at", range(12))
 def test_a_controller_goes_on_from_its_saved_state_as_if_nothing_had_happened(interrupted_at):
     steps = [(0.3, 3), (0.1, 2), (0.0, 0), (5.0, 10), (4.0, 7), (0.2, 1), (0.01, 9), (0.3, 5)]

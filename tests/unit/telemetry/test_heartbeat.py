@@ -44,11 +44,6 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     assert "the limit that calls are in line for" in line
 
 
-def test_a_phase_whose_details_say_nothing_has_its_advice_alone():
-    line = heartbeat(lambda: None, generation=str).line("generation", 12.3)
-    assert line.startswith("[Heartbeat] step 3/21: generation for 12 s. Look at: max_completion_length")
-
-
 def test_every_phase_of_training_has_an_advice():
     assert set(Phase) - {"unaccounted"} <= set(ADVICE)
 
@@ -82,7 +77,3 @@ def test_a_long_phase_is_told_of_at_each_doubling(told, seconds, lines):
 def test_a_fault_in_what_is_told_beside_it_does_not_end_the_heartbeat(told):
     lines = told(0.1, 0.2, names=("reward_wait",), reward_wait=lambda: 1 / 0)
     assert ["ZeroDivisionError while asking for more" in line for line in lines] == [True, True]
-
-
-def test_short_phases_are_not_told_of(told):
-    assert told(*[0.05] * 20, names=("forward", "backward")) == []

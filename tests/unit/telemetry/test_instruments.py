@@ -107,6 +107,17 @@ def test_a_batch_is_counted_on_its_device_without_waiting(build):
     assert instruments._lengths == []
 
 
+STEP = StepTimes(started=20.0, ended=30.0, seconds={Phase.EVALUATION: 6.0, Phase.FORWARD: 4.0})
+SPANS = [
+    Span(name=StartUp.ENGINE, started=8.0, ended=19.0),
+    Span(name=StartUp.IMPORTS, started=0.0, ended=3.0),
+    Span(name=StartUp.IMPORTS, started=4.0, ended=8.0),
+    Span(name=StartUp.WARM_UP, started=8.0, ended=10.0, track="rewards"),
+    Span(name=StartUp.SERVICES, started=8.0, ended=8.01),
+    Span(name=Phase.FORWARD, started=21.0, ended=25.0),
+]
+
+
 def test_padding_is_not_counted(build):
     instruments = build()
     instruments.timeline.starts()
@@ -118,24 +129,6 @@ def test_padding_is_not_counted(build):
     # 2 + 3 prompt tokens and 2 + 1 of completions, twice
     assert figures["perf/tokens_per_s"] * figures[STEP_SECONDS] == pytest.approx(16)
     assert figures["perf/samples_per_s"] * figures[STEP_SECONDS] == pytest.approx(4)
-
-
-def test_closing_twice_is_closing_once(build):
-    instruments = build(heartbeat_s=10.0)
-    instruments.start(is_main=True)
-    instruments.close()
-    instruments.close()
-
-
-STEP = StepTimes(started=20.0, ended=30.0, seconds={Phase.EVALUATION: 6.0, Phase.FORWARD: 4.0})
-SPANS = [
-    Span(name=StartUp.ENGINE, started=8.0, ended=19.0),
-    Span(name=StartUp.IMPORTS, started=0.0, ended=3.0),
-    Span(name=StartUp.IMPORTS, started=4.0, ended=8.0),
-    Span(name=StartUp.WARM_UP, started=8.0, ended=10.0, track="rewards"),
-    Span(name=StartUp.SERVICES, started=8.0, ended=8.01),
-    Span(name=Phase.FORWARD, started=21.0, ended=25.0),
-]
 
 
 def test_a_start_is_told_by_phase_and_what_goes_on_beside_them_does_not_count(tmp_path, caplog):

@@ -4,9 +4,7 @@ import re
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import custom_scalars as as_protobuf
 from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
@@ -20,10 +18,10 @@ from salesrl_trl.names import (
     agreement_of,
     quick_of,
 )
+from salesrl_trl.parts.trackers import ScalarLayout, custom_scalars
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.trackers import ScalarLayout, custom_scalars
 from salesrl_trl.update.ledger import Ledger
 
 BRANCHES = ("fairness", "hallucination")
@@ -75,13 +73,6 @@ def test_figures_of_quick_evaluations_and_components_have_a_chart_each_with_a_li
         "component judge", "component brevity", "quick evaluation: score", "quick evaluation: questions"
     ]  # fmt: skip
     assert lines["component brevity"] == [f"^rewards/brevity/{branch}$" for branch in BRANCHES]
-
-
-def test_tensorboard_takes_it():
-    summary = as_protobuf(custom_scalars(WORDS, BRANCHES))
-    layout = layout_pb2.Layout.FromString(summary.value[0].tensor.string_val[0])
-    assert [category.title for category in layout.category] == list(custom_scalars(WORDS, BRANCHES))
-    assert sum(len(category.chart) for category in layout.category) == len(charts())
 
 
 def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_one():

@@ -83,16 +83,6 @@ def test_what_lies_inside_an_evaluation_is_evaluation(clock, timeline):
     assert {span.name: span.seconds for span in timeline.drain_spans()} == {"evaluation": 3, "generation": 2}
 
 
-def test_a_phase_may_begin_in_one_place_and_end_in_another(clock, timeline):
-    timeline.starts()
-    timeline.begin("optimizer")
-    spend(clock, 3)
-    timeline.end("optimizer")
-    timeline.end("optimizer")  # once is enough
-    spend(clock, 1)
-    assert ended(timeline).seconds == {UNACCOUNTED: 1, "optimizer": 3}
-
-
 def test_a_phase_over_the_end_of_a_step_belongs_to_both(clock, timeline):
     timeline.starts()
     with timeline.phase("evaluation"):

@@ -54,14 +54,6 @@ def test_each_track_has_a_name_and_a_place(tmp_path):
     assert len(names) == len(set(names.values())) == 4
 
 
-def test_a_failed_span_says_so(tmp_path):
-    with closing(TraceWriter(tmp_path / "t.json", 10**6, 0.0)) as trace:
-        trace.write(0, [span(failed=True), span()])
-    failed, well = read(tmp_path / "t.json")
-    assert failed["args"] == {"failed": True}
-    assert "args" not in well
-
-
 def test_it_does_not_grow_beyond_its_size_and_says_that_it_is_full(tmp_path):
     path = tmp_path / "t.json"
     with closing(TraceWriter(path, 5000, 0.0)) as trace:
@@ -74,13 +66,6 @@ def test_it_does_not_grow_beyond_its_size_and_says_that_it_is_full(tmp_path):
     assert size <= 5000 + 200  # the note that it is full
     assert read(path, "i")[0]["name"] == "the trace is full"
     assert 10 <= len(read(path)) < 100
-
-
-def test_a_name_in_any_script_stays_readable(tmp_path):
-    with closing(TraceWriter(tmp_path / "t.json", 10**6, 0.0)) as trace:
-        trace.write(0, [span(name='判断 "quoted"\n')])
-        trace.write(0, [span()])
-    assert read(tmp_path / "t.json")[0]["name"] == '判断 "quoted"\n'
 
 
 def test_a_full_disk_leaves_what_was_written_before(tmp_path):

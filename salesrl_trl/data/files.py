@@ -1,0 +1,223 @@
+"""Local files: records with their lines, texts that a person wrote, and a knowledge base.
+
+Owns reading, the limits of size, and the words about a file that can't be read. Refuses to know columns. `sources`
+reads records by it, and templates, rubrics and recipes are read by it.
+"""
+
+import difflib
+import errno
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from salesrl_trl.errors import DataError
+from salesrl_trl.ground.texts import encodable
+
+DEMO = "demo"  # name of the packaged conversations, as a dataset
+DEMO_PICTURES = "demo_pictures"
+DEMO_BBQ, DEMO_HALUEVAL = "demo_bbq", "demo_halueval"  # the rows of `recipes/dual.py`, by `scripts/make_two_tasks.py`
+ARITHMETIC = "arithmetic"  # those of `recipes/own.py`, by `scripts/make_arithmetic_rows.py`
+DEMO_SEARCH = "demo_search"  # those of `recipes/search.py`, by `scripts/make_search_rows.py`
+DEMO_PICTURES_FOLDER = Path("runs") / DEMO_PICTURES  # where `scripts/demo_pictures.py` writes that dataset
+FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # of the demo's datasets, by split
+Record = dict[str, Any]  # a row of a dataset as it is loaded
+ENDINGS = (".jsonl", ".json", ".parquet")
+"""Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""
+MOST_BYTES = 32 * 2**30
+"""Largest file, and largest content of a Parquet file once it is unpacked. Every process holds all rows in memory."""
+MOST_LINE_BYTES = 64 * 2**20  # longest line. No context of a policy has room for a thousandth of it.
+MOST_TEXT_BYTES = 16 * 2**20  # largest file that a person writes: a template, a rubric, a recipe
+
+
+class Placed(NamedTuple):
+    """A record, and where it stands in its source."""
+
+    record: Record
+    line: int | None = None  # in the file, counted from 1; `None` where a record is no line
+    position: int = 0  # among the records, counted from 0
+
+
+MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the package's longest recipe has a thousandth
+
+
+def demo_path(name: str) -> Path:
+    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl`, `protected_terms.json`, or a folder's."""
+    return Path(str(resources.files("salesrl_trl.demo.rows") / name))
+
+
+def demo_records(name: str) -> list[Record]:
+    return [line.record for line in read_lines(demo_path(name))]
+
+
+def read_file(path: Path) -> list[Placed]:
+    """The records of a local file. Raises `DataError`, with the place and never the file's text."""
+    size = path.stat().st_size
+    if size == 0:
+        return []
+    _check_size(path, size)
+    if path.suffix == ".jsonl":
+        return list(read_lines(path))
+    try:
+        if path.suffix == ".parquet":
+            from datasets import load_dataset  # brings pandas
+            from pyarrow.parquet import read_metadata  # type: ignore[import-untyped]
+
+            metadata = read_metadata(path)
+            sizes = (metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+            _check_size(path, sum(sizes))
+            return [Placed(record) for record in load_dataset("parquet", data_files=str(path), split="train")]
+        text = path.read_text(encoding="utf-8-sig")
+        if not text.lstrip().startswith("["):
+            return list(read_lines(path))
+        records = encodable(json.loads(text), str(path))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, {unreadable(error)}.") from None
+    except DataError:
+        raise
+    except Exception as error:  # the messages of pyarrow and pandas contain the file's text
+        raise DataError(
+            f"{path} can't be read as {path.suffix} ({type(error).__name__}). Expected rows with the same columns: "
+            "docs/DATA.md shows one. Correct the file."
+        ) from None
+    for position, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path}, row {position} (counted from 0) is a {type(record).__name__}. Expected a JSON object."
+            )
+    return [Placed(record) for record in records]
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size > MOST_BYTES:
+        raise DataError(
+            f"{path} has {size / 2**30:.1f} GiB of rows. Expected at most {MOST_BYTES / 2**30:g} GiB: every process "
+            "holds all rows in memory. Keep the rows that are trained on."
+        )
+
+
+def read_lines(path: Path) -> Iterator[Placed]:
+    """The records of a file with one JSON object a line. Empty lines are no records. Raises as `read_file` does."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_BYTES + 1), b""), start=1):
+            if len(line) > MOST_LINE_BYTES:
+                raise DataError(
+                    f"{path}, line {number} is longer than {MOST_LINE_BYTES / 2**20:g} MiB. Expected one JSON object "
+                    "a line. Look for lines that lost their line break."
+                )
+            if not line.strip():
+                continue
+            try:
+                record = encodable(json.loads(line.decode("utf-8-sig")), f"a line of {path}")
+                fault = "" if isinstance(record, dict) else f" is a {type(record).__name__}"
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number}: {unreadable(error).removeprefix('line 1, ')}.") from None
+            except json.JSONDecodeError as error:
+                fault = f" is not JSON ({error.msg}, column {error.colno})"
+            except (ValueError, RecursionError) as error:
+                name = type(error).__name__
+                fault = f" can't be read ({name}): a number has thousands of digits, or lists are nested as deep"
+            if fault:
+                raise DataError(f"{path}, line {number}{fault}. Expected one JSON object a line. Correct the line.")
+            yield Placed(record, number)
+
+
+def read_small(path: Path) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark. No more than the limit is read, even from a device
+    that never ends. Raises `OSError` for a larger file, `UnicodeDecodeError` for another encoding."""
+    content = bytearray()
+    with path.open("rb") as file:
+        while len(content) <= MOST_TEXT_BYTES and (part := file.read(2**20)):
+            content += part
+    if len(content) > MOST_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MOST_TEXT_BYTES / 2**20:g} MiB")
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def nearest_file(path: Path | str) -> str:
+    """`" Did you mean rows.jsonl?"`: the file or folder beside a path that is not there with the most similar name.
+    Empty for a path that is there, and where no name is similar."""
+    wanted = Path(path).expanduser()
+    try:
+        names = [] if wanted.exists() else [entry.name for entry in wanted.parent.iterdir()]
+    except OSError:  # its folder is not there either, or may not be read
+        names = []
+    near = difflib.get_close_matches(wanted.name, names, n=1)
+    return f" Did you mean {Path(path).with_name(near[0])}?" if near else ""
+
+
+def unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """The error in words, such as `"line 3, byte 17 (0xe9) is not UTF-8: ..."`."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    before = error.object[: error.start]
+    line, byte = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+    value = error.object[error.start]
+    return f"line {line}, byte {byte} (0x{value:02x}) is not UTF-8: is it Latin-1 or GBK? Save the file as UTF-8"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One entry of the knowledge base: its unique id, such as `"zh-python-price"`, a text that a customer may read,
+    and a title, which is indexed with the text and never part of an answer."""
+
+    id: str
+    text: str
+    title: str = ""
+
+
+def load_documents(path: Path | str) -> tuple[Document, ...]:
+    """Read a knowledge base: JSON lines with `id`, `text` and optionally `title`. Other keys are ignored. Raises
+    `DataError` if the file can't be read or is empty, or a line is no such object or repeats an id."""
+    documents: dict[str, Document] = {}
+    try:
+        for record, line, _ in read_lines(Path(path)):
+            for name, value in {"id": None, "text": None, "title": "", **record}.items():
+                if name not in Document.__slots__ or (isinstance(value, str) and (value.strip() or name == "title")):
+                    continue
+                got = "an empty text" if isinstance(value, str) else type(value).__name__
+                raise DataError(
+                    f"{path}, line {line}: got {'nothing' if value is None else got} for {name!r}, expected "
+                    '{"id": "...", "text": "..."} and, if you like, a "title"; correct the line'
+                )
+            document = Document(**{name: record[name] for name in Document.__slots__ if name in record})
+            if document.id in documents:
+                raise DataError(f"{path}, line {line}: id {document.id!r} is used twice; make every id unique")
+            documents[document.id] = document
+    except OSError as error:
+        fault = unreadable(error)
+        raise DataError(
+            f"cannot read the knowledge base {path}: {fault};{nearest_file(path)} give a UTF-8 file of JSON lines"
+        ) from error
+    if not documents:
+        raise DataError(f"{path}: got no documents, expected at least one JSON line; add one")
+    return tuple(documents.values())
+
+
+def read_yaml(path: Path) -> object:
+    """The content of a YAML file, built by the safe constructor. Aliases that stand for too much are a `YAMLError`."""
+    loader = yaml.SafeLoader(read_small(path))
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _characters(node, {}) > MOST_CHARACTERS:
+            raise yaml.YAMLError(f"with its aliases written out it has more than {MOST_CHARACTERS} characters")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _characters(node: yaml.Node, known: dict[int, int]) -> int:
+    """Characters of a node, an alias as often as it stands there. Each node is looked at once."""
+    if id(node) not in known:
+        if isinstance(node, yaml.ScalarNode):
+            return 1 + len(node.value)
+        parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_characters(part, known) for part in parts)
+    return known[id(node)]

@@ -1,0 +1,158 @@
+"""From components to the number GRPO trains on. Pure: no services, no clock.
+
+One combined value for each completion, because TRL counts a missing one of several reward functions as 0: a completion
+without a judge's score would be the worst of its group. `judge_reward` calls it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.judged.stage import Case, RewardStage, check_stages
+from salesrl_trl.names import Stage
+from salesrl_trl.types import FORMAT, REFERENCE, Answer, InvalidAction, Outcome, Reward
+
+COMPONENTS = {
+    "judge": "score of the answer by the branch's own rubric, in [0, 1]",
+    "margin": "that score less the reference's, in [-1, 1]; missing without a reference",
+    "retrieval": "score of the best passage the action found, in [0, 1]; 0 where it found none",
+    "right_document": "1: the best passage is one of the row's known documents, 0: it is another; missing without any",
+    FORMAT: "1: the completion is a valid action",
+}
+"""The components that a branch may weigh, beside `judge_<rubric>`, the score by another rubric."""
+OTHER_RUBRIC = "judge_"
+MAX_WEIGHT = 1e6  # largest weight, and largest reward of an invalid action. Sums stay far from infinity.
+MISSING_RULES = ("none", "reweight")  # rules for a completion that lacks a weighed component
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """The law of the reward.
+
+        value = sum over components c of w_c * c
+
+    Where a component is missing (a judge failed, there was no reference), the value is missing too (`"none"`), or the
+    others stand in for it (`"reweight"`), so that a value keeps its scale:
+
+        value = (sum of all w) / (sum of w that are there) * sum over those of w_c * c
+
+    Nothing stands in for all of a branch's judgements: a dead judge must not be the best score.
+    """
+
+    weights: Mapping[str, Mapping[str, float]]
+    """Branch to component to weight: `{"fairness": {"judge": 0.8, "margin": 0.2}}`."""
+    missing: str = "none"  # one of `MISSING_RULES`
+    invalid_action: float = 0.0  # reward of a completion that is no action, or whose answer is hollow
+    stage_components: tuple[str, ...] = ()  # components that stages of your own add, beside `COMPONENTS`
+
+    def __post_init__(self) -> None:
+        if not abs(self.invalid_action) <= MAX_WEIGHT:
+            raise ConfigError(
+                f"`invalid_action_reward` is {self.invalid_action}. Expected a finite number, {MAX_WEIGHT:g} at most."
+            )
+        for branch, weights in self.weights.items():
+            if not weights or not all(0 < weight <= MAX_WEIGHT for weight in weights.values()):
+                raise ConfigError(
+                    f"`branch_reward_weights` of branch {branch!r} is {dict(weights)}. Expected at least one "
+                    f"component, each with a weight above 0 and up to {MAX_WEIGHT:g}."
+                )
+            known = (*COMPONENTS, *self.stage_components)
+            for component in weights:
+                is_rubric = component.startswith(OTHER_RUBRIC) and component != OTHER_RUBRIC
+                if component not in known and not is_rubric:
+                    raise ConfigError(
+                        f"`branch_reward_weights` of branch {branch!r} names {component!r}. Expected one of: "
+                        f"{', '.join(known)}, or {OTHER_RUBRIC}<rubric>. For a component of your own add a stage to "
+                        "`reward_stages`."
+                    )
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """Every component a reward may have, in a fixed order."""
+        return tuple(dict.fromkeys((*COMPONENTS, *self.judged_names)))
+
+    @property
+    def judged_names(self) -> tuple[str, ...]:
+        """Those of them that a policy has that answers directly, without an action and a search."""
+        others = [name for weights in self.weights.values() for name in weights if name.startswith(OTHER_RUBRIC)]
+        return tuple(dict.fromkeys(("judge", "margin", REFERENCE, *others, *self.stage_components)))
+
+    def rubrics(self, branch: str) -> dict[str, str]:
+        """The judgements a branch needs: component to rubric."""
+        weights = self.weights[branch]
+        own = {"judge": branch} if {"judge", "margin"} & weights.keys() else {}
+        others = {name: name.removeprefix(OTHER_RUBRIC) for name in weights if name.startswith(OTHER_RUBRIC)}
+        return {**own, **others}
+
+    def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
+        """The same law, with the components of these stages. Raises `ConfigError` where two stages or components have
+        one name, or no stage adds a component that is expected."""
+        check_stages(stages, taken=tuple(Stage), known=(*COMPONENTS, REFERENCE))
+        added = tuple(component for stage in stages for component in stage.components)
+        lacking = sorted(set(self.stage_components) - set(added))
+        if lacking:
+            raise ConfigError(
+                f"no stage of the reward adds {', '.join(lacking)}. Expected one for each of `stage_components`. The "
+                f"stages add: {', '.join(added) or 'nothing'}."
+            )
+        return replace(self, stage_components=added)
+
+    def score(self, case: Case) -> Reward:
+        """The reward of an answered action, from what the judge and the stages found."""
+        # 1. The components of the answer.
+        weights, own = self.weights[case.row.branch], case.verdicts.get("judge")
+        reference = None if own is None else own.reference
+        scores = {name: None if verdict is None else verdict.candidate for name, verdict in case.verdicts.items()}
+        judged = {
+            "judge": None,
+            REFERENCE: reference,
+            "margin": None if own is None or reference is None else own.candidate - reference,
+            **scores,
+        }
+        components = self._components(case, case.answer, judged, case.components)
+        # 2. Their value. Without one it is said what lacks.
+        value = self._combine(weights, components)
+        if value is None:
+            lacking = next(name for name in weights if components.get(name) is None)
+            no_component = "no_reference" if lacking == "margin" else f"no_{lacking}"
+            outcome, reason = case.failure or (Outcome.INFRA, no_component)
+            return Reward(outcome=outcome, value=None, reason=reason, components=components)
+        # 3. The reference answer's, by the same law. Its margin above itself is 0.
+        of_reference: float | None = None
+        if case.reference is not None:
+            scores = {name: None if verdict is None else verdict.reference for name, verdict in case.verdicts.items()}
+            judged = {"judge": None, "margin": None if scores.get("judge") is None else 0.0, **scores}
+            of_the_reference = self._components(case, case.reference, judged, case.reference_components)
+            of_reference = self._combine(weights, of_the_reference)
+        return Reward(outcome=Outcome.OK, value=value, components=components, reference_value=of_reference)
+
+    def score_invalid(self, action: InvalidAction) -> Reward:
+        """The reward of a completion that is no action: the policy's own fault, so a real, low number."""
+        return Reward(
+            outcome=Outcome.INVALID_ACTION, value=self.invalid_action, reason=action.reason, components={"format": 0.0}
+        )
+
+    def _components(
+        self, case: Case, answer: Answer, judged: Mapping[str, float | None], of_stages: Mapping[str, float | None]
+    ) -> dict[str, float | None]:
+        of_search, documents, found = dict[str, float | None](), case.row.documents, answer.passages
+        if case.action.fields:
+            of_search = {
+                "retrieval": max((passage.score for passage in found), default=0.0),
+                "right_document": float(any(best.text in documents for best in found[:1])) if documents else None,
+                FORMAT: 1.0,
+            }
+        return {**judged, **of_search, **dict.fromkeys(self.stage_components), **of_stages}
+
+    def _combine(self, weights: Mapping[str, float], components: Mapping[str, float | None]) -> float | None:
+        known = {name: weight for name, weight in weights.items() if components.get(name) is not None}
+        if not known or (self.missing == "none" and len(known) < len(weights)):
+            return None
+        if any(map(_is_judged, weights)) and not any(map(_is_judged, known)):
+            return None
+        scale = sum(weights.values()) / sum(known.values())
+        return scale * sum(weight * (components[name] or 0.0) for name, weight in known.items())
+
+
+def _is_judged(component: str) -> bool:
+    return component in ("judge", "margin") or component.startswith(OTHER_RUBRIC)

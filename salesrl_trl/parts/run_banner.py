@@ -1,0 +1,144 @@
+"""The banner of a script, and lines at the start of a run about its training: `launch.banner` has them in a recipe's.
+
+Owns their wording. Loads nothing.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from salesrl_trl.checkpoint.keeper import agreed
+from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.training import FIXED
+from salesrl_trl.ground.own_code import code
+from salesrl_trl.kl.law import KLTarget
+from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
+from salesrl_trl.service.quota import SharedBudget
+from salesrl_trl.telemetry.logs import QUIET
+from salesrl_trl.types import ALL
+from salesrl_trl.wiring.part import Part, PartContext
+
+logger = logging.getLogger(__name__)
+
+TOGETHER = "the completions of a prompt are scored in one call"
+Line = tuple[str, str]  # a part of the run, and what there is to say of it
+
+
+def shown(lines: Sequence[Line]) -> list[str]:
+    return [f"[Run] {name:<12} {text}" for name, text in lines]
+
+
+class Banner(Part):
+    """Logs what a run consists of, unless a recipe has."""
+
+    def connect(self, run: PartContext) -> None:
+        self._run = run
+
+    def begin(self, resumed: str | None, run_id: str) -> None:
+        agreed(self._log)  # an account of the spending may be damaged
+
+    def _log(self) -> None:
+        run, args = self._run, self._run.args
+        if args.is_introduced or args.process_index:
+            return
+        args.is_introduced = True
+        reward, policy = run.reward_loop.reward, run.pipeline.buffer.policy
+        staleness, refill = policy.max_age, policy.refill_limit
+        report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: salesrl report {args.output_dir}"
+        if "tensorboard" not in args.report_to:
+            report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'
+        lines = shown(
+            [
+                *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
+                *([("reward", TOGETHER)] if reward.names.judges_groups else []),
+                *(("tool", name) for name in run.trl.tool_names),
+                *training_lines(args, staleness, refill, run.partial_rollouts),
+                ("budget", budget_text(reward.budget)),
+                ("version", f"salesrl_trl {code()}"),
+                record_line(args),
+                *hub_lines(args),
+                ("report", report),
+                ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
+                ("output", args.output_dir),
+            ]
+        )
+        for line in lines:
+            logger.info(line)
+
+
+def budget_text(budget: SharedBudget | None) -> str:
+    """Limits of the spending, and what was spent by its account so far."""
+    if budget is None:
+        return "off: no request is counted (a quota of a `Budget` for a function's `Transport` counts its calls)"
+    return budget.in_words()
+
+
+def training_lines(args: SalesGRPOConfig, staleness: int, refill: int, partial: float) -> list[Line]:
+    """Its steps, rollouts and branches. `staleness`, `refill`, `partial`: `max_staleness`, `refill_groups` and
+    `partial_rollouts`, 0 where they have no effect."""
+    targets = args.kl_targets()
+    return [
+        ("step", _step(args)),
+        ("rollouts", _rollouts(args, staleness, refill, partial)),
+        *(("branch", _branch(name, targets.get(name), args)) for name in args.branches),
+    ]
+
+
+def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
+    if not args.record:
+        return "record", "off: no completion is kept (record: true keeps them, with customers' texts)"
+    gib, clean = args.parsed_record()
+    filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
+    folder = Path(args.output_dir) / RECORD_FOLDER
+    return "record", f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"
+
+
+def hub_lines(args: SalesGRPOConfig) -> list[Line]:
+    """What goes to the hub, and to which repository."""
+    kind = f"({'private' if args.hub_private_repo else 'public'}, if it is new)"
+    what = "weights, tokenizer, configuration and model card" + ", optimizer" * ("checkpoint" in args.hub_strategy)
+    place = args.hub_model_id or Path(args.output_dir).resolve().name
+    pushed = f"{place} {kind} gets {what} ({args.hub_strategy.value})"
+    tables = f"{args.log_completions_hub_repo} {kind} gets prompts and completions (log_completions_hub_repo)"
+    return [("hub", pushed)] * args.push_to_hub + [("hub", tables)] * bool(args.log_completions_hub_repo)
+
+
+def _step(training: SalesGRPOConfig) -> str:
+    batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    size = batch * accumulated * training.world_size
+    processes = f" x {training.world_size} processes" if training.world_size > 1 else ""
+    length = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epochs"
+    return (
+        f"{size / training.num_generations:g} prompts x {training.num_generations} completions = {size} completions "
+        f"({batch} a micro-batch x {accumulated} accumulated{processes}); {length}, learning rate "
+        f"{training.learning_rate:g}"
+    )
+
+
+def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int, partial: float) -> str:
+    engine = "a vLLM server" if training.vllm_mode == "server" else "vLLM in the training process"
+    if not training.use_vllm:
+        engine = training.sampler or "transformers"
+    limit = training.vllm_max_model_length if training.use_vllm else None
+    room = f" in {limit} with the prompt" if limit else ""
+    ahead = training.most_lookahead
+    steps = "1 step" if ahead == 1 else f"{ahead} steps"
+    lookahead = f"generated up to {steps} ahead" if ahead else "on-policy (rollout_lookahead 0)"
+    if staleness > ahead > 0:
+        lookahead += f", the first groups that are scored first, up to {staleness} steps old"
+    lookahead += ", groups of equal rewards replaced by others" if refill else ""
+    lookahead += f", up to {partial:.0%} of a batch unfinished" if partial else ""
+    return (
+        f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
+        f"{lookahead}"
+    )
+
+
+def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> str:
+    if target is None:
+        return "all rows: no KL" if name == ALL else f"{name}: no KL"
+    if not target.has_band:
+        return f"{name}: coefficient {target.beta:g}, fixed"
+    law = f", moved by {training.kl_law}" if training.kl_law else ""
+    law = ", coefficient fixed" if training.kl_law == FIXED else law
+    return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"

@@ -1,0 +1,232 @@
+"""The lines on the console: two per step, and one with the totals of an epoch.
+
+Owns their wording and the sums of an epoch. The figures come from the trainer's log: those of `names.FIGURES` that
+have words for the console, and others that are worded here.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from transformers import TrainerControl, TrainerState
+
+from salesrl_trl import names
+from salesrl_trl.ground.tables import calls_and_usd
+from salesrl_trl.names import Phase
+from salesrl_trl.types import Outcome
+from salesrl_trl.wiring.part import Part, PartContext
+
+logger = logging.getLogger(__name__)
+
+Logs = Mapping[str, float | None]  # figures of a step, as the trainer logs them. A branch without a row has `None`.
+QUIET_STEPS = 10  # steps without a log line after which a short line says that the run goes on
+SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not shown
+
+
+class StepLine(Part):
+    """Logs two lines per step: `step_line` with the run's progress, and, where a judge scores, `judge_line`. With a
+    large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
+
+    def connect(self, run: PartContext) -> None:
+        self._branches, self._names, self._ledger = run.args.branches, run.reward_loop.reward.names, run.ledger
+
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+        self._started = self._last = time.perf_counter()
+        self._last_step = state.global_step
+        self._alive = (self._last, self._last_step)  # time and step of the last line of any kind
+        self._after_first: tuple[float, int] | None = None
+
+    def on_step_end(self, _: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
+        (since, first), step = self._alive, state.global_step
+        if control.should_log or step - first < QUIET_STEPS or not state.is_world_process_zero:
+            return
+        now = time.perf_counter()
+        logger.info(
+            f"[Step {step}/{state.max_steps}] {(now - since) / (step - first):.1f} s a step; figures come every "
+            f"{state.logging_steps} steps (logging_steps)"
+        )
+        self._alive = (now, step)
+
+    def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
+        if not state.is_world_process_zero or logs is None or "reward" not in logs:
+            return
+        now = time.perf_counter()
+        step, elapsed = state.global_step, now - self._started
+        seconds = (now - self._last) / max(step - self._last_step, 1)
+        # The steps of the first line also evaluate, compile and open connections, so later steps will be quicker. They
+        # are left out of the average as soon as there are others.
+        if self._after_first is None:
+            average = seconds - (logs.get(names.time_of(Phase.EVALUATION)) or 0.0)
+            self._after_first = (now, step)
+        else:
+            average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
+        failures, are_actions = self._ledger.failures("train"), self._names.has_actions
+        line = step_line(step, state.max_steps, logs, self._branches, failures, seconds, are_actions)
+        progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
+        logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
+        if self._names.providers:
+            logger.info(judge_line(step, logs, self._names.providers, self._ledger.batches("train")))
+        self._last, self._last_step, self._alive = now, step, (now, step)
+
+
+def step_line(
+    step: int, max_steps: int, logs: Logs, branches: Sequence[str], failures: Mapping[str, int], seconds: float,
+    are_actions: bool = True,
+) -> str:  # fmt: skip
+    """`[Step 3/60] reward fairness=0.50 | loss 0.012, KL 0.03 | valid actions 88% | failures not_json=8 | 1.2 s,
+    waited 0.26 s for rewards`."""
+    invalid = logs.get(names.outcome_of(Outcome.INVALID_ACTION))
+    unscored = [logs.get(names.outcome_of(outcome)) for outcome in (Outcome.JUDGE_INVALID, Outcome.INFRA)]
+    shares_of_bad = [share for share in ([invalid] if are_actions else unscored) if share is not None]
+    well = 1 - sum(shares_of_bad)
+    ended_well = "n/a" if not shares_of_bad else ">99%" if 0.99 < well < 1 else f"{well:.0%}"  # 100 % is all
+    if invalid and not are_actions:
+        ended_well += f", {invalid:.1%} of all as invalid"
+    alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
+    terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
+    update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
+    parts = (
+        *figures_shown(logs, branches),
+        *([update] if update else []),
+        f"{'valid actions' if are_actions else 'scored'} {ended_well}",
+        failures_shown(failures),
+        *alike,
+        f"{seconds:.1f} s, waited {figure(logs.get(names.REWARD_EXPOSED))} s for rewards",
+    )
+    return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
+
+
+def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
+    """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and with one branch `reward 0.50`."""
+    shown = []
+    for words, tag in ((listed.console, listed.tag) for listed in names.FIGURES if listed.console):
+        tags = names.of_branches(tag, branches) if names.BRANCH in tag else {"": tag}
+        values = (f"{branch}={figure(logs.get(name))}" for branch, name in tags.items())
+        shown.append(f"{words} {' '.join(values) if len(tags) > 1 else figure(logs.get(*tags.values()))}")
+    return shown
+
+
+def failures_shown(failures: Mapping[str, int]) -> str:
+    """`failures judge_timeout=1 not_json=8`, or `failures none`."""
+    return f"failures {' '.join(f'{reason}={count}' for reason, count in sorted(failures.items())) or 'none'}"
+
+
+def shares(logs: Logs) -> str:
+    """`reward_wait 78%, generation 14%, backward 5%`: shares of the step's wall time, the largest first. Empty if the
+    time was not measured."""
+    wall = logs.get(names.STEP_SECONDS)
+    if not wall:
+        return ""
+    parts = sorted(((logs.get(names.time_of(phase)) or 0.0) / wall, phase) for phase in Phase)
+    return ", ".join(f"{phase} {share:.0%}" for share, phase in reversed(parts) if share >= SHOWN_SHARE)
+
+
+def spent(logs: Logs) -> str:
+    """`spent 1,234 calls, 0.42 USD, at the end 81% of the limit`. Empty without a limit and a price."""
+    calls, forecast = logs.get(names.BUDGET_CALLS), logs.get(names.BUDGET_FORECAST)
+    if calls is None:
+        return ""
+    at_end = "" if forecast is None else f", at the end {forecast:.0%} of the limit"
+    return f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}{at_end}"
+
+
+def clock(seconds: float) -> str:
+    """`1:31` minutes and seconds, `2:01:31` with hours."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1) -> str:
+    """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
+    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`. Where
+    groups are judged together, a verdict is one call's."""
+    counts = {name: round((logs.get(names.usage_of(name, "verdicts")) or 0) * batches) for name in providers}
+    saved = (logs.get(names.saved_by("answers")) or 0) * batches
+    why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""
+    none = "" if any(counts.values()) else f" (no new verdict since the last line{why})"
+    if singly := (logs.get(names.JUDGED_SINGLY) or 0) * batches:
+        none += f" ({singly:,.0f} completions judged one by one: the call for their group failed)"
+    return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
+
+
+def figure(value: object) -> str:
+    """A figure with two decimal places, or `n/a`."""
+    return f"{value:.2f}" if isinstance(value, int | float) else "n/a"
+
+
+TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
+RATIOS = (names.DATA_LOADING_RATIO, names.COMPUTE_RATIO, names.MFU_STEP)  # shares of a step's wall time
+
+
+class EpochLine(Part):
+    """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
+    shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in the
+    next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because new
+    reasons may come."""
+
+    def connect(self, run: PartContext) -> None:
+        self._branches, self._ledger, self._log = run.args.branches, run.ledger, run.trl.log
+
+    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+        self._last_step, self._tokens = state.global_step, float(state.num_input_tokens_seen)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._first_step, self._first_tokens = self._last_step, self._tokens
+        self._seconds = dict.fromkeys((*map(names.time_of, Phase), names.STEP_SECONDS), 0.0)
+        self._most = dict[str, float | None].fromkeys(names.MEMORY)
+        self._sums = dict.fromkeys(RATIOS, (0.0, 0.0))  # sum over steps, and steps; of a ratio over their seconds
+        for tag in (listed.tag for listed in names.FIGURES if listed.console):
+            tags = names.of_branches(tag, self._branches).values() if names.BRANCH in tag else [tag]
+            self._sums |= dict.fromkeys(tags, (0.0, 0.0))
+        self._counts = Counter[str]()
+
+    def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
+        if logs is None or "reward" not in logs:
+            return
+        steps = state.global_step - self._last_step
+        for name in self._seconds:
+            self._seconds[name] += (logs.get(name) or 0.0) * steps
+        for name, (total, count) in self._sums.items():
+            value, weight = logs.get(name), steps * ((logs.get(names.STEP_SECONDS) or 0.0) if name in RATIOS else 1.0)
+            if value is not None:
+                self._sums[name] = (total + value * weight, count + weight)
+        for name, most in self._most.items():
+            self._most[name] = max((each for each in (most, logs.get(name)) if each is not None), default=None)
+        self._counts.update(self._ledger.failures("train"))
+        self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
+
+    def on_epoch_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+        if self._last_step > self._first_step:
+            if state.is_world_process_zero:
+                logger.info(self._line(state.epoch or 0.0))
+            totals = {
+                "steps": float(self._last_step - self._first_step),
+                "tokens": self._tokens - self._first_tokens,
+                "failures": float(self._counts.total()),
+                **self._means(),
+                **self._seconds,
+                **self._most,
+            }
+            self._log({f"{names.EPOCH_TOTALS}{name}": value for name, value in totals.items()})
+            if self._counts:
+                start = f"{names.EPOCH_TOTALS}{names.FAILURE_REASONS}"
+                self._log({f"{start}{reason}": float(count) for reason, count in self._counts.items()})
+        self._start_over()
+
+    def _means(self) -> dict[str, float | None]:
+        return {name: total / count if count else None for name, (total, count) in self._sums.items()}
+
+    def _line(self, epoch: float) -> str:
+        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 9,422 tokens | 4:12, generation 60% | failures none`."""
+        wall = self._seconds[names.STEP_SECONDS]
+        parts = (
+            f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
+            *figures_shown(self._means(), self._branches),
+            f"{self._tokens - self._first_tokens:,.0f} tokens",
+            f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
+            failures_shown(self._counts),
+        )
+        return " | ".join(parts)
