@@ -19,7 +19,6 @@ from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
 from salesrl_trl.launch.building import build_instruments
-from salesrl_trl.launch.cards import Card
 from salesrl_trl.launch.checks.folders import claim_output_dir
 from salesrl_trl.launch.data.sources import PACKAGED
 from salesrl_trl.launch.data_config import DataConfig
@@ -27,6 +26,7 @@ from salesrl_trl.launch.memory_estimate import Estimate, Moment
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.settings import SALES_CHAIN, parse
+from salesrl_trl.launch.software import Card
 from salesrl_trl.launch.train import main
 from salesrl_trl.record.reader import recorded, run_of
 from salesrl_trl.record.recorder import recorder_of
@@ -346,7 +346,7 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
         gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
         return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.launch.cards.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda device: Card("a card", 80.0))
     monkeypatch.setattr("salesrl_trl.launch.memory_estimate.estimate", weighed)
     monkeypatch.setattr("salesrl_trl.launch.preflight.memory.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--dtype", "bfloat16"]
