@@ -33,6 +33,7 @@ from salesrl_trl.record.recorder import recorder_of
 from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Batch, Entry
 from salesrl_trl.telemetry.instruments import InstrumentSettings
+from salesrl_trl.types import Reward
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -336,8 +337,8 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
         assert wrote(checkpoint, run, 3) == ([3], run)
 
 
-ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0, outcome="ok", reason="",
-              reward=1.0, reference_reward=None, parts={}, functions={}, seconds={}, record=None)  # fmt: skip
+ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0,
+              reward=Reward.scored(1.0), record=None)  # fmt: skip
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
