@@ -78,7 +78,10 @@ def test_both_endpoints_get_the_row_and_the_8b_endpoint_the_action(score, servic
     ids = {"tenant_id": "t1", "contact_id": "c2", "account_id": "a3", "message_id": "m4"}
     action = {"user_profile": "nurse", "rewritten_query": "Python price", "history_summary": ""}
     context = {"context": "customer: I'm a nurse. What does Python cost?", "score_threshold": 0.03, "top_k": 3}
-    assert [asked(services, "8b"), asked(services, "32b", 1)] == [ids | context | action, {"tenant_id": "t1"} | context]
+    assert [asked(services, "8b"), asked(services, "32b", 1)] == [
+        ids | context | action,
+        {"tenant_id": "t1"} | context,
+    ]
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
 
 
@@ -171,12 +174,6 @@ def test_what_is_not_scored_by_the_deadline_is_missing_with_its_seconds_and_the_
     assert outcomes == [("infra", "deadline"), ("invalid_action", "not_json"), ("ok", "")]
     [late] = [reward for reward in rewards if reward.outcome is Outcome.INFRA]
     assert late.seconds == pytest.approx({"parse": 0.0, "rag_8b": 0.0, "rag_32b": 0.0, "judge": 2.5})
-
-
-def test_attempts_are_bounded_and_the_client_adds_none_of_its_own(score, services):
-    services.set("judge", {}, status=500)
-    score([ACTION], attempts=3)
-    assert services.calls["judge"] == 3
 
 
 def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, caplog):

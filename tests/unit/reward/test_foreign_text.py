@@ -18,12 +18,12 @@ from salesrl_trl.demo.services.language import words
 from salesrl_trl.demo.services.rubric import content_words
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid
 from salesrl_trl.ground.fencing import neutralise
-from salesrl_trl.judged.budget import Bill
 from salesrl_trl.judged.parsing import MAX_COMPLETION_CHARS, is_empty_text, parse_action
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient, _text_of
 from salesrl_trl.judged.rag_client import MAX_ANSWER_CHARS, _read_answer
 from salesrl_trl.judged.verdict import MAX_VERDICT_CHARS, read_verdict
 from salesrl_trl.service.http import HttpClient, retry_after_s
+from salesrl_trl.service.quota import Bill
 from salesrl_trl.types import InvalidAction, Outcome
 
 NONCE = "0123456789abcdef"
