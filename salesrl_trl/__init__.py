@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from salesrl_trl.judged.judge_interface import Judge as Judge
     from salesrl_trl.judged.judge_reward import JudgeReward as JudgeReward
     from salesrl_trl.judged.rag_client import RagBackend as RagBackend
+    from salesrl_trl.judged.stage import Added as Added
+    from salesrl_trl.judged.stage import Case as Case
+    from salesrl_trl.judged.stage import Missing as Missing
+    from salesrl_trl.judged.stage import RewardStage as RewardStage
     from salesrl_trl.kl.law import KLLaw as KLLaw
     from salesrl_trl.launch.assembly import judge_reward as judge_reward
     from salesrl_trl.launch.assembly import open_reward as open_reward
@@ -47,10 +51,6 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
     from salesrl_trl.reward.overlong import soft_overlong_punishment as soft_overlong_punishment
-    from salesrl_trl.reward.stage import Added as Added
-    from salesrl_trl.reward.stage import Case as Case
-    from salesrl_trl.reward.stage import Missing as Missing
-    from salesrl_trl.reward.stage import RewardStage as RewardStage
     from salesrl_trl.service.transport import Transport as Transport
     from salesrl_trl.timing import TimingContext as TimingContext
     from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
@@ -98,7 +98,7 @@ _MODULES = {
     "KLLaw": "kl.law",
     "Part": "wiring.part",
     "RagBackend": "judged.rag_client",
-    "RewardStage": "reward.stage",
+    "RewardStage": "judged.stage",
     "Sampler": "generation.sampler",
     # the values that pass between them
     "SalesRow": "types",
@@ -108,9 +108,9 @@ _MODULES = {
     "Criterion": "types",
     "Verdict": "types",
     "Outcome": "types",
-    "Case": "reward.stage",
-    "Added": "reward.stage",
-    "Missing": "reward.stage",
+    "Case": "judged.stage",
+    "Added": "judged.stage",
+    "Missing": "judged.stage",
     # time
     "TimingContext": "timing",
     # errors

@@ -17,6 +17,11 @@ RESERVED_REASONS = frozenset({"budget_spent", "deadline", "no_passages", NOT_APP
 """Reasons by which the package decides something, or says what to do. Code of a user's own may not give them."""
 
 
+FORMAT = "format"  # component of an action: 1 for a valid one
+REFERENCE = "reference"
+"""Component: the reference's own score by the branch's rubric. Logged beside the others, never weighed."""
+
+
 class Outcome(StrEnum):
     """How the scoring of one completion ended. Only the first two have a number."""
 
@@ -356,3 +361,8 @@ class Answered:
     """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0
     columns: Example = field(default_factory=dict)  # the row's columns, without prompt and pictures
+
+
+def missing(outcome: Outcome, reason: str) -> Reward:
+    """No number: a service or the judge failed. Out of the group's baseline, the loss and the reward metrics."""
+    return Reward(outcome=outcome, value=None, reason=reason)

@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 
 from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, Sequenced
 from salesrl_trl.agents.episodes import PLAYED, Playing, kept
+from salesrl_trl.agents.foreign_text import ForeignText
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, drain_traffic, tried
 from salesrl_trl.checkpoint.keeper import agreed
@@ -34,13 +35,14 @@ class AgentsPart(Part):
         if run.reward_loop.reward.is_played and importlib.util.find_spec("openai") is None:
             raise lacking("agents", "a function with `@per_episode`", "openai")
         self._trl, self._loop = run.trl, run.reward_loop
+        self.foreign = ForeignText(run.trl.tokenizer, run.trl.chat_template)
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
-        self._endpoint: PolicyEndpoint | None = None
+        self._endpoint: PolicyEndpoint | None = None  # once there was an episode
 
     @property
     def endpoint(self) -> PolicyEndpoint:
-        self._endpoint = self._endpoint or PolicyEndpoint()
+        assert self._endpoint is not None
         return self._endpoint
 
     def begin_calls(self, names: Iterable[str]) -> ToolCalls:
@@ -54,6 +56,8 @@ class AgentsPart(Part):
         return calls
 
     def begin_episodes(self) -> Playing:
+        """Before their threads begin, which share the endpoint."""
+        self._endpoint = self._endpoint or PolicyEndpoint()
         playing = Playing(self._loop.stopped)
         self._under_way.add(playing)
         return playing

@@ -22,9 +22,8 @@ from salesrl_trl.generation.conversations import GivenUp
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.functions import Function, RewardFunction
 from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Outcome, Reward, missing
 
 if TYPE_CHECKING:
     import openai

@@ -18,6 +18,8 @@ from salesrl_trl.judged.judge_interface import Judge, check_verdicts, judged
 from salesrl_trl.judged.meter import SECOND, SECOND_JUDGE
 from salesrl_trl.judged.noise import JudgedSample
 from salesrl_trl.judged.parsing import is_empty_text
+from salesrl_trl.judged.scoring import Scoring
+from salesrl_trl.judged.stage import Case, Missing, RewardStage
 from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample
@@ -32,8 +34,6 @@ from salesrl_trl.reward.scorer import (
     RewardNames,
     Scorer,
 )
-from salesrl_trl.reward.scoring import Scoring, missing
-from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.together import Member, Together
 from salesrl_trl.service.event_loop import deadline, remaining_s
@@ -51,6 +51,7 @@ from salesrl_trl.types import (
     Reward,
     SalesRow,
     Verdict,
+    missing,
 )
 
 T = TypeVar("T")

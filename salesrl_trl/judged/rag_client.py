@@ -11,14 +11,7 @@ from functools import partial
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.service.http import (
-    HttpClient,
-    check_echo,
-    form_of,
-    make_request_id,
-    read_json,
-    refuse_stated_error,
-)
+from salesrl_trl.service.http import HttpClient, check_echo, form_of, make_request_id, read_json, refuse_stated_error
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Passage, RequestIds
 

@@ -19,8 +19,8 @@ from salesrl_trl.config.keys import is_secret
 from salesrl_trl.ground.process import installed, write_whole
 from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
 from salesrl_trl.names import MODEL_CARD_FILE, SAVING_FOLDER
-from salesrl_trl.telemetry.trackers import spared
-from salesrl_trl.wiring.banner_lines import training_lines
+from salesrl_trl.parts.run_banner import training_lines
+from salesrl_trl.telemetry.spared import spared
 from salesrl_trl.wiring.part import Part, PartContext
 
 PACKAGES = ("trl", "transformers", "torch", "peft", "vllm")

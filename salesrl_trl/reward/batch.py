@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 from salesrl_trl.ground.surroundings import here
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import cancel, deadline
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Example, JudgeRecord, Outcome, ProviderUsage, Reward
+from salesrl_trl.types import Example, JudgeRecord, Outcome, ProviderUsage, Reward, missing
 
 Completion: TypeAlias = str | Sequence[Mapping[str, object]]
 """As TRL has it: a text, or in the conversational form a list of messages."""

@@ -32,16 +32,15 @@ from salesrl_trl.reward.scorer import (
     RewardNames,
     Scorer,
 )
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.together import Together
 from salesrl_trl.reward.watched_loop import THREADS, HeldUp
 from salesrl_trl.service.breaker import Breaker
 from salesrl_trl.service.event_loop import deadline
-from salesrl_trl.service.http import service_error_of
+from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
-from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward
+from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward, missing
 
 Function = Callable[..., Any]
 

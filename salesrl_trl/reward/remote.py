@@ -23,12 +23,11 @@ from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.scorer import TRL_ARGUMENTS, RewardNames, Scorer
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import remaining_s
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Example, Outcome, Reward
+from salesrl_trl.types import Example, Outcome, Reward, missing
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +218,8 @@ class RemoteReward(Scorer):
     """
 
     holds_up = False
+
+    is_apart = True
 
     def __init__(self, reward: Scorer) -> None:
         super().__init__(reward.deadline_s)

@@ -13,7 +13,7 @@ import torch
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.functions import reward_of
-from salesrl_trl.reward.mixed import combined
+from salesrl_trl.reward.mixed import Apart, combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.logs import show_lines
@@ -36,9 +36,9 @@ class RewardFuncs:
     @classmethod
     def of(
         cls, reward_funcs: RewardFunc | Sequence[RewardFunc] | None, weights: Sequence[float] | None,
-        in_a_process: bool | None, *, has_more: bool = False, records: bool = False,
+        apart: Apart | None, *, has_more: bool = False, records: bool = False,
     ) -> "RewardFuncs":  # fmt: skip
-        """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `in_a_process` is the
+        """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `apart`: with the
         setting `reward_process`. With `has_more` an environment has a reward beside them. `records`: of `Scorer`."""
         given: list[object] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
@@ -47,7 +47,7 @@ class RewardFuncs:
             scorer.records = True
         alone = given[0] if len(given) == 1 else None
         if isinstance(alone, Scorer) and not has_more:
-            alone = RewardLoop(combined([alone], [1.0], in_a_process))
+            alone = RewardLoop(combined([alone], [1.0], apart))
         count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(given)
         if weights is not None and len(weights) != count:
             raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {count} functions. Expected one each.")
@@ -60,7 +60,7 @@ class RewardFuncs:
             combined(
                 [reward_of(given[place]) for place in called],
                 [weights[place] for place in called],
-                in_a_process,
+                apart,
                 are_all=not (has_more or any(models)),
             )
         )

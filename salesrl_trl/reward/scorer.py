@@ -22,11 +22,10 @@ from salesrl_trl.reward.batch import (
     Sample,
 )
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
-from salesrl_trl.reward.scoring import FORMAT
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import Calls
 from salesrl_trl.service.quota import SharedBudget
-from salesrl_trl.types import Example, Reward
+from salesrl_trl.types import FORMAT, Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default
 AT_ONCE = 128
@@ -137,6 +136,7 @@ class Scorer(ABC):
     """
 
     is_replay = False  # whether a record answers, which knows rows by their ids
+    is_apart = False  # whether it runs in a process of its own
     is_played = False  # whether its own episodes make the completions
     holds_up = True
     """Whether its code may hold up its event loop."""

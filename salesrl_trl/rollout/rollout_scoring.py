@@ -39,7 +39,7 @@ from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.types import NOT_APPLICABLE, EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
@@ -98,7 +98,7 @@ class RolloutScoring:
     reward_loop: RewardLoop
     figures: RewardFigures
     ledger: Ledger
-    instruments: Instruments
+    instruments: RunEvents
     run_control: RunControl
     settings: ScoringSettings
     device: torch.device

@@ -35,8 +35,8 @@ from salesrl_trl.service.flights import (
     Sent,
 )
 from salesrl_trl.service.gate import Gate
-from salesrl_trl.service.http import service_error_of
 from salesrl_trl.service.quota import Bill, Quota, SharedBudget
+from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.telemetry.completion_record import CallNote, note_wait
 
 T = TypeVar("T")

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
-from salesrl_trl.checkpoint.identity import identity_of_run
-from salesrl_trl.checkpoint.keeper import Keeper, agreed, why_not_kept
+from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
@@ -33,7 +32,6 @@ from salesrl_trl.config.rollouts import (
 )
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
-from salesrl_trl.data.processor import leave_out_no_pictures
 from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
     Sampled,
@@ -49,21 +47,18 @@ from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
-from salesrl_trl.rollout.buffer_policy import BufferPolicy, Refilled, policy_of
-from salesrl_trl.rollout.launcher import Launcher
+from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
 from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
-from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
-from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
+from salesrl_trl.telemetry.run_events import RunEvents, StepMarks
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import raise_adapters, spare_casts
-from salesrl_trl.wiring.banner_lines import log_banner
 from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.wiring.part import Part, PartContext, built_in
+from salesrl_trl.wiring.part import Part, PartContext, built_in, layer
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -74,7 +69,7 @@ class Components:
     `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
     def __init__(
-        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: Instruments | None, kl_law: KLLaw | None,
+        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: RunEvents | None, kl_law: KLLaw | None,
         train_dataset: object, gets_adapter: bool, parts: Sequence[Part] = (),
     ) -> None:  # fmt: skip
         show_lines()
@@ -88,8 +83,8 @@ class Components:
         self._rows: Any = train_dataset
         self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
-        self.instruments = instruments or Instruments(
-            InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
+        self.instruments: RunEvents = instruments or layer("telemetry.instruments").Instruments.by_default(
+            args.device, Path(args.output_dir)
         )
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
@@ -101,7 +96,6 @@ class Components:
         targets, law = args.kl_targets(), args.kl_control_law(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
-        self._banded = [branch for branch, target in targets.items() if target.has_band]
         self.figures_of_rewards = RewardFigures(args.branches, reward.names)
         lines = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}
         further = [line for line, setting in lines.items() if setting]
@@ -116,7 +110,7 @@ class Components:
         self.keeper = Keeper(
             args,
             self.kl,
-            lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
+            lambda rows: self.policy.identity(rows, self.branches),
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.buffer.in_flight(*counts),
             parts=self.parts,
@@ -144,27 +138,31 @@ class Components:
             can_undo=not trl.is_deepspeed,
         )
         self.reference = Reference(trl.model, trl.ref_model)
-        if self.reference.has_adapter and not trl.is_deepspeed:
-            raise_adapters(trl.model, args.bf16 or args.fp16)
-            spare_casts(trl.model, trl.accelerator.device.type)
-        for model in (trl.model, trl.ref_model):
-            if model is not None:  # a compiled one has no truth value
-                leave_out_no_pictures(model)
+        if not trl.is_deepspeed:
+            self.reference.raise_adapter(trl.model, args, trl.accelerator.device)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
         talks, is_answered = trl.tools is not None or self.reward.is_played, all(trl.reward_answered)
-        # a function may score a whole batch before it is known which groups are equal
-        at_once_too = None if is_answered and not inside_trl else at_once
-        whole_batch = {"max_staleness": at_once, "refill_groups": at_once_too, "buffer_policy": at_once}
-        self.pipeline.buffer.policy = policy_of(
-            policy, max_staleness=args.max_staleness, refill_groups=args.refill_groups,
-            most_lookahead=args.most_lookahead,
-            why_not=lambda name: why_in_turn(args, whole_batch[name], talks, trl.reads_pictures)
-            or why_not_kept(self._rows),
-        )  # fmt: skip
+        asked = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
+        if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
+            asked["refill_groups"] = None if is_answered and not inside_trl else at_once
+        if policy is not None:
+            check(
+                policy.max_age >= args.most_lookahead,
+                f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
+                f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
+            )
+        in_force: dict[str, Any] = {}
+        for name, whole_batch in (asked if policy is None else {"buffer_policy": at_once}).items():
+            reason = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)
+            if reason is None:
+                in_force[name] = getattr(args, name, policy)
+            else:
+                logger.info(f"`{name}` has no effect here, because {reason}")
+        self.pipeline.buffer.policy = in_force.pop("buffer_policy", None) or policy_of(args.most_lookahead, **in_force)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
@@ -178,20 +176,25 @@ class Components:
         self.passes = passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
-            for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
-                setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
+            engine: Any = trl.engine
+            engine.sync_weights = phased(self.timeline, Phase.WEIGHT_PUSH, engine.sync_weights)
+            engine.settle = phased(self.timeline, Phase.GENERATION, engine.settle)
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. the parts
         self._connect_parts(trl, quick_eval)
-        return self._callbacks()
+        return [
+            self.stopping,
+            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
+            *self.parts,
+        ]
 
     def _connect_parts(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> None:
         run = PartContext(
             args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
             figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
             scoring=self.scoring, instruments=self.instruments, run_control=self.run_control, kl=self.kl,
-            least_lookahead=int(self._is_served or self._partial > 0),
+            least_lookahead=int(self._is_served or self._partial > 0), partial_rollouts=self._partial,
             recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
         )  # fmt: skip
         self.parts += [*built_in(run), *self._own_parts]
@@ -254,7 +257,7 @@ class Components:
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
+            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
             record_span=self.instruments.record_generation,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
@@ -312,23 +315,6 @@ class Components:
             )
         )  # fmt: skip
 
-    def _callbacks(self) -> list[TrainerCallback]:
-        args, names = self._args, self.reward.names
-        failures = functools.partial(self.ledger.failures, "train")
-        return [
-            self.stopping,
-            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
-            StepLine(
-                args.branches,
-                names.providers,
-                failures,
-                batches=functools.partial(self.ledger.batches, "train"),
-                are_actions=names.has_actions,
-            ),
-            EpochLine(args.branches, failures, self._trl.log),
-            *self.parts,
-        ]
-
     def _begin(self) -> None:
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
@@ -337,16 +323,12 @@ class Components:
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.keeper.restore_parts()
 
-    def _padded(self, sampled: Sampled) -> dict[str, Any]:
-        trl = self._trl
-        return sampled.padded(trl.tokenizer.pad_token_id, self._args.pad_to_multiple_of, trl.accelerator.device)
-
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
         collective."""
         sampled = self.sampler.start(prompts, lambda *_, **__: None, ahead=False).result()
         with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self.policy.weight_check.check(self._padded(sampled), self._trl.logps_of)
+            self.policy.weight_check.check(padded(sampled, self._trl, self._args), self._trl.logps_of)
         return sampled
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
@@ -361,14 +343,6 @@ class Components:
     def step_is_over(self) -> None:
         for part in self.parts:
             part.after_step(self._trl.step())
-
-    def table_is_written(self, mode: str) -> None:
-        for part in self.parts:
-            part.on_table(mode, self._trl.step())
-
-    def policy_is_saved(self, folder: Path, state: TrainerState, **given: Any) -> None:
-        for part in self.parts:
-            part.on_policy_saved(folder, state, given)
 
     def figures(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
@@ -403,15 +377,6 @@ class Components:
                 part.end_run()
             raise
 
-    def introduce(self, resumed: str | None) -> None:
-        """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
-        # an account of the spending may be damaged
-        policy, names = self.pipeline.buffer.policy, self._trl.tool_names
-        refill = policy.most if isinstance(policy, Refilled) else 0
-        agreed(lambda: log_banner(self._args, self.reward, names, policy.max_age, refill, self._partial))
-        for part in self.parts:
-            part.begin(resumed, self.keeper.run)
-
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""
         self.pipeline.forget()
@@ -433,3 +398,7 @@ class Components:
         self.instruments.close()
         for part in self.parts:
             part.close()
+
+
+def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, Any]:
+    return sampled.padded(trl.tokenizer.pad_token_id, args.pad_to_multiple_of, trl.accelerator.device)

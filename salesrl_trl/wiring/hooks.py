@@ -29,6 +29,7 @@ class Hooks:
     last_step: Callable[[], int]
     accelerator: Accelerator
     is_deepspeed: bool
+    updates: bool  # whether steps change the policy
     engine: SalesVLLMGeneration | GenerationConfig
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
@@ -37,6 +38,7 @@ class Hooks:
     tool_names: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: Sequence[int]
+    chat_template: str | None
     reward_weights: Sequence[float]
     reward_names: Sequence[str]  # under which TRL logs the functions of these weights
     reward_answered: Sequence[bool]

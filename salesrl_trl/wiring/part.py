@@ -24,7 +24,7 @@ from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch, RolloutScoring
-from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.wiring.hooks import Hooks
@@ -45,10 +45,11 @@ class PartContext:
     sampler: Sampler
     pipeline: Pipeline
     scoring: RolloutScoring
-    instruments: Instruments
+    instruments: RunEvents
     run_control: RunControl
     kl: BranchedKL | None
     least_lookahead: int  # at 0 a server and the trainer would wait for each other
+    partial_rollouts: float  # the setting, 0 where it has no effect
     recorded_weights: Mapping[str, float]  # of several reward functions
     quick_eval: QuickEvalSettings | None
     parts: "Sequence[Part]"  # all of them, in their order
@@ -137,6 +138,9 @@ def built_in(run: PartContext) -> list[Part]:
     has_bbq = any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset))
     has_quick = run.quick_eval is not None and bool(run.quick_eval.steps)
     wanted = (
+        _BuiltIn("parts.run_banner:Banner", True),
+        _BuiltIn("parts.step_lines:StepLine", True),
+        _BuiltIn("parts.step_lines:EpochLine", True),
         _BuiltIn("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
         _BuiltIn("judged.spending:Spending", reward.budget is not None, "a budget"),
         _BuiltIn("parts.flops:FlopsCount", True),
@@ -147,7 +151,7 @@ def built_in(run: PartContext) -> list[Part]:
         _BuiltIn("launch.evaluation.held_out_part:HeldOutPart", True),
         _BuiltIn("launch.evaluation.quick_part:QuickEvalPart", has_quick, "`quick_eval`"),
         _BuiltIn("parts.trackers:TrackersPart", True),
-        _BuiltIn("parts.weight_change:WeightChangePart", True),
+        _BuiltIn("parts.weight_change:WeightChange", run.trl.updates),
         _BuiltIn("parts.model_card:ModelCard", True),
         # behind all that logs figures
         _BuiltIn("record.closing_report:ClosingReport", "tensorboard" in args.report_to),
@@ -164,7 +168,7 @@ def built_in(run: PartContext) -> list[Part]:
     return parts
 
 
-def layer(module: str, asked_by: str) -> Any:
+def layer(module: str, asked_by: str = "") -> Any:
     """A module of a layer, or one that a run may do without. Raises `ConfigError` where its layer, or a package of
     its, is not installed."""
     try:

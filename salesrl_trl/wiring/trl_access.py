@@ -21,7 +21,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.ids import with_ids
+from salesrl_trl.data.datasets_of_users import with_ids
 from salesrl_trl.errors import DataError, ServiceError
 from salesrl_trl.generation.conversations import Ask, AskedTurns, Conversations, GivenUp, Turn
 from salesrl_trl.generation.partial import PartialRequests
@@ -79,6 +79,7 @@ class TRLAccess(GRPOTrainer):
 
     args: SalesGRPOConfig
     components: Components
+    updates: bool
     _timeline: Timeline
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
     _talked: "Sequence[Talked] | None" = None  # what conversations became, while TRL asks for their tool calls
@@ -99,12 +100,14 @@ class TRLAccess(GRPOTrainer):
             last_step=lambda: self.state.max_steps,
             accelerator=self.accelerator,
             is_deepspeed=self.is_deepspeed_enabled,
+            updates=self.updates,
             engine=self.vllm_generation if self.use_vllm else self.generation_config,
             has_rollout_func=self.rollout_func is not None,
             tool_names=[each.__name__ for each in self.tools],
             tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
             tokenizer=self._tokenizer,
             eos_token_ids=self.eos_token_ids,
+            chat_template=self.chat_template,
             reward_weights=self.reward_weights.tolist(),
             reward_names=self.reward_func_names,
             reward_answered=[isinstance(function, RewardColumn) for function in self.reward_funcs],

@@ -26,8 +26,7 @@ from salesrl_trl.launch.evaluation.quick_part import QuickEvalPart
 from salesrl_trl.names import REFILLED, Phase, time_of
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.scoring import missing
-from salesrl_trl.types import Answer, Outcome, Reward
+from salesrl_trl.types import Answer, Outcome, Reward, missing
 
 HANGS_S = 60.0
 LATE_S = 1.0

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, TrainerCallback
 from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.data.processor import load_processor
+from salesrl_trl.launch.data.processor import load_processor
 from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.types import DEFAULT_BRANCHES
 

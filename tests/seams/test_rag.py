@@ -10,8 +10,9 @@ from werkzeug import Response
 
 from salesrl_trl import Answer, RagBackend
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.assembly import NOWHERE, addresses, build_reward
+from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import prepare_reward
+from salesrl_trl.launch.embedded import NOWHERE, addresses
 
 ADAPTER = "examples.rag_adapter.QuestionService"
 CONTEXTS = [{"id": "d1", "text": "Python costs 100.", "score": 0.5}, {"id": "d2", "text": "Hours", "score": 0.01}]

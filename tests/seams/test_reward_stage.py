@@ -86,7 +86,7 @@ def test_settings_name_stages_by_their_dotted_paths(services, settings, result_o
     [
         (["seams.own_reward.Absent"], "has no 'Absent'"),
         (["seams.nowhere.Brevity"], "no module 'seams.nowhere'"),
-        (["seams.own_reward.ByLength"], "no salesrl_trl.reward.stage.RewardStage"),
+        (["seams.own_reward.ByLength"], "no salesrl_trl.judged.stage.RewardStage"),
         (["seams.own_reward.Needy"], "without arguments"),
         (["seams.own_reward.Nameless"], "Nameless is named None"),
         (["seams.own_reward.SecondJudge"], "a name that is taken"),

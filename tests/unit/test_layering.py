@@ -34,7 +34,7 @@ CORE = (
 LAYERS = ("judged", "record", "agents", "demo", "launch", "record.rejudge")
 """Each imports the core, and the layers before it. Within `launch` modules alone have an order."""
 ORDER = (*CORE, *LAYERS, "__main__")
-FOLDERS = {name for name in LAYERS if "." not in name}
+FOLDERS = set(house.LAYERS)
 TRAINING = """
 import json, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]  # it knows the checkout

@@ -22,9 +22,9 @@ from salesrl_trl.launch.preflight.load import NOTEWORTHY_SHARE, limits_of, troub
 from salesrl_trl.launch.preflight.made_up import DEFAULT_MIX, Completion, batches
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import USAGE, Stage
+from salesrl_trl.parts.step_lines import figure
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.telemetry.step_lines import figure
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, Reward
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from datasets import Dataset
 from support.planned import planned
 from support.published import bbq, qrecc, write
 
-from salesrl_trl.data.ids import with_ids
+from salesrl_trl.data.datasets_of_users import with_ids
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.launch.checks.dataset import rows_of
 from salesrl_trl.launch.data.form import Form, Portion
@@ -29,8 +29,7 @@ def conversations(rows):
 
 def qrecc_file(path, conversations):
     return write(
-        path,
-        *(qrecc(number, turn, question=f"{turn}?") for number in range(conversations) for turn in range(1, 5)),
+        path, *(qrecc(number, turn, question=f"{turn}?") for number in range(conversations) for turn in range(1, 5))
     )
 
 

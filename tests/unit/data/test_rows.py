@@ -75,8 +75,7 @@ def test_optional_columns_are_carried(dataset):
 
 def test_a_missing_column_is_named_beside_what_was_got(dataset):
     with pytest.raises(
-        DataError,
-        match=r"lacks the column branch, .* fairness, hallucination\. Got: conversation\. Expected prompt",
+        DataError, match=r"lacks the column branch, .* fairness, hallucination\. Got: conversation\. Expected prompt"
     ):
         load(dataset({"conversation": GOOD["conversation"]}))
     with pytest.raises(DataError, match=r"lacks the column prompt or conversation\. Got: branch, question"):

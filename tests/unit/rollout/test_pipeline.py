@@ -14,8 +14,8 @@ from salesrl_trl.record.recorder import batch_of
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.rollout.buffer_policy import ByArrival, InOrder
 from salesrl_trl.rollout.in_flight import KeptRollouts
-from salesrl_trl.rollout.launcher import Launcher
 from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Reward
