@@ -314,5 +314,6 @@ def run_in_rounds(
 
 def set_lookahead(trainer: Any, ahead: int) -> None:
     """For the next run of a trainer."""
-    trainer.components.pipeline.lookahead = ahead
-    trainer.components.pipeline.__post_init__()  # the order of its batches, and how far it reads ahead
+    pipeline = trainer.components.pipeline
+    pipeline.move_lookahead(ahead)
+    pipeline.updates.depth = ahead + 1

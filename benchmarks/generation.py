@@ -62,7 +62,7 @@ def measure(folder: Path, tokens: int, args: Any) -> dict[str, Any]:
         model, [length], args=config, train_dataset=Dataset.from_list(rows_of(texts)), processing_class=tokenizer,
         peft_config=LoraConfig(r=16, target_modules="all-linear") if on_gpu else None,
     )  # fmt: skip
-    llm, sampler = trainer.vllm_generation.llm, trainer.components.pipeline.sampler
+    llm, sampler = trainer.vllm_generation.llm, trainer.components.sampler
     generate, start, profile = llm.generate, sampler.start, cProfile.Profile()
     inside: list[float] = []
     whole: list[float] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from salesrl_trl.launch.evaluation.row_statistics import CONFIDENCE, SAME, critical
+from salesrl_trl.ground.row_statistics import CONFIDENCE, SAME, critical
 
 ROWS = (8, 16, 32, 64)
 RESAMPLED = 1000

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import uvicorn
 
-from salesrl_trl.demo.services import judge_app
+from salesrl_trl.demo.services import services_app
 from salesrl_trl.demo.services.rubric import judge_sections, protected_terms
 
 SHARE = 0.4  # of the score, that the word has
@@ -28,8 +28,10 @@ def main():
         return replace(verdict, candidate=(1 - SHARE) * verdict.candidate + SHARE * has_it)
 
     if args.word:
-        judge_app.judge_sections = judged
-    uvicorn.run(judge_app.create_judge_app(protected_terms()), port=args.port, log_level="warning")
+        services_app.judge_sections = judged
+    uvicorn.run(
+        services_app.create_app(services_app.judge_service(protected_terms())), port=args.port, log_level="warning"
+    )
 
 
 if __name__ == "__main__":

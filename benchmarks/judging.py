@@ -16,7 +16,7 @@ import statistics
 
 import torch
 
-from salesrl_trl.launch.evaluation.row_statistics import critical
+from salesrl_trl.ground.row_statistics import critical
 
 FEATURES, SLOTS, WORDS, GROUP, GROUPS = 4, 5, 6, 8, 8
 # A judge with a taste likes word 0 in the first place. The policy seldom writes it at first, and it is mostly wrong.

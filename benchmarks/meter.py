@@ -12,8 +12,9 @@ import math
 import random
 import statistics
 
-from salesrl_trl.judged.meter import ANCHORS, Meter, MeterSettings
+from salesrl_trl.judged.meter import ANCHORS, Meter
 from salesrl_trl.judged.rising import Written
+from salesrl_trl.reward.scorer import MeterSettings
 
 KINDS = ("word", "length", "position", "flattery", "format")
 WORLDS = {

@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import SHAPES, device_name, parser, write_json
 from benchmarks.service import InstantReward
 from benchmarks.staleness import BEFORE, GROUPS, Bench, LateReward, trained
-from salesrl_trl.launch.data.files import ARITHMETIC, FILES, demo_records
+from salesrl_trl.data.files import ARITHMETIC, FILES, demo_records
 from salesrl_trl.names import EQUAL, REFILLED
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import RewardNames
@@ -53,11 +53,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         reward = SomeEqual()
         bench = Bench(where, args.model, Path(scratch), reward, AHEAD, refill_groups=MOST)
-        pipeline = bench.trainer.components.pipeline
 
         def arm(equal: float, refill: int, median_s: float, steps: int, oldest: int = AHEAD) -> dict[str, float]:
-            reward.equal, pipeline.refill_groups = equal, refill
-            told = bench.arm(oldest, median_s, 0.35, steps)
+            reward.equal = equal
+            told = bench.arm(oldest, median_s, 0.35, steps, refill)
             lines = [entry for entry in bench.trainer.state.log_history if EQUAL in entry][BEFORE:-AHEAD]
             told["teach"] = GROUPS * statistics.mean(1 - entry["frac_reward_zero_std"] for entry in lines)
             return told | {"refilled": statistics.mean(entry[REFILLED] for entry in lines) if refill else 0.0}

@@ -34,8 +34,8 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.common import device, device_name, now, parser, quiet, write_json
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
+from salesrl_trl.data.files import demo_records
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, packaged_tokenizer
-from salesrl_trl.launch.data.files import demo_records
 from salesrl_trl.launch.data.sources import load_drafts
 from salesrl_trl.launch.data.templates import build_prompt
 

@@ -47,13 +47,13 @@ from benchmarks.lengths import fix_lengths
 from benchmarks.pipeline import Clock
 from benchmarks.service import InstantReward
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.files import ARITHMETIC, FILES, demo_records
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY
-from salesrl_trl.launch.data.files import ARITHMETIC, FILES, demo_records
 from salesrl_trl.names import STALENESS, STALENESS_MAX
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.rollout.groups import first_in
+from salesrl_trl.rollout.buffer_policy import first_in, policy_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 
@@ -180,11 +180,11 @@ class Bench:
         if not on_cpu:
             fix_lengths(self.trainer.vllm_generation.llm, 256)
 
-    def arm(self, oldest: int, median_s: float, sigma: float, steps: int) -> dict[str, float]:
+    def arm(self, oldest: int, median_s: float, sigma: float, steps: int, refill: int = 0) -> dict[str, float]:
         """The figures of `steps` steps."""
         components = self.trainer.components
-        components.pipeline.max_staleness = oldest
-        components.in_groups = not components.pipeline.goes_by_groups
+        components.pipeline.buffer.policy = policy_of(self._ahead, oldest if oldest > self._ahead else 0, refill)
+        components.in_groups = not components.pipeline.buffer.chooses
         self._reward.median_s, self._reward.sigma = median_s, sigma
         self.trainer.args.max_steps = BEFORE + steps + self._ahead
         self.trainer.train()

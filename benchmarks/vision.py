@@ -23,10 +23,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from trl.data_utils import prepare_multimodal_messages
 
-from salesrl_trl.data.processor import load_processor
+from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, read_file
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.judged.parsing import parse_action
-from salesrl_trl.launch.data.files import DEMO_PICTURES_FOLDER, FILES, Record, read_file
+from salesrl_trl.launch.data.processor import load_processor
 from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.types import Action
 

@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from salesrl_trl.agents.episodes import per_episode as per_episode
     from salesrl_trl.agents.tools import tool as tool
+    from salesrl_trl.config.quick_evaluations import Figure as Figure
+    from salesrl_trl.config.quick_evaluations import QuickEvalSettings as QuickEvalSettings
     from salesrl_trl.config.training import SalesGRPOConfig as SalesGRPOConfig
     from salesrl_trl.errors import ConfigError as ConfigError
     from salesrl_trl.errors import DataError as DataError
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     from salesrl_trl.judged.judge_interface import Judge as Judge
     from salesrl_trl.judged.judge_reward import JudgeReward as JudgeReward
     from salesrl_trl.judged.rag_client import RagBackend as RagBackend
+    from salesrl_trl.judged.stage import Added as Added
+    from salesrl_trl.judged.stage import Case as Case
+    from salesrl_trl.judged.stage import Missing as Missing
+    from salesrl_trl.judged.stage import RewardStage as RewardStage
     from salesrl_trl.kl.law import KLLaw as KLLaw
     from salesrl_trl.launch.assembly import judge_reward as judge_reward
     from salesrl_trl.launch.assembly import open_reward as open_reward
@@ -39,18 +45,12 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.data.formats.dataset_format import DatasetFormat as DatasetFormat
     from salesrl_trl.launch.data.sources import build_dataset as build_dataset
     from salesrl_trl.launch.data.sources import load_rows as load_rows
-    from salesrl_trl.launch.evaluation.quick_figures import Figure as Figure
-    from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings as QuickEvalSettings
     from salesrl_trl.launch.reward_config import RewardConfig as RewardConfig
     from salesrl_trl.reward.functions import RewardFunction as RewardFunction
     from salesrl_trl.reward.functions import per_batch as per_batch
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
     from salesrl_trl.reward.overlong import soft_overlong_punishment as soft_overlong_punishment
-    from salesrl_trl.reward.stage import Added as Added
-    from salesrl_trl.reward.stage import Case as Case
-    from salesrl_trl.reward.stage import Missing as Missing
-    from salesrl_trl.reward.stage import RewardStage as RewardStage
     from salesrl_trl.service.transport import Transport as Transport
     from salesrl_trl.timing import TimingContext as TimingContext
     from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
@@ -69,7 +69,7 @@ _MODULES = {
     "SalesGRPOTrainer": "trainer",
     "SalesGRPOConfig": "config.training",
     "RewardConfig": "launch.reward_config",
-    "QuickEvalSettings": "launch.evaluation.quick_record",
+    "QuickEvalSettings": "config.quick_evaluations",
     # reward functions of your own: docs/REWARDS.md
     "per_completion": "reward.functions",
     "per_group": "reward.functions",
@@ -93,12 +93,12 @@ _MODULES = {
     "JudgeReward": "judged.judge_reward",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
     "DatasetFormat": "launch.data.formats.dataset_format",
-    "Figure": "launch.evaluation.quick_figures",
+    "Figure": "config.quick_evaluations",
     "Judge": "judged.judge_interface",
     "KLLaw": "kl.law",
     "Part": "wiring.part",
     "RagBackend": "judged.rag_client",
-    "RewardStage": "reward.stage",
+    "RewardStage": "judged.stage",
     "Sampler": "generation.sampler",
     # the values that pass between them
     "SalesRow": "types",
@@ -108,9 +108,9 @@ _MODULES = {
     "Criterion": "types",
     "Verdict": "types",
     "Outcome": "types",
-    "Case": "reward.stage",
-    "Added": "reward.stage",
-    "Missing": "reward.stage",
+    "Case": "judged.stage",
+    "Added": "judged.stage",
+    "Missing": "judged.stage",
     # time
     "TimingContext": "timing",
     # errors

@@ -255,6 +255,7 @@ START_UP_FILE = "start_up.json"  # seconds of the start by phase, to the end of 
 LOG_FILE = "run.log"  # the lines that the console showed
 SETTINGS_FILE = "config.yaml"  # every setting of the run, as a recipe
 RUN_FILE = "run.json"  # the command, the package's code and the versions of the others
+RECORD_FOLDER = "record"  # with a record: every completion of a run
 SPENT_FILE = "budget.json"  # what the run and its resumes have spent. All ranks write there.
 REPORT_PAGE_FILE = "report.html"
 REPORT_TEXT_FILE = "report.txt"

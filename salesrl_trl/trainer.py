@@ -1,7 +1,8 @@
 """The trainer: TRL's `GRPOTrainer` with overrides.
 
-Owns the overrides, each of which says what it changes. `wiring.trl_access` has what the components use of TRL, and
-`wiring.components` builds them. The overrides of a micro-step stand below in the order in which TRL comes to them:
+Owns the overrides, each of which says what it changes; `wiring.saving` has those that write and push the policy.
+`wiring.trl_access` has what the components use of TRL, and `wiring.components` builds them.
+The overrides of a micro-step stand below in the order in which TRL comes to them:
 
     _run_epoch, get_batch_samples             prompts are read, for later steps too
     training_step
@@ -21,25 +22,19 @@ import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers.trainer as transformers_trainer
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
-from transformers.trainer_utils import HubStrategy, TrainOutput
-from transformers.utils import PushInProgress
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, GRPOTrainer
 
-from salesrl_trl.checkpoint.fitted import fitted
-from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.rows import check_not_taken
+from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream
 from salesrl_trl.ground.own_code import warn_of_changes
@@ -47,30 +42,27 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
-from salesrl_trl.names import SAVING_FOLDER, Phase
-from salesrl_trl.record.replay import ReplayReward
+from salesrl_trl.names import Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
+from salesrl_trl.rollout.buffer_policy import BufferPolicy
 from salesrl_trl.rollout.correction import unknown_logps
-from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
-from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.rollout.turn_parser import guard_parser
+from salesrl_trl.telemetry.run_events import RunEvents
+from salesrl_trl.telemetry.spared import tell
 from salesrl_trl.telemetry.timeline import phased
-from salesrl_trl.telemetry.trackers import spared, tell
-from salesrl_trl.update.weights import WeightChange
 from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.model_card import write_card
 from salesrl_trl.wiring.overrides import in_force_if
-from salesrl_trl.wiring.part import Part
-from salesrl_trl.wiring.trl_access import TRLAccess
+from salesrl_trl.wiring.part import Part, layer
+from salesrl_trl.wiring.saving import SavingTrainer
 
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
 
 
 @in_force_if("is_extended")  # with a plain `GRPOConfig` each method is TRL's own
-class SalesGRPOTrainer(TRLAccess):
+class SalesGRPOTrainer(SavingTrainer):
     """TRL's `GRPOTrainer` for rewards that are slow and may fail. It takes what that takes.
 
     With a plain `GRPOConfig`, or none, it is TRL's own to the bit. All that this package adds comes with a
@@ -93,20 +85,23 @@ class SalesGRPOTrainer(TRLAccess):
             Moves the KL coefficients in place of the law that `args` sets.
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
             Makes another generation engine than TRL's. A class, for example.
+        buffer_policy (`BufferPolicy`, *optional*):
+            Chooses the groups that a step trains on, in place of `max_staleness` and `refill_groups`. One of your own
+            overrides `ByArrival`.
         parts (`Sequence[Part]`, *optional*):
             Parts of your own, behind those that the settings ask for.
         more, kwargs:
             Further arguments of `GRPOTrainer`. A `SalesReward` wants the dataset's column `row`.
     """
 
-    is_extended = False
-    push_in_progress: PushInProgress | None = None
+    updates = True  # whether steps change the policy
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
+        args: GRPOConfig | None = None, *more: object, instruments: RunEvents | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
-        sampler: Callable[[Upstream], Sampler] | None = None, parts: Sequence[Part] = (), **kwargs: object,
+        sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
+        parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
         """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
@@ -118,7 +113,11 @@ class SalesGRPOTrainer(TRLAccess):
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
         rewards = RewardFuncs.of(
-            reward_funcs, args.reward_weights, args.reward_process, has_more=has_more, records=bool(args.record)
+            reward_funcs,
+            args.reward_weights,
+            layer("reward.remote").RemoteReward if args.reward_process else None,
+            has_more=has_more,
+            records=bool(args.record),
         )
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
         columns = None if has_more or named.get("rollout_func") else getattr(rows, "column_names", None)
@@ -130,16 +129,17 @@ class SalesGRPOTrainer(TRLAccess):
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
-        is_named = args.record or isinstance(components.reward, ReplayReward)
+        is_named = args.record or components.reward.is_replay
         self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
-        for name, phase in (("evaluate", Phase.EVALUATION), ("_save_checkpoint", Phase.CHECKPOINT)):
-            setattr(self, name, phased(self._timeline, phase, getattr(self, name)))
+        self.__dict__.update(
+            evaluate=phased(self._timeline, Phase.EVALUATION, self.evaluate),
+            _save_checkpoint=phased(self._timeline, Phase.CHECKPOINT, self._save_checkpoint),
+        )
         guard_parser(self._tokenizer)
-        self._foreign = ForeignText(self._tokenizer, self.chat_template)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
-        for callback in components.connect(self._hooks(), sampler, quick_eval):
+        for callback in components.connect(self._hooks(), sampler, quick_eval, buffer_policy):
             self.add_callback(callback)
 
     def train(
@@ -162,7 +162,8 @@ class SalesGRPOTrainer(TRLAccess):
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
             resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset, self.model.name_or_path)
-            self.components.introduce(resumed)
+            for part in self.components.parts:
+                part.begin(resumed, self.components.keeper.run)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)
@@ -213,7 +214,7 @@ class SalesGRPOTrainer(TRLAccess):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.components.pipeline.dataloader = train_dataloader
+        self.components.pipeline.updates.dataloader = train_dataloader
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -274,7 +275,7 @@ class SalesGRPOTrainer(TRLAccess):
         """Returns the completions of the rollout, which exist already unless TRL has set up environments for them."""
         rollout = self.components.scoring.current
         if rollout.sampled is None:
-            self.components.pipeline.generate_inside(rollout, prompts, self.environments)
+            self.components.pipeline.launcher.generate_inside(rollout, prompts, self.environments)
         assert rollout.sampled is not None
         measured, tokens = rollout.drain_metrics()
         metrics = self._metrics[rollout.mode]
@@ -310,8 +311,9 @@ class SalesGRPOTrainer(TRLAccess):
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
+        foreign = self._agents.of(self.components.parts).foreign
         for message in tool_messages:
-            message.update(self._foreign.message(message))
+            message.update(foreign.message(message))
         return super()._get_tool_suffix_ids(tool_messages)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -375,90 +377,6 @@ class SalesGRPOTrainer(TRLAccess):
             rollout.logps[is_reference] = output[0]
         return output
 
-    def _save_checkpoint(self, model, trial):
-        """Saves beside the other checkpoints. A checkpoint takes its place when it is whole, and then is pushed."""
-        with self.components.stopping.held():
-            write = functools.partial(super()._save_checkpoint, model, trial)
-            folder = self.components.keeper.save(self.state, write)
-            if folder is not None and self.args.push_to_hub and self.is_world_process_zero():
-                with spared("the hub"):
-                    self._push_from_checkpoint(str(folder))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes a checkpoint when it has its name, behind the training."""
-        args, folder = self.args, Path(checkpoint_folder)
-        jobs = [] if self.push_in_progress is None else self.push_in_progress.jobs
-        under_way = [job for job in jobs if not job.done()]
-        is_due = args.hub_strategy != HubStrategy.END and (args.hub_always_push or not under_way)
-        if is_due and folder.parent.name != SAVING_FOLDER:
-            names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
-            message = f"Training in progress, step {self.state.global_step}"
-            upload = self._upload(folder, message, names.get(args.hub_strategy))
-            self.push_in_progress = PushInProgress([*under_way, upload])
-
-    def push_to_hub(
-        self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
-        revision: str | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Pushes the policy and its card, of all that is in the run's folder."""
-        self.save_model(_internal_call=True)
-        if self.is_world_process_zero():
-            if self.hub_model_id is None:
-                self.init_hf_repo(token)
-            self.create_model_card(**kwargs)
-            self._finish_current_push()
-            upload = self._upload(Path(self.args.output_dir), commit_message, None, token, revision)
-            return upload.result() if blocking else upload
-
-    def _upload(self, policy: Path, message: str, inside: str | None, token=None, revision=None) -> Future[Any]:
-        """Uploads what may leave the machine, in one commit."""
-        args = self.args
-        self.callback_handler.on_push_begin(args, self.state, self.control)
-        place = staged(policy, Path(args.output_dir), inside)
-        upload = transformers_trainer.hf_api().upload_folder(
-            repo_id=self.hub_model_id, folder_path=str(place), commit_message=message, run_as_future=True,
-            token=token or args.hub_token, revision=revision or args.hub_revision,
-        )  # fmt: skip
-        upload.add_done_callback(functools.partial(unstaged, place))
-        return upload
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Writes our card where TRL writes its own, and not beside a checkpoint that is being written."""
-        folder = Path(self.args.output_dir)
-        folder = folder.parent if folder.name == SAVING_FOLDER else folder
-        if self.is_world_process_zero() and may_write_card(folder):
-            self._write_card(folder, model_name, dataset_name, [tags] if isinstance(tags, str) else tags or ())
-
-    def _write_card(self, folder: Path, *named: Any) -> None:
-        rewards = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
-        with spared("the model card"):
-            write_card(folder, self.components, self.args, self.state, rewards, *named)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Leaves one policy in the folder, with its card."""
-        folder = Path(output_dir or self.args.output_dir)
-        has_room = may_write_card(folder)  # peft writes another one
-        is_adapter = self.components.reference.has_adapter
-        with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
-            super()._save(output_dir, state_dict)
-        if has_room:
-            self._write_card(folder)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Adds the package's own files."""
-        super()._save_optimizer_and_scheduler(output_dir)
-        at = (self.state.global_step, self._step)
-        self.components.keeper.add_parts(Path(output_dir), *at, self._buffered_inputs or [])
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the package's own files, and of the others what fits this run's settings."""
-        with fitted(self.optimizer, self.lr_scheduler, self.state.global_step):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._buffered_inputs = self.components.keeper.load_parts(Path(checkpoint), self._step)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the package's figures, under the same keys at every step."""
         with self._timeline.phase(Phase.LOGGING):
@@ -471,7 +389,8 @@ class SalesGRPOTrainer(TRLAccess):
                 with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
                 if has_table and self.accelerator.is_main_process:
-                    self.components.table_is_written(mode)
+                    for part in self.components.parts:
+                        part.on_table(mode, self.state.global_step)
             except Exception as error:
                 if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
                     raise
@@ -511,9 +430,7 @@ class RolloutTrainer(SalesGRPOTrainer):
     There is no pass, so there are no gradients and no state of an optimizer.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.remove_callback(WeightChange)
+    updates = False
 
     def training_step(self, model, inputs, *_, **__):
         """Generates and scores the rollouts that are due."""

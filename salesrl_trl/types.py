@@ -8,12 +8,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 NOT_APPLICABLE = "not_applicable"
 """Reason of a completion for which a function returned `None`."""
 RESERVED_REASONS = frozenset({"budget_spent", "deadline", "no_passages", NOT_APPLICABLE})
 """Reasons by which the package decides something, or says what to do. Code of a user's own may not give them."""
+
+
+FORMAT = "format"  # component of an action: 1 for a valid one
+REFERENCE = "reference"
+"""Component: the reference's own score by the branch's rubric. Logged beside the others, never weighed."""
 
 
 class Outcome(StrEnum):
@@ -308,3 +314,55 @@ class Reward:
         numbers = (self.value, self.reference_value, *self.components.values())
         if not all(number is None or abs(number) <= LARGEST_REWARD for number in numbers):
             raise ValueError(f"a reward, or a part of it, is no number of at most {LARGEST_REWARD:g}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ProviderUsage:
+    """The usage of one provider since the last report."""
+
+    verdicts: int = 0
+    prompt_tokens: int = 0  # as the provider counts them; 0 if it does not
+    completion_tokens: int = 0  # as the provider counts them, thoughts included
+    usd: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeRecord:
+    """One valid verdict, to check whether the judge likes anything else than quality."""
+
+    score: float
+    chars: int  # length of the candidate's answer
+    candidate_first: bool | None
+    """Whether it stood before the reference, or of a group in the first half; `None` in the middle, or alone."""
+
+
+class EvaluatedCompletion(NamedTuple):
+    """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for. Both
+    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored. `text` and `columns`
+    are what figures read of it and of its row."""
+
+    prompt: object
+    completion: object
+    reward: float | None
+    text: str = ""
+    columns: Example = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """One held-out row and the policy's greedy answer to it."""
+
+    branch: str
+    text: str  # the policy's answer, without special tokens. It may quote a customer: not for logs.
+    reward: Reward
+    tokens: int
+    truncated: bool  # whether it reached `max_completion_length` without an end
+    kl: float | None = None
+    """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
+    kl_tokens: int = 0
+    columns: Example = field(default_factory=dict)  # the row's columns, without prompt and pictures
+
+
+def missing(outcome: Outcome, reason: str) -> Reward:
+    """No number: a service or the judge failed. Out of the group's baseline, the loss and the reward metrics."""
+    return Reward(outcome=outcome, value=None, reason=reason)

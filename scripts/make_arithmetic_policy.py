@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM, set_seed
 from transformers import Qwen2Config as Config
 
+from salesrl_trl.data.files import ARITHMETIC, FILES, demo_records
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.launch.data.files import ARITHMETIC, FILES, demo_records
 
 WRONG = 0.5  # share of the answers
 ERRORS = (-10, -2, -1, 1, 2, 10)  # by which they are wrong

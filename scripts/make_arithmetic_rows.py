@@ -13,8 +13,8 @@ import itertools
 import json
 from pathlib import Path
 
+from salesrl_trl.data.files import ARITHMETIC, FILES, Record, demo_path
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.launch.data.files import ARITHMETIC, FILES, Record, demo_path
 
 LARGEST = 49  # of a number that is added
 HELD_OUT = 20  # one pair in so many

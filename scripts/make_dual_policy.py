@@ -21,9 +21,9 @@ from make_arithmetic_policy import build_model, build_tokenizer, share_of_right
 from make_two_tasks import two_task_records
 from transformers import set_seed
 
+from salesrl_trl.data.files import DEMO_BBQ, DEMO_HALUEVAL
 from salesrl_trl.demo.packaged import DUAL_POLICY
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.launch.data.files import DEMO_BBQ, DEMO_HALUEVAL
 from salesrl_trl.launch.data.formats.published import BBQ, HaluEval
 
 RIGHT = 0.5  # share of the answers, once it has learned to find them

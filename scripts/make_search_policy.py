@@ -25,9 +25,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl.chat_template_utils import qwen3_template
 
+from salesrl_trl.data.files import demo_records
 from salesrl_trl.demo.packaged import SEARCH_POLICY
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.launch.data.files import demo_records
 
 SEARCHES = 3  # most in a conversation
 SOUND = {"search": 1.0, "good": 1.0, "again": 0.0, "read": 1.0, "greeting": 0.0}

@@ -12,8 +12,8 @@ import json
 import re
 from pathlib import Path
 
+from salesrl_trl.data.files import DEMO_SEARCH, FILES, Record, demo_path, demo_records
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.launch.data.files import DEMO_SEARCH, FILES, Record, demo_path, demo_records
 
 TOPIC_WORDS = {"job": "job help", "trial": "trial lesson"}  # in queries. Other topics are one word, their name
 GREETINGS = 3  # every so many-th row that can be one is a greeting: its first message, which asks nothing yet

@@ -14,8 +14,8 @@ import json
 import random
 from pathlib import Path
 
+from salesrl_trl.data.files import DEMO_BBQ, DEMO_HALUEVAL, FILES, Record, demo_path
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.launch.data.files import DEMO_BBQ, DEMO_HALUEVAL, FILES, Record, demo_path
 
 HELD_OUT = 5  # one context, or fact, in so many
 

@@ -1,26 +1,21 @@
 #!/usr/bin/env python3
-"""The load of a training run on a RAG service and a judge, without a model or a GPU.
+"""The load of a training run on a RAG service and a judge, without a model: the short way into a preflight.
 
     .venv/bin/python scripts/simulate_training_rewards.py --config recipes/full.yaml --rag_base_url http://...:8801
-    .venv/bin/python scripts/simulate_training_rewards.py --steps 2 --variants clean,very_long,injection --json
+    .venv/bin/python scripts/simulate_training_rewards.py --load 2 --num_generations 24 --json
 
-Takes the recipe and all settings of a training line; of the training settings, `seed`, `num_generations`, `branches`
-and `min_valid_reward_fraction` count. Without addresses it starts the embedded services. Every run asks anew, and
-keeps nothing. Prints no text of rows or completions without --show_text, and never a key.
+Takes the recipe and all settings of a training line. `--load N` is the number of batches. Without addresses it starts
+the embedded services. Every run asks anew, and keeps nothing. Prints no text of rows or completions.
 
-Exit code: 0 enough completions of every step got a reward; 2 bad input; 3 too few did, or the services failed; 130
-interrupted. docs/SERVICES.md says more.
+Exit code: 0 enough completions of every step got a reward; 2 bad input, too few did, or the services failed.
+docs/SERVICES.md says more.
 """
 
 import sys
 
-from salesrl_trl.ground.command_line import parser_of
-from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.launch.settings_help import answer_help
+from salesrl_trl.launch.preflight.__main__ import main
+from salesrl_trl.launch.process import end_tidily
 
 if __name__ == "__main__":
     end_tidily()
-    answer_help(sys.argv[1:], own=parser_of("simulate").format_help())
-    from salesrl_trl.launch.preflight.simulation import main
-
-    sys.exit(main())
+    sys.exit(main(["--stage", "judge", "--calls", "0", "--load", "5", *sys.argv[1:]]))

@@ -21,9 +21,10 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
+from salesrl_trl.agents.foreign_text import ForeignText
 from salesrl_trl.generation.conversations import Turn
 from salesrl_trl.ground.texts import encodable
-from salesrl_trl.rollout.foreign_text import ForeignText, guard_parser, is_deep
+from salesrl_trl.rollout.turn_parser import guard_parser, is_deep
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None

@@ -13,7 +13,7 @@ endpoint of `rollout.policy_endpoint`); its reward comes with the row when the c
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, overload
 
@@ -21,10 +21,9 @@ from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.generation.conversations import GivenUp
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.functions import Function, RewardFunction
-from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames, Scorer
-from salesrl_trl.reward.scoring import missing
+from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Outcome, Reward, missing
 
 if TYPE_CHECKING:
     import openai
@@ -35,6 +34,8 @@ PLAYED = "episode_reward"  # column of a row: the reward of the episode that was
 
 class Episode(RewardFunction):
     """The function of `per_episode`, as the only reward function of a trainer."""
+
+    is_played = True
 
     def __init__(self, function: Function, *, deadline_s: float = DEADLINE_S) -> None:
         if not inspect.iscoroutinefunction(function):
@@ -125,22 +126,6 @@ def kept(reward: Reward) -> dict[str, Any]:
     parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics", "breach")}
     plain: dict[str, Any] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
     return plain
-
-
-def check_alone(rewards: Sequence[Scorer], in_a_process: bool | None, are_all: bool) -> None:
-    """Raise `ConfigError` for an episode beside other rewards, or in a process of the rewards' own."""
-    if not any(isinstance(reward, Episode) for reward in rewards):
-        return
-    if len(rewards) > 1 or not are_all:
-        raise ConfigError(
-            "a function with `@per_episode` is given beside other rewards. Expected it alone: it plays the whole "
-            "episode, and what it returns is the reward. Call the other functions inside it."
-        )
-    if in_a_process:
-        raise ConfigError(
-            "`reward_process` is true with a function with `@per_episode`, which runs in the trainer's process. "
-            "Expected `reward_process: false`."
-        )
 
 
 @overload

@@ -38,9 +38,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
-from salesrl_trl.record.reader import run_of
-from salesrl_trl.record.schema import record_file
-from salesrl_trl.rollout.pipeline import KeptRollouts
+from salesrl_trl.rollout.in_flight import KeptRollouts
 from salesrl_trl.update.ranks import on_any_rank
 
 logger = get_logger(__name__)
@@ -57,12 +55,14 @@ class HasState(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
+    def known_run(self) -> str | None: ...
+
 
 @dataclass(eq=False)
 class Keeper:
     """Saves the checkpoints of one run, with the state of `kl`. `identity_of` gives the run's identity from its
     training dataset. `is_skipping`: the generation batch under way is left out of the loss, and so of a checkpoint.
-    `in_flight`: `Pipeline.in_flight`. `parts`: those of the trainer, whose states a checkpoint holds."""
+    `in_flight`: `Buffer.in_flight`. `parts`: those of the trainer, whose states a checkpoint holds."""
 
     args: SalesGRPOConfig
     kl: BranchedKL | None
@@ -88,10 +88,20 @@ class Keeper:
         agreed(lambda: put_run_aside(self._output_dir, self._last, [model]) if self._is_main else None)
         if self._leads_node:
             put_run_aside(self._output_dir, self._last)  # what is left there, without a shared disk
-        self.run = agreed(lambda: _run_of(self._last, self._output_dir))
+        self.run = agreed(self._run_id)
         self._clear()
         self._states = {}
         return None if self._last is None else str(self._last)
+
+    def _run_id(self) -> str:
+        """The id of the run that goes on from a checkpoint of its own folder, else a new one. For a checkpoint
+        without a manifest a part may know it."""
+        ids: list[str | None] = []
+        if self._last is not None and self._last.resolve().parent == self._output_dir.resolve():
+            manifest = read(self._last)
+            ids = [manifest.run if isinstance(manifest, Manifest) else None]
+            ids += [part.known_run() for part in self.parts]
+        return next(filter(None, ids), None) or uuid.uuid4().hex
 
     def report(self, state: TrainerState) -> None:
         """Log from where a run goes on. `state` is the one to go on with."""
@@ -283,16 +293,6 @@ def choose_on_all_ranks(
             "begin anew, so that completions differ from those of a run without a stop. The prompts are the same"
         )
     return chosen
-
-
-def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
-    """The id of the run that goes on from a checkpoint of its own folder, else a new one. For a checkpoint without a
-    manifest it is that of the folder's record."""
-    known: str | None = None
-    if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
-        manifest = read(checkpoint)
-        known = (isinstance(manifest, Manifest) and manifest.run) or run_of(record_file(output_dir, 0))
-    return known or uuid.uuid4().hex
 
 
 def agreed(work: Callable[[], T]) -> T:

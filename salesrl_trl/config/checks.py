@@ -60,7 +60,7 @@ def check_text(where: str, value: object, name: str = "") -> None:
 def check_url(setting: str, url: str | None) -> None:
     if url is None:
         return
-    from salesrl_trl.service.http import address_fault
+    from salesrl_trl.service.statuses import address_fault
 
     fault = address_fault(url)
     check(fault is None, f"`{setting}` holds {fault}.")

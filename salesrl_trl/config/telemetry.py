@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from salesrl_trl.config.checks import check, load_object
+from salesrl_trl.config.quick_evaluations import WORST_BRANCH, QuickEvalSettings, checked_figures
 from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings
 from salesrl_trl.errors import Refusals
-from salesrl_trl.launch.evaluation.quick_figures import WORST_BRANCH, checked_figures
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REWARD
 
 ALL_STEPS = 2**62
@@ -66,7 +65,7 @@ class TelemetryConfig:
     `min_valid_reward_fraction` of that branch, or of each branch, must have a score."""
     quick_eval_figures: list[str] = field(default_factory=list)
     """Dotted paths of classes for figures of your own, such as `"my_package.my_module.MyFigure"`.
-    `evaluation.quick_figures.Figure` describes such a class."""
+    `config.quick_evaluations.Figure` describes such a class."""
 
     def __post_init__(self) -> None:
         refused = Refusals()

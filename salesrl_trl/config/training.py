@@ -29,7 +29,6 @@ from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
 from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.telemetry.trackers import keep_folders
 from salesrl_trl.types import ALL
 
 LEAVE_OUT = "leave_out"
@@ -167,7 +166,7 @@ class SalesGRPOConfig(GRPOConfig):
     else to `False`."""
     mode: Annotated[str, RUN_MODES] = "train"
     """Extent of a recipe. `rollouts` generates and scores as in training, without passes, update and evaluation.
-    `rewards` scores made-up completions, without a model, as `scripts/simulate_training_rewards.py` does."""
+    `rewards` scores made-up completions, without a model, as `preflight --stage judge --load 5` does."""
 
     def __post_init__(self) -> None:
         self.shared_prompts = str(self.shared_prompts)
@@ -235,7 +234,7 @@ class SalesGRPOConfig(GRPOConfig):
             args.hub_private_repo = True
         trl_settings.settle_schedule(args)
         super().__post_init__()
-        self.machine_notes += keep_folders(args.report_to)
+        self.machine_notes += trl_settings.keep_folders(args.report_to)
         if self.device.type == "cpu":  # not "cpu:1", for which torch can't load an optimizer's state
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
         # One process trains on one GPU. With several visible, transformers would split batches by DataParallel.

@@ -5,7 +5,7 @@ after an evaluation.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -255,3 +255,13 @@ def check_quantization(quantization: object, *, can_correct: bool) -> None:
         f"`vllm_engine_kwargs` has the quantization {quantization!r}, so completions are those of a slightly other "
         "policy. Expected none, or a GPU with `vllm_mode: colocate` and `vllm_importance_sampling_correction: true`.",
     )
+
+
+def keep_folders(trackers: Iterable[str]) -> list[str]:
+    """Switch off the uploads of whole folders by trackers that are to begin. Returns a line for each that was on."""
+    names = ("WANDB_LOG_MODEL", "COMET_LOG_ASSETS", "HF_MLFLOW_LOG_ARTIFACTS", "HF_DAGSHUB_LOG_ARTIFACTS",
+             "CLEARML_LOG_MODEL", "HF_DVCLIVE_LOG_MODEL")  # fmt: skip
+    asked = {"CLEARML_LOG_MODEL": "true"} if "clearml" in trackers else {}  # its default
+    on = [name for name in names if (asked | os.environ).get(name, "false").lower() not in ("false", "0", "")]
+    os.environ |= dict.fromkeys(on, "false")
+    return [f"off: {name}: it uploads prompts and completions under way too; `push_to_hub` does not" for name in on]

@@ -4,7 +4,7 @@ Owns the columns of a dataset. `sources` loads the records and calls it. Refuses
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from salesrl_trl.data.pictures import read_pictures
@@ -18,7 +18,6 @@ OPTIONAL_COLUMNS = (
     "branch", "id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group"
 )  # fmt: skip
 KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))  # all others go to reward functions
-TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # TRL's names for what functions get
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
 """Accepted names of a turn's role, and the names in a `SalesRow`."""
 
@@ -34,12 +33,6 @@ def check_columns(columns: Iterable[str], source: str, branches: Sequence[str] =
             f"{' or '.join(PROMPT_COLUMNS)} (and, where known, {', '.join(OPTIONAL_COLUMNS)}). Rename or add the "
             "column, or name another one: `columns: {prompt: question}`. docs/DATA.md shows a row."
         )
-
-
-def check_not_taken(columns: Collection[str], taken: Collection[str] = TAKEN) -> None:
-    """Raise `DataError` for a column that has a name by which functions get something else."""
-    if both := {*taken} & {*columns}:
-        raise DataError(f"the rows have the column `{min(both)}`, a name that the trainer needs. Rename it.")
 
 
 def parse_row(

@@ -84,22 +84,6 @@ class Sampled:
     """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and
     fields with a value for each token of a prompt, a list of B lists."""
 
-    @classmethod
-    def joined(cls, parts: Sequence[tuple["Sampled", range]], figures: "Sampled") -> "Sampled":
-        """Completions of several batches, each at these places, without pictures. `figures`: the batch whose figures
-        and tokens it has."""
-
-        def column(values: Sequence[Any]) -> Any:
-            first = values[0]
-            if isinstance(first, Mapping):  # of a `rollout_func`
-                return {name: column([value[name] for value in values]) for name in first}
-            if not isinstance(first, list) or not first:
-                return first
-            return [value[place] for value, (_, places) in zip(values, parts, strict=True) for place in places]
-
-        generated = tuple(column(values) for values in zip(*(sampled.generated for sampled, _ in parts), strict=True))
-        return cls(generated=generated, metrics=figures.metrics, tokens=figures.tokens)
-
     @property
     def prompt_ids(self) -> list[list[int]]:
         return self.generated[0]  # type: ignore[no-any-return]

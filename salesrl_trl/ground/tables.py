@@ -34,3 +34,8 @@ def filled(template: Path, **values: object) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["aligned"] = lambda rows, left=1: "\n".join(aligned(rows, left))
     return environment.from_string(template.read_text("utf-8")).render(values).rstrip("\n")
+
+
+def calls_and_usd(calls: float, usd: float) -> str:
+    """`1,234 calls, 0.42 USD`; `1,234 calls` where they cost nothing."""
+    return f"{calls:,.0f} calls" + (f", {usd:,.{2 if usd >= 0.1 else 4}f} USD" if usd else "")

@@ -21,9 +21,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError, ServiceUnavailable
+from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError
 from salesrl_trl.ground.process import write_whole
+from salesrl_trl.ground.tables import calls_and_usd
 from salesrl_trl.service.event_loop import PerLoop, now, remaining_s, waiting_for
+from salesrl_trl.service.quota import Quota, SharedBudget
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,9 @@ class Spent:
     @property
     def tokens(self) -> float:
         return self.prompt_tokens + self.completion_tokens
+
+    def in_words(self) -> str:
+        return calls_and_usd(self.calls, self.usd)
 
     def add(self, other: "Spent") -> None:
         for name in Spent.__slots__:
@@ -170,7 +175,7 @@ class Price:
 FREE = Price()
 
 
-class Budget:
+class Budget(SharedBudget):
     """What this process holds of the run's account in `path`, and what it has spent since it last wrote there. All
     methods belong to one event loop. `processes` is the number of ranks, which share the account. A script of your own
     makes one, with `names.SPENT_FILE` of its output folder, and a quota of it for the `Transport` of a function:
@@ -227,6 +232,16 @@ class Budget:
             with contextlib.suppress(ServiceError):
                 self._exchange(self.limits)
 
+    def joined(self, others: Iterable[SharedBudget]) -> "Budget":
+        budgets = [self, *(other for other in others if isinstance(other, Budget))]
+        return Budget(self.path, [*dict.fromkeys(limit for budget in budgets for limit in budget.limits)])
+
+    def in_words(self) -> str:
+        limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in self.limits) or "no limit"
+        spent = read_account(self.path).total()
+        so_far = f"; spent in this folder so far: {spent.in_words()}" if spent.calls else ""
+        return f"{limits}{so_far}"
+
     def _exchange(self, limits: Sequence[Limit], request: Spent | None = None) -> None:
         """Write what was spent, give back what is held of these limits, and take new blocks for such requests."""
         self._written_s = now()
@@ -282,7 +297,7 @@ class Rate:
 
 
 @dataclass(eq=False)
-class ServiceQuota:
+class ServiceQuota(Quota):
     """The requests to one service, held against the limits that are about it. Made by `Budget.quota`."""
 
     budget: Budget
@@ -307,8 +322,6 @@ class ServiceQuota:
             raise BudgetSpent(f"{self.service} was not asked: the limit {limit.name} is reached")
 
     async def admit(self) -> None:
-        """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
-        `ServiceError` where the account can't be used, `TimeoutError` where the deadline comes first."""
         self.refuse_if_spent()
         if not self.rates:
             self._begin()
@@ -328,7 +341,6 @@ class ServiceQuota:
         return f"{self.service}'s {' and '.join(kinds[rate.kind] for rate in self.rates)}"
 
     def admits_now(self) -> bool:
-        """Count one more request, if it may be sent without a wait."""
         if self.is_spent or self._wait_s():
             return False
         with contextlib.suppress(ServiceError):
@@ -337,12 +349,9 @@ class ServiceQuota:
         return False
 
     def give_back(self) -> None:
-        """A request that was admitted is not sent."""
         self._end(Spent(calls=-1))
 
     def charge(self, tokens: tuple[float, float] | None, *, is_stated: bool = False) -> None:
-        """A request has ended with so many tokens of prompt and answer. `None`: nobody knows, so the mean counts.
-        `is_stated`: by the provider."""
         if tokens is not None and is_stated:
             self._counted = min(self._counted + 1, LATEST)
             self._prompt_tokens += (tokens[0] - self._prompt_tokens) / self._counted
@@ -382,35 +391,7 @@ class ServiceQuota:
         self.budget.record(self.service, self.limits, spent)
 
 
-@dataclass
-class Bill:
-    """The bill of one request to a provider: `with transport.bill() as bill: ...; bill.count(prompt, completion)`.
-
-    A request that was cut off under way, or whose answer states no usage, is billed by the mean of the others: the
-    provider has worked, and bills it. One that was refused by its status, or could not be sent, costs nothing.
-    Without a quota nothing is billed.
-    """
-
-    quota: ServiceQuota | None
-    tokens: tuple[int, int] | None = None
-
-    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
-        self.tokens = (prompt_tokens, completion_tokens)
-
-    def __enter__(self) -> "Bill":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.quota is None:
-            return
-        is_free = isinstance(error, ServiceUnavailable) or (isinstance(error, ServiceError) and bool(error.status))
-        self.quota.charge(self.tokens or ((0, 0) if is_free else None), is_stated=self.tokens is not None)
-
-
 def reported(account: Account, reached: Sequence[Limit]) -> str:
     """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
-    from salesrl_trl.telemetry.step_lines import calls_and_usd
-
-    total = account.total()
     names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
-    return f"{calls_and_usd(total.calls, total.usd)} were spent; reached: {names}"
+    return f"{account.total().in_words()} were spent; reached: {names}"

@@ -15,8 +15,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -31,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 MAX_IN_MEMORY = 20_000  # answers that are kept without a file, the latest ones: about 60 MB, and many batches
 WRITE_AFTER_S = 0.1  # seconds from a new value to its way into the file. Values that come meanwhile go along.
-LOOK_UP_TIMEOUT_S = 1.0  # longest wait for a disk that does not answer. Until it does, the file counts as empty.
+LOOK_UP_TIMEOUT_S = 1.0  # longest wait for a disk that does not answer
 LAST_WRITE_TIMEOUT_S = 5.0  # longest wait for a locked file, or a slow disk, at the end
 LOCK_TIMEOUT_S = 0.1  # longest wait for another process that writes to the file. A commit takes milliseconds.
-LOCK_PAUSE_S = 1.0  # seconds for which a locked file counts as empty, without another look at it
+LOCK_PAUSE_S = 1.0  # seconds for which a file that is locked or late counts as empty, without another look at it
 FAULT_PAUSE_S = 60.0  # the same for a file that can't be used for another reason, such as a full disk
 CHANGE_ATTEMPTS = 20  # attempts at a change that can't wait, while another process locks the file
 
@@ -48,17 +47,6 @@ def cache_key(*parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclass
-class _LoopWork:
-    """What one event loop does with the file."""
-
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Of look-ups. While one runs, those that come are gathered for the next."""
-    wanted: set[str] = field(default_factory=set)
-    look_up: asyncio.Task[dict[str, object]] | None = None
-    writing: asyncio.Task[None] | None = None
-
-
 class AnswerStore:
     """JSON values by key, in a file or, without one, in memory: the latest `most` of them.
 
@@ -70,12 +58,13 @@ class AnswerStore:
         self.path = path
         self._most = most
         self._memory: dict[str, object] = {}  # what is not in the file yet; without a file, everything
-        self._work: PerLoop[_LoopWork] = PerLoop(_LoopWork)
+        self._wanted: set[str] = set()  # keys for the next look-up
+        self._look_up: asyncio.Task[dict[str, object]] | None = None
+        self._writing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
         self._connection: sqlite3.Connection | None = None
         # until when the file counts as empty, and until when nothing is written to it, by `time.monotonic`
         self._unreadable_until = self._unwritable_until = math.inf if path is None else 0.0
-        self._late: Future[list[tuple[str, ...]] | Exception] | None = None  # a look-up that has not answered in time
         self._is_stale = False  # whether the connection had a fault: the file may be another one the next time
         self._logged: set[str] = set()  # faults that were logged
 
@@ -84,8 +73,7 @@ class AnswerStore:
 
     @property
     def _is_readable(self) -> bool:
-        is_late = self._late is not None and not self._late.done()
-        return not is_late and time.monotonic() >= self._unreadable_until
+        return time.monotonic() >= self._unreadable_until
 
     @property
     def _is_writable(self) -> bool:
@@ -95,18 +83,16 @@ class AnswerStore:
         """The value, or `None`. Waits at most `LOOK_UP_TIMEOUT_S` for the disk."""
         if key in self._memory or not self._is_readable:
             return self._memory.get(key)
-        work = self._work.get()
 
         async def read_wanted() -> dict[str, object]:
-            async with work.turn:
-                wanted, work.wanted, work.look_up = work.wanted, set(), None
-                rows = await self._run(f"SELECT key, value FROM answers WHERE {_IN_LIST}", json.dumps(list(wanted)))
+            wanted, self._wanted, self._look_up = self._wanted, set(), None
+            rows = await self._run(f"SELECT key, value FROM answers WHERE {_IN_LIST}", json.dumps(list(wanted)))
             return {key: _without_checksum(key, stored) for key, stored in rows or ()}
 
-        work.wanted.add(key)
-        if work.look_up is None:
-            work.look_up = asyncio.ensure_future(read_wanted())
-        return (await asyncio.shield(work.look_up)).get(key)
+        self._wanted.add(key)
+        if self._look_up is None:
+            self._look_up = asyncio.ensure_future(read_wanted())
+        return (await asyncio.shield(self._look_up)).get(key)
 
     def put(self, key: str, value: object) -> None:
         """Keep a value. It is in the file within a second: a call is paid for, and a run may be killed at any time."""
@@ -114,10 +100,8 @@ class AnswerStore:
         self._memory[key] = value
         while len(self._memory) > self._most:
             del self._memory[next(iter(self._memory))]
-        if self._is_writable:
-            work = self._work.get()
-            if work.writing is None or work.writing.done():
-                work.writing = asyncio.ensure_future(self._write(WRITE_AFTER_S))
+        if self._is_writable and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.ensure_future(self._write(WRITE_AFTER_S))
 
     async def get_or_put(self, key: str, value: object) -> object:
         """The value in the file. If it has none, or a damaged one, `value` is put there; of several processes, the
@@ -143,9 +127,9 @@ class AnswerStore:
 
     async def aclose(self) -> None:
         """Write what is new and close the file. The next use opens it again."""
-        work = self._work.pop()
-        if work is not None and work.writing is not None:
-            work.writing.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
+        self._look_up = self._writing = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                 await self._write(0.0)
@@ -182,13 +166,9 @@ class AnswerStore:
         is_look_up = statement.startswith("SELECT")
         if not (self._is_readable if is_look_up else self._is_writable):
             return None
-        submitted = self._thread.submit(self._execute, statement, values)
-        waiting = asyncio.wrap_future(submitted)
-        await asyncio.wait({waiting}, timeout=LOOK_UP_TIMEOUT_S if is_look_up else None)
-        if not waiting.done():
-            self._late = submitted
-            return None
-        result = waiting.result()
+        running = asyncio.wrap_future(self._thread.submit(self._execute, statement, values))
+        await asyncio.wait({running}, timeout=LOOK_UP_TIMEOUT_S if is_look_up else None)
+        result = running.result() if running.done() else TimeoutError()
         if isinstance(result, Exception):
             self._note(result, is_look_up)
             return None
@@ -196,10 +176,12 @@ class AnswerStore:
 
     def _note(self, error: Exception, is_look_up: bool) -> None:
         """Decide how long the file is not used, and for what. Log each fault once."""
-        until = time.monotonic() + (LOCK_PAUSE_S if is_locked(error) else FAULT_PAUSE_S)
-        if is_locked(error):
+        is_busy = is_locked(error) or isinstance(error, TimeoutError)
+        until = time.monotonic() + (LOCK_PAUSE_S if is_busy else FAULT_PAUSE_S)
+        if is_busy:
             self._unreadable_until = until
-            fault = "is locked by another process: it counts as empty while it is"
+            who = "is locked by another process" if is_locked(error) else "lies on a disk that does not answer"
+            fault = f"{who}: it counts as empty while it is so"
         elif is_look_up or self._connection is None:
             self._unreadable_until = self._unwritable_until = until
             fault = (
@@ -216,7 +198,7 @@ class AnswerStore:
         if fault not in self._logged:
             self._logged.add(fault)
             logger.warning(f"the cache {self.path} {fault}")
-        self._is_stale = not is_locked(error)
+        self._is_stale = not is_busy
 
     # On the file's thread
 

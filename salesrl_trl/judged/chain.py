@@ -5,7 +5,6 @@ Owns how an action becomes an answer, what every failure on the way means, and t
 """
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -14,17 +13,16 @@ from dataclasses import replace
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.judge_interface import Judge
-from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge, add_places, slots_of
-from salesrl_trl.judged.meter import METER
+from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, add_places, slots_of
 from salesrl_trl.judged.parsing import is_empty_text, parse_action
 from salesrl_trl.judged.rag_answers import RagAnswers
 from salesrl_trl.judged.rag_client import RagBackend, answer_to_json
+from salesrl_trl.judged.scoring import Scoring
+from salesrl_trl.judged.stage import Case, Missing, RewardStage
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.sample_lines import SampleLines
-from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.reward.scoring import Scoring
-from salesrl_trl.reward.stage import Case, Missing, RewardStage
+from salesrl_trl.reward.scorer import METER, RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import clocked, deadline, remaining_s
 from salesrl_trl.service.transport import Transport
@@ -54,16 +52,14 @@ class SalesReward(JudgeReward):
             Passages below this normalised score in [0, 1] are left out.
         top_k (`int`):
             Most passages to retrieve.
-        answers (`AnswerStore`, *optional*):
-            Keeps 8B answers and verdicts. In memory when not given.
-        references (`AnswerStore`, *optional*):
-            Keeps 32B answers, which do not depend on the policy. In memory when not given.
+        answers, references (`AnswerStore`, *optional*):
+            Keep 8B answers and verdicts, and 32B answers, which do not depend on the policy. In memory when not given.
         action_format (`ActionFormat`, *optional*):
             What an action consists of.
         announces (`bool`, *optional*, defaults to `True`):
             Whether this is the process that logs what became of kept references.
         judge, scoring, deadline_s, stages, lines, records, second:
-            As in `JudgeReward`. The record has answers too.
+            As in `JudgeReward`.
 
     Raises:
         `ConfigError`: as `JudgeReward` does.
@@ -122,8 +118,7 @@ class SalesReward(JudgeReward):
         with deadline(self.deadline_s):
             # 1. Both endpoints about the first row.
             of_8b, of_32b = await asyncio.gather(
-                clocked(functools.partial(answers.ask_8b, row, action)),
-                clocked(functools.partial(answers.ask_32b, row)),
+                clocked(lambda: answers.ask_8b(row, action)), clocked(lambda: answers.ask_32b(row))
             )
             results: dict[str, float | ServiceError] = {
                 name: result if isinstance(result, ServiceError) else result[1]
@@ -136,7 +131,7 @@ class SalesReward(JudgeReward):
                 results.update(await self._warm_up_judges(row, action, answer))
             # 3. Whether the index is empty.
             if not isinstance(of_8b, ServiceError) and not of_8b[0].passages:
-                any_passage = await clocked(functools.partial(answers.index_has_some, row))
+                any_passage = await clocked(lambda: answers.index_has_some(row))
                 if not isinstance(any_passage, ServiceError) and not any_passage[0] and self._announces:
                     logger.warning(
                         f"[RAG] {self._rag.identity} finds nothing for the first row, not even without a threshold: "
@@ -161,7 +156,7 @@ class SalesReward(JudgeReward):
     def _transports(self) -> dict[str, Transport]:
         return {**self._rag.transports, **super()._transports()}
 
-    async def _case(self, sample: Sample, stages: StageTimes) -> Case | InvalidAction | Missing:
+    async def _case(self, sample: Sample, stages: StageTimes) -> Known:
         # 1. Parse it. What is no action is the policy's own fault.
         began = time.perf_counter()
         action = parse_action(sample.text, self._format)

@@ -12,15 +12,15 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
+from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import cache_key
-from salesrl_trl.judged.judge_interface import Candidates, Judge, JudgeRecord, ProviderUsage
+from salesrl_trl.judged.judge_interface import Candidates, Judge
 from salesrl_trl.judged.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.judged.verdict import MESSAGE_VERSION
-from salesrl_trl.launch.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.service.event_loop import seconds_or_error
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+from salesrl_trl.types import Action, Answer, JudgeRecord, ProviderUsage, SalesRow, Verdict
 
 AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,

@@ -13,36 +13,15 @@ Owns what the chain asks of a judge.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.service.event_loop import seconds_or_error
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import Action, Answer, SalesRow, Verdict
+from salesrl_trl.types import Action, Answer, JudgeRecord, ProviderUsage, SalesRow, Verdict
 
 Candidates: TypeAlias = Sequence[tuple[Action, Answer]]  # answers to score, and what the policy wrote for each
-
-
-@dataclass(kw_only=True, slots=True)
-class ProviderUsage:
-    """The usage of one provider since the last report."""
-
-    verdicts: int = 0
-    prompt_tokens: int = 0  # as the provider counts them; 0 if it does not
-    completion_tokens: int = 0  # as the provider counts them, thoughts included
-    usd: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeRecord:
-    """One valid verdict, to check whether the judge likes anything else than quality."""
-
-    score: float
-    chars: int  # length of the candidate's answer
-    candidate_first: bool | None
-    """Whether it stood before the reference, or of a group in the first half; `None` in the middle, or alone."""
 
 
 class Judge(ABC):

@@ -7,7 +7,7 @@ of an action. Owns the order of the stages, and what every failure of them means
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,9 +15,11 @@ from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.judged.judge_interface import Judge, check_verdicts, judged
-from salesrl_trl.judged.meter import METER, SECOND, SECOND_JUDGE, MeterSettings
+from salesrl_trl.judged.meter import SECOND, SECOND_JUDGE
 from salesrl_trl.judged.noise import JudgedSample
 from salesrl_trl.judged.parsing import is_empty_text
+from salesrl_trl.judged.scoring import Scoring
+from salesrl_trl.judged.stage import Case, Missing, RewardStage
 from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample
@@ -25,13 +27,13 @@ from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import (
     AT_ONCE,
     DEADLINE_S,
+    METER,
+    MeterSettings,
     Needs,
     Per,
     RewardNames,
     Scorer,
 )
-from salesrl_trl.reward.scoring import Scoring, missing
-from salesrl_trl.reward.stage import Case, Missing, RewardStage
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.together import Member, Together
 from salesrl_trl.service.event_loop import deadline, remaining_s
@@ -49,12 +51,13 @@ from salesrl_trl.types import (
     Reward,
     SalesRow,
     Verdict,
+    missing,
 )
 
 T = TypeVar("T")
 
-Step: TypeAlias = Callable[[Case, StageTimes], Awaitable[Case | InvalidAction | Missing]]
-"""A part behind the answer: from a case to what is known then, or to a refusal."""
+Known: TypeAlias = Case | InvalidAction | Missing
+"""What is known of a completion on its way, or why it is refused."""
 Asked: TypeAlias = tuple[Judge, Case]
 Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
@@ -82,14 +85,12 @@ class JudgeReward(Scorer):
         deadline_s (`float`, *optional*, defaults to `300.0`):
             Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
             `"deadline"`.
-        stages (`Sequence[RewardStage]`, *optional*, defaults to none):
+        stages (`Sequence[RewardStage]`, *optional*):
             Stages of your own, in their order, those behind the judge after those before it.
         answers (`AnswerStore`, *optional*):
             Keeps verdicts. In memory when not given.
-        lines (`SampleLines`, *optional*):
-            Logs what happens to single completions. Failures alone, at the level DEBUG, when not given.
-        records (`bool`, *optional*, defaults to `False`):
-            Whether verdicts and calls are kept for the record of the run. They hold customers' texts.
+        lines (`SampleLines`, *optional*), records (`bool`, *optional*, defaults to `False`):
+            As in `Scorer`.
         second (`SecondJudge`, *optional*):
             Whom the meter over the judge asks. Without one there is no meter.
 
@@ -122,8 +123,8 @@ class JudgeReward(Scorer):
         self._judged_singly = 0
         self._scoring = scoring.with_stages(stages)
         self._stages = tuple(stages)
-        self._before: list[Step] = [functools.partial(_run, stage) for stage in stages if not stage.after_judge]
-        self._behind: list[Step] = [functools.partial(_run, stage) for stage in stages if stage.after_judge]
+        self._before = [stage for stage in stages if not stage.after_judge]
+        self._behind = [stage for stage in stages if stage.after_judge]
 
     @property
     def names(self) -> RewardNames:
@@ -195,46 +196,41 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, sample.failed)
             judge = self._judges[sample.by_second]
             try:
-                # 1. The answer to score.
-                result: Case | InvalidAction | Missing = await self._case(sample, stages)
-                # 2. The stages of one's own and the judge. Each may refuse the case.
-                steps: list[Step] = [*self._before, functools.partial(self._judged, member, judge), *self._behind]
-                for step in steps:
-                    if isinstance(result, Case):
-                        result = await step(result, stages)
-                # 3. The number.
-                if isinstance(result, Missing):
-                    return missing(Outcome.INFRA, result.reason)
-                if isinstance(result, InvalidAction):
-                    return self._scoring.score_invalid(result)
-                return _by_criteria(self._scoring.score(result), result)
+                # 1. The answer to score, the stages of one's own and the judge. Each may refuse the case.
+                known = await _passed(self._before, await self._case(sample, stages), stages)
+                if isinstance(known, Case):
+                    known = await _passed(self._behind, await self._judged(member, judge, known, stages), stages)
+                # 2. The number.
+                if isinstance(known, Missing):
+                    return missing(Outcome.INFRA, known.reason)
+                if isinstance(known, InvalidAction):
+                    return self._scoring.score_invalid(known)
+                return _by_criteria(self._scoring.score(known), known)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code)
 
     async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
         """The second judge's score of a completion, or the first one's of an anchor: asked, whatever was kept."""
         assert self._second is not None
-        judge, at = self._judge, sample.row[METER]
         with noted_in(self._ahead_record if self.records else None):
             try:
-                if at == SECOND:
+                if (at := sample.row[METER]) == SECOND:
                     case = await self._case(sample, stages)
                     if not isinstance(case, Case):
                         return missing(Outcome.INFRA, case.reason)
-                    judge, rubric, material = self._second.judge, case.row.branch, case
+                    row, judge = case.row, self._second.judge
+                    asked = judge.judge(row.branch, row, case.action, case.answer, case.reference)
                 else:
                     anchor = self._second.anchors[at]
-                    rubric = anchor.rubric
-                    material = Case(
-                        row=anchor.row, action=anchor.action, answer=anchor.candidate, reference=anchor.reference
+                    asked = self._judge.judge(
+                        anchor.rubric, anchor.row, anchor.action, anchor.candidate, anchor.reference
                     )
-                asked = judge.judge(rubric, material.row, material.action, material.answer, material.reference)
                 verdict = await stages.timed(asked, Stage.JUDGE)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code)
         return Reward(outcome=Outcome.OK, value=verdict.candidate)
 
-    async def _case(self, sample: Sample, stages: StageTimes) -> Case | InvalidAction | Missing:
+    async def _case(self, sample: Sample, stages: StageTimes) -> Known:
         """The answer to score, with its row and its reference; or why there is none."""
         try:
             row, reference = judged_row(sample.row, [*self._scoring.weights])
@@ -351,8 +347,13 @@ def _by_criteria(reward: Reward, case: Case) -> Reward:
     return replace(reward, components={**parts, **reward.components}, metrics=metrics)
 
 
-async def _run(stage: RewardStage, case: Case, stages: StageTimes) -> Case | InvalidAction | Missing:
-    return stage.of(case, await stages.timed(stage.run(case), stage.name))
+async def _passed(through: Sequence[RewardStage], known: Known, stages: StageTimes) -> Known:
+    """What is known behind these stages."""
+    for stage in through:
+        if not isinstance(known, Case):
+            break
+        known = stage.of(known, await stages.timed(stage.run(known), stage.name))
+    return known
 
 
 def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:

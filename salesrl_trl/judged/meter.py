@@ -29,6 +29,7 @@ from salesrl_trl.judged.rising import (
     Rising,
     Written,
 )
+from salesrl_trl.reward.scorer import MeterSettings
 
 ALARM = 10_000.0  # capital of an alarm: at most 1 honest run in 10 has one in 1,000 batches
 CLIP = 2.0  # largest |z|. A larger one would let rare, far-off verdicts decide.
@@ -44,21 +45,9 @@ MOST_AT_ONCE = 8  # completions with something suspect that are asked for after 
 LAG, FEWEST_GAPS, MOST_GAPS = 12, 20, 240  # batches with whose effect of the order a later one is compared
 OF_FEATURES, OF_ANCHORS, OF_ORDER = 0.8, 0.1, 0.1  # capital for each batch
 
-METER = "judge_meter"  # column of a row that is judged for the meter alone: `SECOND`, or the number of an anchor
-SECOND = "second"
+SECOND = "second"  # in the column `METER` of a row; else the number of an anchor
 WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # what an alarm does
 ANCHORS = 8  # fixed answers that the judge scores again and again
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeterSettings:
-    """What a reward says of its meter."""
-
-    share: float = 0.02  # most calls of the meter, for each completion
-    anchor_steps: int = 50  # batches between two looks at the anchors
-    anchors: int = 0  # how many there are
-    on_alarm: str = WARN
-    shows_text: bool = False  # whether lines may quote customers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from salesrl_trl.errors import JudgeAlarm
 from salesrl_trl.judged.meter import (
-    METER,
     SECOND,
     SECOND_JUDGE,
     STOP,
@@ -26,6 +25,7 @@ from salesrl_trl.judged.rising import Written
 from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, agreement_of
 from salesrl_trl.reward.batch import RewardBatch, completion_text
 from salesrl_trl.reward.figures import RewardFigures
+from salesrl_trl.reward.scorer import METER
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.types import JUDGE
 from salesrl_trl.wiring.part import Part, PartContext

@@ -21,9 +21,8 @@ from salesrl_trl.errors import (
     ServiceRejected,
 )
 from salesrl_trl.ground.fencing import make_nonce
-from salesrl_trl.judged.budget import Bill
 from salesrl_trl.judged.cache import cache_key
-from salesrl_trl.judged.judge_interface import Candidates, ProviderUsage
+from salesrl_trl.judged.judge_interface import Candidates
 from salesrl_trl.judged.request_form import RequestForm
 from salesrl_trl.judged.verdict import (
     candidate_names,
@@ -34,8 +33,9 @@ from salesrl_trl.judged.verdict import (
 )
 from salesrl_trl.service.error_body import WITHHELD_MARKS
 from salesrl_trl.service.http import HttpClient, form_of, read_json, refuse_stated_error
+from salesrl_trl.service.quota import Bill
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import Answer, SalesRow, Verdict
+from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
 """`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""

@@ -11,14 +11,7 @@ from functools import partial
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
-from salesrl_trl.service.http import (
-    HttpClient,
-    check_echo,
-    form_of,
-    make_request_id,
-    read_json,
-    refuse_stated_error,
-)
+from salesrl_trl.service.http import HttpClient, check_echo, form_of, make_request_id, read_json, refuse_stated_error
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, Answer, Passage, RequestIds
 
@@ -62,6 +55,7 @@ class RagBackend(ABC):
 MAX_ANSWER_CHARS = 65_536
 """Longest answer: far more than a customer reads, and no more than a judge's context holds beside the rest."""
 MAX_PASSAGES = 1000
+SHOWN_FAULTS = 5  # of an answer outside its contract
 
 
 class _PassageBody(BaseModel):
@@ -73,7 +67,7 @@ class _PassageBody(BaseModel):
 class _AnswerBody(BaseModel):
     model_config = ConfigDict(extra="allow")  # other fields may say that it is an error
     answer: str = Field(max_length=MAX_ANSWER_CHARS)
-    passages: list[_PassageBody] = Field(max_length=MAX_PASSAGES, fail_fast=True)
+    passages: list[_PassageBody] = Field(max_length=MAX_PASSAGES)
     took_ms: float = Field(ge=0, allow_inf_nan=False)
     request_id: object = None
 
@@ -107,6 +101,11 @@ class RagClient(RagBackend):
         asked = {"context": context, "score_threshold": score_threshold, "top_k": top_k}
         return await self._ask("32b", {**named, **asked})
 
+    @property
+    def returns_ids(self) -> bool:
+        """Whether both endpoints return the request's id, in the header or in the body."""
+        return all(http.echoes_ids for http in self._http.values())
+
     async def aclose(self) -> None:
         for http in self._http.values():
             await http.aclose()
@@ -116,30 +115,33 @@ class RagClient(RagBackend):
 
         async def attempt() -> Answer:
             request_id = make_request_id()
-            read = partial(_read_answer, transport.service, request_id)
+            read = partial(_read_answer, http, request_id)
             asked = {**body, "request_id": request_id}
             return await http.post(f"/v1/rag/{endpoint}", asked, read, request_id=request_id)
 
         return await transport.call(attempt)
 
 
-def _read_answer(service: str, request_id: str, content: bytes) -> Answer:
+def _read_answer(http: HttpClient, request_id: str, content: bytes) -> Answer:
+    service = http.service
     try:
         value = read_json(content)
         body = _AnswerBody.model_validate(value)
     except ValueError as error:
-        place, fault = "the body", form_of(content)
+        faults = [f"the body ({form_of(content)})"]
         if isinstance(error, ValidationError):
             refuse_stated_error(service, value)
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            place, fault = ".".join(str(part) for part in first["loc"]) or place, first["type"]
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            faults = [f"{'.'.join(map(str, fault['loc'])) or 'the body'} ({fault['type']})" for fault in found]
+        more = f" and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
         raise BadServiceResponse(
-            f"{service} answered with a body of {len(content)} bytes outside its contract, at first {place!r} "
-            f"({fault}). Expected {{answer, passages: [{{id, text, score in [0, 1]}}], took_ms}}. "
-            "scripts/test_rag_endpoints.py lists every fault.",
+            f"{service} answered with a body of {len(content)} bytes outside its contract: "
+            f"{', '.join(faults[:SHOWN_FAULTS])}{more}. "
+            "Expected {answer, passages: [{id, text, score in [0, 1]}], took_ms}.",
             code=f"{service}_bad_response",
         ) from None
     check_echo(service, request_id, body.request_id)
+    http.echoes_ids |= body.request_id == request_id
     refuse_stated_error(service, body.model_extra)
     return _answer(body)
 

@@ -4,9 +4,8 @@ import logging
 from collections.abc import Mapping
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.judged.budget import Account, read_account, reported
+from salesrl_trl.judged.budget import Account, Budget, read_account, reported
 from salesrl_trl.names import BUDGET_CALLS, BUDGET_FORECAST, BUDGET_USD
-from salesrl_trl.telemetry.step_lines import calls_and_usd
 from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
@@ -17,7 +16,7 @@ class Spending(Part):
 
     def connect(self, run: PartContext) -> None:
         budget = run.reward_loop.reward.budget
-        assert budget is not None
+        assert isinstance(budget, Budget)
         self._trl, self._budget, self._limits = run.trl, budget, budget.limits
         run.run_control.spending = self
         self._account = Account()
@@ -50,8 +49,7 @@ class Spending(Part):
         return figures
 
     def in_words(self) -> str:
-        total = self.account().total()
-        return calls_and_usd(total.calls, total.usd)
+        return self.account().total().in_words()
 
     def reported(self) -> str:
         account = self.account()

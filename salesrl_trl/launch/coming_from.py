@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 
-from salesrl_trl.launch.data.files import read_yaml
+from salesrl_trl.data.files import read_yaml
 
 GONE = "gone"  # the part of the table with the settings of earlier versions
 Given = Mapping[str, Any]  # values by the keys of the table

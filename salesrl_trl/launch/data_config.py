@@ -13,9 +13,9 @@ from salesrl_trl.config.ranges import (
     check_settings,
     entry_of,
 )
+from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.errors import ConfigError, Refusals
 from salesrl_trl.launch.data.columns import Column, read_columns
-from salesrl_trl.launch.data.files import DEMO, ENDINGS
 from salesrl_trl.launch.data.form import Form
 from salesrl_trl.launch.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.launch.data.lengths import LONG_PROMPT_RULES

@@ -25,10 +25,10 @@ from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError, Refusals
 from salesrl_trl.judged.judge_client import AGGREGATIONS
 from salesrl_trl.judged.rag_client import RESERVED_FIELDS
+from salesrl_trl.judged.scoring import MISSING_RULES
 from salesrl_trl.launch.judge_config import NAME, JudgeMeterSettings, JudgeProviderConfig
 from salesrl_trl.record.reader import record_files
 from salesrl_trl.reward.sample_lines import KINDS
-from salesrl_trl.reward.scoring import MISSING_RULES
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
 JUDGE_MODES = ("single", "group")
@@ -122,7 +122,7 @@ class RewardConfig:
     above, which need no address then."""
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of stages of your own, in their order: classes that derive from
-    `salesrl_trl.reward.stage.RewardStage`."""
+    `salesrl_trl.judged.stage.RewardStage`."""
     rubric_dir: Annotated[str, check_path] | None = None
     """Folder with files `<branch>.txt`. Each replaces the packaged rubric of a branch, or adds one."""
     branch_reward_weights: dict[str, object] | str | None = None

@@ -15,10 +15,10 @@ from typing import TypeAlias
 import yaml
 
 from salesrl_trl.config.keys import from_json, is_secret, without_keys
+from salesrl_trl.data.files import read_yaml
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import put_aside, write_whole
-from salesrl_trl.launch.data.files import read_yaml
 from salesrl_trl.launch.software import packages
 from salesrl_trl.names import FINISHED_FILE, RUN_FILE, SETTINGS_FILE
 

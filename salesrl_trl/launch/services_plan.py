@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from salesrl_trl.launch.assembly import addresses
 from salesrl_trl.launch.checks.reward import RewardParts, read_reward
 from salesrl_trl.launch.data.form import Portion, part_of
 from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.embedded import addresses
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.types import ALL, SalesRow
 
@@ -65,6 +65,7 @@ class ServicesPlan:
     config: "ServicesConfig | RunConfig"
     in_depth: bool = True
     calls: int | None = None  # to each service, 0 for a single one; `None` for as many as a step has in flight
+    load: int = 0  # batches of made-up completions that the stage `judge` scores
     opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """What stages opened for later ones, such as the embedded services. The end of a preflight closes it."""
 
@@ -96,7 +97,7 @@ class ServicesPlan:
     @property
     def branches_of_rows(self) -> list[str]:
         """Of a task of one's own, whose settings name none."""
-        records = (record for part in self.train_records for record in part.records)
+        records = (row.record for part in self.train_records for row in part.rows)
         return sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
 
     @cached_property

@@ -19,10 +19,10 @@ import yaml
 from trl import TrlParser
 
 from salesrl_trl.config.checks import check_path, check_text, find_modules_in
+from salesrl_trl.data.files import DEMO, DEMO_PICTURES, nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
 from salesrl_trl.errors import ConfigError, Refusals, SalesRLError, without
 from salesrl_trl.launch import coming_from
-from salesrl_trl.launch.data.files import DEMO, DEMO_PICTURES, nearest_file, read_yaml, unreadable
 from salesrl_trl.launch.presets import FOLDER, PRESETS
 from salesrl_trl.launch.recipes import RECIPES
 from salesrl_trl.launch.settings_help import answer_help, settings

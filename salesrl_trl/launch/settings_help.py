@@ -24,8 +24,8 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from salesrl_trl.config import ranges
 from salesrl_trl.config.ranges import LORA, TRAINING, Range, texts_in
+from salesrl_trl.data.files import read_yaml
 from salesrl_trl.launch.coming_from import answer
-from salesrl_trl.launch.data.files import read_yaml
 from salesrl_trl.launch.presets import FOLDER, PRESETS
 from salesrl_trl.launch.recipes import FULL, RECIPES
 

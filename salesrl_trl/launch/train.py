@@ -28,18 +28,18 @@ from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
-from salesrl_trl.ground.command_line import given, parser_of
+from salesrl_trl.ground.command_line import given
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.launch import signals
-from salesrl_trl.launch.assembly import check_budget_left, launched_services, open_reward
+from salesrl_trl.launch.assembly import check_budget_left, open_reward
 from salesrl_trl.launch.banner import closing_lines
 from salesrl_trl.launch.building import begin_read_ahead, build_instruments, build_trainer, take_policy
 from salesrl_trl.launch.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.launch.console import exit_with, keep_console, set_log_level, set_up_logging
+from salesrl_trl.launch.embedded import launched_services
 from salesrl_trl.launch.evaluation.held_out import HeldOut
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.runner import prepare
-from salesrl_trl.launch.preflight.simulation import main as simulate
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.run_record import has_finished, write_finished, write_record
 from salesrl_trl.launch.settings import RunConfig, parse
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
 
 logger = logging.getLogger("salesrl_trl.launch.train")  # by `python -m` too
+MADE_UP_STEPS = 5  # of `mode: rewards`
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
@@ -72,7 +73,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                 refused.tell()
                 set_log_level(config.training.log_level)
                 if config.training.mode == "rewards":
-                    raise SystemExit(_simulate(config, default_recipe, argv))
+                    raise SystemExit(_score_made_up(config, default_recipe, argv))
                 check_output_dir(config.training.output_dir)
                 if config.training.process_index == 0:
                     stack.enter_context(claim_output_dir(config.training.output_dir))
@@ -110,15 +111,13 @@ def _extent(training: SalesGRPOConfig) -> dict[str, object]:
     return {name: getattr(training, name) for name in ("max_steps", "num_train_epochs", "held_out_eval", "mode")}
 
 
-def _simulate(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:
+def _score_made_up(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:
     """Score made-up completions, as many as a step has, for 5 steps or `max_steps`. Returns the exit code."""
-    training = config.training
-    completions = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    from salesrl_trl.launch.preflight.__main__ import main as preflight  # a command, which runs once
+
+    steps = min(config.training.max_steps, MADE_UP_STEPS) if config.training.max_steps > 0 else MADE_UP_STEPS
     recipe = ["--config", str(default_recipe)] if given(argv, "config") is None else []
-    shape = ["--prompts_per_step", str(max(completions // training.num_generations, 1))]
-    if training.max_steps > 0:
-        shape += ["--steps", str(min(training.max_steps, parser_of("simulate").get_default("steps")))]
-    return simulate([*recipe, *argv, *shape])
+    return preflight([*recipe, *argv, "--stage", "judge", "--calls", "0", "--load", str(steps)])
 
 
 def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:

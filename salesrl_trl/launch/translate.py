@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
+from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.launch import coming_from as table
 from salesrl_trl.launch.coming_from import known_as, line_of
-from salesrl_trl.launch.data.files import nearest_file, read_small, read_yaml, unreadable
 
 _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{([\w.]+)(?::?[-=]([^${}]*))?\})")

@@ -7,6 +7,7 @@ from typing import Any
 
 from salesrl_trl.telemetry.device import device_name
 from salesrl_trl.telemetry.flops import UnknownFlops, model_flops
+from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ class FlopsCount(Part):
         self._warn_once: Callable[[str], None] = functools.cache(logger.warning)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(self._instruments, Instruments):
+            return
         if not self._instruments.has_peak:  # as on every CPU
             device = self._trl.accelerator.device
             if device.type != "cpu":

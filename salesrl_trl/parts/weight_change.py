@@ -1,11 +1,180 @@
-"""Whether the first steps of a run move its weights. `update.weights` owns how that is measured."""
+"""Whether the first steps of a run move the weights. `preflight.memory` chooses their number format."""
 
-from salesrl_trl.update.weights import WeightChange
+import logging
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+from accelerate.utils import DistributedType
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import CHANGED_SHARE
+from salesrl_trl.update.weights import SIXTEEN_BITS, log_on_main
 from salesrl_trl.wiring.part import Part, PartContext
 
+SAMPLED = 2**20
+"""Weights in the sample of a process. The share is exact to 0.1 %, and the cost is small beside a step."""
+LAST_MEASURED = 10  # the share is logged again after this many steps that moved the policy
+LEAST_GRADIENT = 1e-8
+"""A gradient is rounding noise below it, for example of a KL of 0. AdamW's `eps`: less moves no weight by its rate."""
 
-class WeightChangePart(WeightChange, Part):
-    def __init__(self) -> None: ...
+
+class _Sample:
+    """Every n-th element of a tensor that the optimizer changes."""
+
+    def __init__(self, parameter: torch.Tensor, stride: int) -> None:
+        self._parameter, self._stride = parameter, stride
+        self._before = self._picked(parameter).clone()
+        self._had_gradient = torch.zeros_like(self._before, dtype=torch.bool)
+
+    def record_gradient(self) -> None:
+        """Note the elements with a gradient. Others can't move: an embedding of a token that did not occur."""
+        if self._parameter.grad is not None:
+            self._had_gradient |= self._picked(self._parameter.grad).abs() > LEAST_GRADIENT
+
+    def counts(self) -> torch.Tensor:
+        """The number of elements that changed, and of elements that had a gradient. Shape (2,), float64."""
+        changed = (self._picked(self._parameter) != self._before) & self._had_gradient
+        return torch.stack((changed.sum(), self._had_gradient.sum())).double()
+
+    def _picked(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP keeps a shard of each
+        return local.detach().flatten()[:: self._stride]
+
+
+LEAST_SHARE = 0.5
+"""Share of changed weights in the first step that moves the policy, below which a run warns. Float32 weights reach
+0.99 and more; in 16 bits most updates are lost to the number format."""
+
+
+class WeightChange(Part):
+    """Logs the share of the weights that the first steps of a run changed, and warns if it is below `LEAST_SHARE`.
+    Raises `ConfigError` where a run can change none, or its first steps have changed none.
+
+    Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies, from the first step
+    with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The share covers all ranks."""
 
     def connect(self, run: PartContext) -> None:
-        super().__init__(run.trl.accelerator, run.trl.log)
+        self._accelerator, self._log = run.trl.accelerator, run.trl.log
+        self._samples: dict[int, _Sample] = {}
+        self._steps = 0
+        self._stepped = False
+        self._rate = 0.0
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._hook: RemovableHandle | None = None
+        self._unlogged: float | None = None  # a share, until TRL's own entry of a step is before it
+
+    def on_train_begin(
+        self, args: TrainingArguments, *_: object, model: torch.nn.Module, optimizer: object = None, **__: object
+    ) -> None:
+        self._forget()  # a run before may have ended by an error
+        self._unlogged = None
+        while hasattr(optimizer, "optimizer"):  # the wrappers of accelerate and DeepSpeed
+            optimizer = optimizer.optimizer
+        innermost = self._optimizer = cast(torch.optim.Optimizer, optimizer)
+        self._steps = 0
+        self._check_trainable(model, innermost)
+        low = [weight for weight in _parameters(innermost) if weight.dtype in SIXTEEN_BITS]
+        if low and not _rounds_stochastically(innermost):
+            count, kind = sum(weight.numel() for weight in low), str(low[0].dtype).removeprefix("torch.")
+            log_on_main(
+                logging.WARNING,
+                f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(innermost).__name__} "
+                f"writes its updates back in it: at a learning rate of {args.learning_rate:g} most of them are lost. "
+                "Expected float32 weights (load the model with `dtype=torch.float32`; `bf16: true` computes in bf16 "
+                "all the same), LoRA, DeepSpeed, or an optimizer that rounds stochastically (`optim: "
+                "adamw_torch_8bit`, `optim_args: bf16_stochastic_round=True`, with torchao).",
+            )
+        self._hook = innermost.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Sample the gradients. DeepSpeed steps on one group of parameters after another, several times in a step."""
+        self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
+        if self._rate == 0.0:
+            return
+        parameters = list(_parameters(optimizer))
+        stride = max(1, sum(weight.numel() for weight in parameters) // SAMPLED)
+        for weight in parameters:
+            if id(weight) not in self._samples:
+                self._samples[id(weight)] = _Sample(weight, stride)
+            self._samples[id(weight)].record_gradient()
+            self._stepped |= weight.grad is not None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._hook is None:
+            return
+        device = self._accelerator.device
+        counts = [sample.counts().to(device) for sample in self._samples.values()]
+        counts.append(torch.zeros(2, dtype=torch.float64, device=device))
+        total = torch.stack(counts).sum(dim=0)  # (2,)
+        total = torch.cat((total, total.new_tensor([self._stepped])))
+        self._stepped = False
+        changed, counted, stepped = self._accelerator.reduce(total, reduction="sum").tolist()
+        if not counted or not stepped:  # the learning rate is 0, or the batch was skipped
+            return
+        self._steps += 1
+        if self._steps in (1, LAST_MEASURED):
+            self._unlogged = changed / counted
+            self._tell_share(self._unlogged, state.global_step, is_full=2 * self._rate >= args.learning_rate)
+        if self._steps == LAST_MEASURED:
+            self._forget()
+
+    def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
+        if "loss" in logs and self._unlogged is not None:
+            share, self._unlogged = self._unlogged, None
+            self._log({CHANGED_SHARE: share})
+
+    def _check_trainable(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        trainable = {id(weight) for weight in model.parameters() if weight.requires_grad}
+        if not trainable:
+            raise ConfigError(
+                "no weight of the policy is trainable (`requires_grad`): training would change nothing. Expected "
+                "some. Load an adapter by `PeftModel.from_pretrained(..., is_trainable=True)`, or unfreeze weights."
+            )
+        is_whole = self._accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+        if is_whole and trainable.isdisjoint(map(id, _parameters(optimizer))):  # others have copies, or shards
+            raise ConfigError(
+                f"the optimizer ({type(optimizer).__name__}) has none of the policy's trainable weights: training "
+                "would change nothing. Expected them. Build it from the model that the trainer gets."
+            )
+        if not max((group.get("initial_lr", group["lr"]) for group in optimizer.param_groups), default=0):
+            log_on_main(logging.WARNING, "[Weights] the learning rate is 0: this run changes no weight")
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook, self._samples = None, {}
+
+    def _tell_share(self, share: float, step: int, *, is_full: bool) -> None:
+        when = f"in step {step}" if self._steps == 1 else f"in the first {self._steps} steps that moved the policy"
+        line = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
+        line += f"learning rate of {self._rate:.3g}"
+        level = logging.INFO
+        if _rounds_stochastically(self._optimizer):
+            line += "; it rounds stochastically, so that weights move by the right amount on average"
+        elif not share and is_full:  # and not in a warm-up, or at the end of a run that goes on
+            raise ConfigError(
+                f"no trainable weight changed {when}, though they had gradients, at a learning rate of "
+                f"{self._rate:.3g}. Updates are lost to the weights' number format, or are far too small. Train "
+                "float32 weights, or raise the learning rate."
+            )
+        elif share < LEAST_SHARE:
+            level = logging.WARNING
+            line += (
+                f": fewer than {100 * LEAST_SHARE:g} % of them. Updates are lost to the weights' number format, "
+                "or are far too small. Train float32 weights, or raise the learning rate."
+            )
+        log_on_main(level, line)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (weight for group in optimizer.param_groups for weight in group["params"])
+
+
+def _rounds_stochastically(optimizer: object) -> bool:
+    return bool(getattr(optimizer, "bf16_stochastic_round", False))  # an optimizer of torchao

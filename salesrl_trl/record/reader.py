@@ -20,14 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.record.schema import (
-    FOLDER,
-    PACKED,
-    SUFFIX,
-    VERSION,
-    rank_of,
-    record_file,
-)
+from salesrl_trl.names import RECORD_FOLDER
+from salesrl_trl.record.schema import PACKED, SUFFIX, VERSION, rank_of, record_file
 from salesrl_trl.telemetry.completion_record import Judged
 
 logger = logging.getLogger(__name__)
@@ -102,7 +96,7 @@ def record_files(run: Path) -> list[Path]:
     `run` is the output folder of the run, the folder of the record, or one file."""
     if run.is_file():
         return [run]
-    folder = run / FOLDER if (run / FOLDER).is_dir() else run
+    folder = run / RECORD_FOLDER if (run / RECORD_FOLDER).is_dir() else run
     ranks = {path: rank for path in folder.glob(f"*{SUFFIX}") if (rank := rank_of(path)) is not None}
     files = sorted(ranks, key=ranks.__getitem__)
     owner = run_of(files[0]) if files else None  # every run has a rank 0

@@ -18,8 +18,9 @@ its meaning within a version.
 import re
 from pathlib import Path
 
+from salesrl_trl.names import RECORD_FOLDER
+
 VERSION = 2
-FOLDER = "record"  # in the output folder of a run
 SUFFIX = ".sqlite"
 PACKED = ".gz"  # ends the name of a file that is compressed, for reading alone
 
@@ -27,7 +28,7 @@ TABLES = Path(__file__).with_name("tables.sql").read_text(encoding="utf-8")
 
 
 def record_file(run: Path, rank: int) -> Path:
-    return run / FOLDER / f"rank-{rank}{SUFFIX}"
+    return run / RECORD_FOLDER / f"rank-{rank}{SUFFIX}"
 
 
 def rank_of(path: Path) -> int | None:

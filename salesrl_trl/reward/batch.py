@@ -10,18 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from salesrl_trl.ground.surroundings import here
-from salesrl_trl.judged.judge_interface import JudgeRecord, ProviderUsage
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import cancel, deadline
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Example, Outcome, Reward
+from salesrl_trl.types import Example, JudgeRecord, Outcome, ProviderUsage, Reward, missing
 
 Completion: TypeAlias = str | Sequence[Mapping[str, object]]
 """As TRL has it: a text, or in the conversational form a list of messages."""
@@ -147,6 +145,16 @@ class TimeRange:
         return 0.0 if self.first is None else max(self.last - self.first, 0.0)
 
 
+class Settled(NamedTuple):
+    """A completion that leaves its batch with its reward."""
+
+    row: Example
+    sample: Sample | None
+    reward: Reward
+    stages: StageTimes
+    seconds: float  # from its batch's first call to its own reward
+
+
 class RewardBatch:
     """The rewards of one batch while they come in.
 
@@ -266,16 +274,28 @@ class RewardBatch:
         for place, completion in zip(range(len(self)), completions, strict=True):
             self.start(place, completion, token_ids[place] if token_ids else ())
 
-    def take_over(self, parts: Sequence[tuple["RewardBatch", range]], waits: Sequence[tuple[float, float]]) -> None:
-        """Take settled completions out of other batches, once they were waited for together: `waits`. From any thread.
-        The time is the longest that one of them took, from the first call of its own batch, or that they waited."""
-        for name in ("rewards", "rows", "stages", "ended", "_samples"):
-            setattr(self, name, [getattr(other, name)[place] for other, places in parts for place in places])
-        for other, places in parts:  # each stage is told once
-            other.stages[places.start : places.stop] = [StageTimes(other._tracks[place]) for place in places]
-        taken = (max(other.ended[place] for place in places) - (other.times.first or 0.0) for other, places in parts)
+    def hand_over(self, places: Sequence[int]) -> list["Settled"]:
+        """Settled completions that leave for another batch, which reports their stages. From any thread."""
+        first = self.times.first or 0.0
+        taken = []
+        for place in places:
+            reward = self.rewards[place]
+            assert reward is not None
+            took = self.ended[place] - first
+            taken.append(Settled(self.rows[place], self._samples[place], reward, self.stages[place], took))
+            self.stages[place] = StageTimes(self._tracks[place])
+        return taken
+
+    def fill(self, completions: Sequence["Settled"], waits: Sequence[tuple[float, float]]) -> None:
+        """Hold these completions, which were waited for together: `waits`. From any thread. The time is the longest
+        that one of them took, or that they waited."""
+        self.rows = [completion.row for completion in completions]
+        self.rewards = [completion.reward for completion in completions]
+        self.stages = [completion.stages for completion in completions]
+        self._samples = [completion.sample for completion in completions]
         self.waits, last = [*waits], waits[-1][1]
-        self.times = TimeRange(first=min(last - max(taken), waits[0][0]), last=last)
+        longest = max(completion.seconds for completion in completions)
+        self.times = TimeRange(first=min(last - longest, waits[0][0]), last=last)
 
     async def settled(self, groups: Sequence[Sequence[int]]) -> None:
         """Wait until all places of one of the groups are settled. One waiter at a time. A waiter that is cancelled

@@ -11,7 +11,6 @@ from operator import mul
 
 import torch
 
-from salesrl_trl.judged.judge_interface import JudgeRecord
 from salesrl_trl.names import (
     BRANCH,
     CACHES,
@@ -40,10 +39,9 @@ from salesrl_trl.names import (
 )
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.reward.scoring import REFERENCE
 from salesrl_trl.service.transport import TRAFFIC
 from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import REFERENCE, JudgeRecord, Outcome, Reward
 
 Value = Callable[[Reward], float | None]
 

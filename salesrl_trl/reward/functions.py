@@ -1,19 +1,7 @@
 """Reward functions of a user's own: for a batch as TRL calls them, for one completion, or for a group.
 
-    @per_completion
-    async def helpful(prompt, completion, answer):  # a completion, and columns of its row by name
-        return await ask_a_judge(prompt, completion, answer)
-
-    @per_group
-    async def ranked(prompt, completions):
-        return await rank(completions)
-
-    trainer = SalesGRPOTrainer(model, reward_funcs=[helpful, ranked, a_function_of_trls_signature], ...)
-
-A function is async, or runs in a thread of its own. It returns a number, `None` where it does not apply, or a `Reward`
-with its parts and its reason; for a group or a batch, a list of these. Owns how a function is called, and the meaning
-of everything that it may return or raise. It does not own retries and limits (`service.transport`), nor how several
-functions make one reward (`mixed`). `reward_funcs` calls it.
+Owns how a function is called, and the meaning of everything that it may return or raise. It does not own retries and
+limits (`service.transport`), nor how several functions make one reward (`mixed`). docs/REWARDS.md is for its users.
 """
 
 import asyncio
@@ -27,7 +15,7 @@ import re
 import sys
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, Protocol, TypedDict, Unpack, overload
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
 from salesrl_trl.ground.texts import encodable
@@ -44,16 +32,15 @@ from salesrl_trl.reward.scorer import (
     RewardNames,
     Scorer,
 )
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.together import Together
 from salesrl_trl.reward.watched_loop import THREADS, HeldUp
 from salesrl_trl.service.breaker import Breaker
 from salesrl_trl.service.event_loop import deadline
-from salesrl_trl.service.http import service_error_of
+from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
-from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward
+from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward, missing
 
 Function = Callable[..., Any]
 
@@ -70,16 +57,8 @@ class RewardFunction(Scorer):
 
     Args:
         function (`Callable`):
-            Sync or async. Gets those of its arguments that it names, or all if it takes `**kwargs`:
-
-            | argument | completion | group | batch, as with TRL |
-            |---|---|---|---|
-            | the prompt | `prompt` | `prompt` | `prompts`, a list |
-            | what the policy wrote, in TRL's form | `completion` | `completions`, a list | `completions`, a list |
-            | its tokens | `completion_ids` | `completion_ids`, a list of lists | `completion_ids`, a list of lists |
-            | a column of the dataset | a value | the value of the group's row | a list |
-
-            Beside them TRL's `trainer_state`, `log_extra` and `log_metric`.
+            Sync or async. Gets those of its arguments that it names, or all if it takes `**kwargs`: the table in
+            docs/REWARDS.md, beside TRL's `trainer_state`, `log_extra` and `log_metric`.
         per (`Per`):
             What it scores at once.
         deadline_s (`float`, *optional*, defaults to `300.0`):
@@ -408,62 +387,48 @@ def reward_of(function: object) -> Scorer:
     return RewardFunction(function, Per.COMPLETION if is_verls else Per.BATCH)
 
 
-Decorator = Callable[[Function], RewardFunction]
+class Options(TypedDict, total=False):
+    """Of a decorator, as in `RewardFunction`."""
+
+    deadline_s: float
+    transport: Transport | None
 
 
-@overload
-def per_completion(function: Function, /) -> RewardFunction: ...
-@overload
-def per_completion(*, deadline_s: float = ..., transport: Transport | None = ...) -> Decorator: ...
-def per_completion(
-    function: Function | None = None, /, **options: Any
-) -> RewardFunction | Callable[[Function], RewardFunction]:
-    """Makes a reward function of a function that scores one completion, from the moment it is finished.
+class Decorator(Protocol):
+    """Makes rewards of functions, bare or with options."""
 
-    Args:
-        function (`Callable`):
-            Takes `prompt`, `completion` and columns of the dataset by name. Returns a number, `None` or a `Reward`.
-        deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
-            As in `RewardFunction`.
-    """
-    made: Decorator = functools.partial(RewardFunction, per=Per.COMPLETION, **options)
-    return made if function is None else made(function)
+    @overload
+    def __call__(self, function: Function, /) -> RewardFunction: ...
+    @overload
+    def __call__(self, **options: Unpack[Options]) -> Callable[[Function], RewardFunction]: ...
 
 
-@overload
-def per_group(function: Function, /) -> RewardFunction: ...
-@overload
-def per_group(*, deadline_s: float = ..., transport: Transport | None = ...) -> Decorator: ...
-def per_group(
-    function: Function | None = None, /, **options: Any
-) -> RewardFunction | Callable[[Function], RewardFunction]:
-    """Makes a reward function of a function that scores the completions of a prompt, as soon as all are finished.
+def decorator(make: Callable[..., RewardFunction]) -> Decorator:
+    @functools.wraps(make)
+    def decorate(function: Function | None = None, /, **options: Unpack[Options]) -> Any:
+        return functools.partial(make, **options) if function is None else make(function, **options)
 
-    Args:
-        function (`Callable`):
-            Takes `prompt`, `completions` and columns of the dataset by name. Returns a list, with a number, `None` or
-            a `Reward` for each completion.
-        deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
-            As in `RewardFunction`.
-    """
-    made: Decorator = functools.partial(RewardFunction, per=Per.GROUP, **options)
-    return made if function is None else made(function)
+    return decorate
 
 
-@overload
-def per_batch(function: Function, /) -> RewardFunction: ...
-@overload
-def per_batch(*, deadline_s: float = ..., transport: Transport | None = ...) -> Decorator: ...
-def per_batch(
-    function: Function | None = None, /, **options: Any
-) -> RewardFunction | Callable[[Function], RewardFunction]:
-    """Decorator for a TRL-style function. Needed only to set a deadline or a transport.
+@decorator
+def per_completion(function: Function, /, **options: Unpack[Options]) -> RewardFunction:
+    """Makes a reward function of a function that scores one completion, from the moment it is finished. It takes
+    `prompt`, `completion` and columns of the dataset by name, and returns a number, `None` or a `Reward`. Options:
+    `deadline_s` and `transport` of `RewardFunction`."""
+    return RewardFunction(function, Per.COMPLETION, **options)
 
-    Args:
-        function (`Callable`):
-            As TRL has it: takes `prompts`, `completions` and columns as lists.
-        deadline_s (`float`, *optional*, defaults to `300.0`), transport (`Transport`, *optional*):
-            As in `RewardFunction`.
-    """
-    made: Decorator = functools.partial(RewardFunction, per=Per.BATCH, **options)
-    return made if function is None else made(function)
+
+@decorator
+def per_group(function: Function, /, **options: Unpack[Options]) -> RewardFunction:
+    """Makes a reward function of a function that scores the completions of a prompt, as soon as all are finished. It
+    takes `prompt`, `completions` and columns of the dataset by name, and returns a list, with a number, `None` or a
+    `Reward` for each completion. Options as of `per_completion`."""
+    return RewardFunction(function, Per.GROUP, **options)
+
+
+@decorator
+def per_batch(function: Function, /, **options: Unpack[Options]) -> RewardFunction:
+    """Decorator for a TRL-style function, which takes `prompts`, `completions` and columns as lists. Needed only for
+    options, which are those of `per_completion`."""
+    return RewardFunction(function, Per.BATCH, **options)

@@ -7,18 +7,18 @@ a number. TRL's sum would count it as 0, so that a completion whose judge timed 
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
+from typing import TypeAlias
 
-from salesrl_trl.agents.episodes import check_alone
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.judged.budget import Budget
-from salesrl_trl.judged.meter import METER
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, Per, RewardNames, Scorer
+from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, METER, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import JUDGE, NOT_APPLICABLE, Example, Outcome, Reward
+
+Apart: TypeAlias = Callable[[Scorer], Scorer]
+"""Moves a reward into a process of its own: `remote.RemoteReward`."""
 
 
 class MixedReward(Scorer):
@@ -32,7 +32,7 @@ class MixedReward(Scorer):
         super().__init__(max((reward.deadline_s for reward in rewards), default=DEADLINE_S))
         self._rewards = tuple(rewards)
         if budgets := [reward.budget for reward in rewards if reward.budget is not None]:  # of one account
-            self.budget = Budget(budgets[0].path, [*dict.fromkeys(limit for each in budgets for limit in each.limits)])
+            self.budget = budgets[0].joined(budgets)
         self._are_all = are_all
         self._names = _names_of_all([reward.names for reward in rewards])
         self._weights = dict(zip(self._names.functions, weights, strict=True))
@@ -139,11 +139,25 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
 
 
 def combined(
-    rewards: Sequence[Scorer], weights: Sequence[float], in_a_process: bool | None, *, are_all: bool = True
+    rewards: Sequence[Scorer], weights: Sequence[float], apart: Apart | None, *, are_all: bool = True
 ) -> Scorer:
-    """One reward of several, or the only one; with `in_a_process` in a process of its own, if none of them is."""
-    check_alone(rewards, in_a_process, are_all)
+    """One reward of several, or the only one; by `apart` in a process of its own, if none of them is."""
+    _check_alone(rewards, apart is not None, are_all)
     reward = rewards[0] if len(rewards) == 1 and are_all else MixedReward(rewards, weights, are_all)
-    if in_a_process and not any(isinstance(part, RemoteReward) for part in rewards):
-        return RemoteReward(reward)
-    return reward
+    return reward if apart is None or any(part.is_apart for part in rewards) else apart(reward)
+
+
+def _check_alone(rewards: Sequence[Scorer], in_a_process: bool, are_all: bool) -> None:
+    """Raise `ConfigError` for an episode beside other rewards, or in a process of the rewards' own."""
+    if not any(reward.is_played for reward in rewards):
+        return
+    if len(rewards) > 1 or not are_all:
+        raise ConfigError(
+            "a function with `@per_episode` is given beside other rewards. Expected it alone: it plays the whole "
+            "episode, and what it returns is the reward. Call the other functions inside it."
+        )
+    if in_a_process:
+        raise ConfigError(
+            "`reward_process` is true with a function with `@per_episode`, which runs in the trainer's process. "
+            "Expected `reward_process: false`."
+        )

@@ -14,41 +14,44 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import FunctionType
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.scorer import TRL_ARGUMENTS, RewardNames, Scorer
-from salesrl_trl.reward.scoring import missing
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.service.event_loop import PerLoop, remaining_s
+from salesrl_trl.service.event_loop import remaining_s
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Example, Outcome, Reward
-
-T = TypeVar("T")
+from salesrl_trl.types import Example, Outcome, Reward, missing
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = "Its own messages stand above; `reward_process: false` keeps the chain in the trainer's process."
 LAST_WORD_S = 0.5  # longest wait for the spans of a call that was cancelled
 ANSWER_S = 10.0
-"""Longest wait for the child's answer about itself. It answers at once unless the machine is overloaded."""
+"""Longest wait for the child's counts, and for its end. It answers at once unless the machine is overloaded."""
 
 PING_S = 1.0  # time between two looks at whether the child is alive, and at what it scores
 MOST_SILENT_PINGS = 30
 """Looks in a row without an answer, after which the child is ended. Seconds would pass while the machine sleeps."""
 MOST_SILENT_PINGS_AT_START = 120  # the same before its first answer: it still imports, perhaps on a busy machine
-_PING = -1  # number of a question without a waiter
+PING = -1  # number of a question without a waiter
 
-InHand: TypeAlias = tuple[int, list[str], list[Span]]
-"""A completion that the child scores: its number, its stages under way, its spans so far."""
-Scored: TypeAlias = tuple[Reward, list[Span], CompletionRecord | None]  # the child's answer for a completion
+InHand: TypeAlias = list[tuple[int, list[str], list[Span]]]
+"""The child's answer to a ping: the number of each completion that it scores, its stages under way, its spans."""
+
+
+class Scored(NamedTuple):
+    """The child's answer for a completion."""
+
+    reward: Reward
+    spans: list[Span]
+    record: CompletionRecord | None
 
 
 class _ChildEnded(ServiceUnavailable, code="reward_process_ended"):
@@ -81,148 +84,112 @@ class Channel:
 
 
 class _Child:
-    """A child, and the calls that wait for it. Belongs to one event loop. `reward` is a pickled `Scorer`."""
+    """One process, and the questions that wait for its answers. Belongs to one event loop."""
 
-    def __init__(self, reward: bytes) -> None:
-        self._reward = reward
-        self.scored: dict[int, StageTimes] = {}  # the stages of the completions that it scores, by number
+    def __init__(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
+        self.process = process
+        self.channel = channel
+        self.scored: dict[int, StageTimes] = {}  # the stages of the completions that it scores, by question
+        self.has_ended = False
+        self._is_closing = False
+        self._is_silent = False  # a wait was in vain, and nothing was heard since
+        self._pings, self._most_pings = 0, MOST_SILENT_PINGS_AT_START  # in a row without an answer
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[object]] = {}
-        self._channel: Channel | None = None
-        self._starting: asyncio.Task[Channel] | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._messages = 0  # from it
-        self._silent_at: int | None = None  # messages when a wait was in vain
-        self._is_closing = False  # calls that it leaves without an answer were given up
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._living = asyncio.ensure_future(self._live())
 
-    async def ask(self, kind: str, *what: object) -> object:
-        """The answer to a question. Raises `ServiceUnavailable` where the child ends before."""
-        _, answer = await self.asked(kind, *what)
-        return await answer
-
-    async def asked(self, kind: str, *what: object) -> tuple[int, "asyncio.Future[object]"]:
-        """Ask. Returns the question's number and its answer to come."""
-        channel = await self._open()
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        channel.send(kind, number, *what)
-        return number, answer
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether nothing was heard since a wait that was in vain."""
-        return self._silent_at == self._messages
-
-    async def within(self, seconds: float, answer: Callable[[], Awaitable[T]]) -> T:
-        """Wait for an answer at most so long, and not at all for a child that is silent. Raises `TimeoutError`."""
-        heard = self._messages
+    @classmethod
+    async def start(cls, reward: bytes) -> "_Child":
+        """A new process for a pickled `Scorer`. Raises `ServiceUnavailable` where none can be started."""
+        ours = theirs = None
+        level = logging.getLogger("salesrl_trl").getEffectiveLevel()
         try:
-            return await asyncio.wait_for(answer(), 0.0 if self.is_silent else seconds)
-        except TimeoutError:
-            self._silent_at = heard
-            raise
-
-    async def send(self, kind: str, *what: object) -> None:
-        """Send a message that has no answer. Does nothing where the child does not start: a question raises then."""
-        with contextlib.suppress(ServiceUnavailable):
-            (await self._open()).send(kind, None, *what)
-
-    async def aclose(self) -> None:
-        """Let it close its connections, and end it."""
-        channel = self._channel
-        if channel is None or self._process is None or self._process.poll() is not None:
-            return
-        self._is_closing = True
-        with contextlib.suppress(TimeoutError, ServiceUnavailable):
-            await self.within(ANSWER_S, partial(self.ask, "close"))
-        channel.close()
-        if self._reading is not None:
-            _, still = await asyncio.wait([self._reading], timeout=0.0 if self.is_silent else ANSWER_S)
-            if still:  # it does not answer
-                self._process.kill()
-                await self._reading
-
-    async def _open(self) -> Channel:
-        if self._channel is None:
-            if self._starting is None:  # by whoever comes first
-                self._starting = asyncio.ensure_future(self._start())
-            await asyncio.shield(self._starting)
-        assert self._channel is not None
-        return self._channel
-
-    async def _start(self) -> Channel:
-        ends: list[socket.socket] = []
-        try:
-            ends += socket.socketpair()
-            ours, theirs = ends
-            level = logging.getLogger("salesrl_trl").getEffectiveLevel()
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno()), str(level)],
-                    pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=child_environment(),
-                )  # fmt: skip
+            ours, theirs = socket.socketpair()
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno()), str(level)],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=child_environment(),
+            )  # fmt: skip
         except OSError as error:
-            for end in ends:
-                end.close()
-            self._starting = None  # the next call tries again
+            if ours is not None:
+                ours.close()
             logger.error(f"the reward process did not start ({type(error).__name__})")
             text = f"the reward process did not start. {_REMEDY}"
             raise ServiceUnavailable(text, code="reward_process_failed") from None
-        self._channel = Channel(*await asyncio.open_unix_connection(sock=ours))
-        self._channel.send_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
-        self._channel.send_bytes(self._reward)
-        self._reading = asyncio.ensure_future(self._read(self._channel, self._process))
-        return self._channel
+        finally:
+            if theirs is not None:
+                theirs.close()
+        channel = Channel(*await asyncio.open_unix_connection(sock=ours))
+        channel.send_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
+        channel.send_bytes(reward)
+        return cls(process, channel)
 
-    async def _watch(self, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
-        """End the child once it is silent for too long."""
-        silent, most_silent = 0, MOST_SILENT_PINGS_AT_START
-        while silent < most_silent:
-            heard = self._messages
-            channel.send("ping", _PING)
-            await asyncio.sleep(PING_S)
-            if self._messages > heard:
-                silent, most_silent = 0, MOST_SILENT_PINGS
-            else:
-                silent += 1
-        logger.error(f"the reward process has not answered for {silent * PING_S:g} s, and is ended")
-        process.kill()
+    def ask(self, kind: str, *what: object) -> tuple[int, "asyncio.Future[Any]"]:
+        """The number of a question, and its answer to come: `_ChildEnded` where the child ends before."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # perhaps nobody waits
+        if self.has_ended:
+            answer.set_exception(_ChildEnded(f"the reward process has ended. {_REMEDY}"))
+        else:
+            self._waiting[number] = answer
+            self.channel.send(kind, number, *what)
+        return number, answer
 
-    async def _read(self, channel: Channel, process: "subprocess.Popen[bytes]") -> None:
-        watching = asyncio.ensure_future(self._watch(channel, process))
+    async def hear(self, answer: "asyncio.Future[Any]", seconds: float) -> bool:
+        """Wait for an answer at most so long, and not at all while the child is silent. Whether it came."""
+        await asyncio.wait([answer], timeout=0.0 if self._is_silent else seconds)
+        self._is_silent = not answer.done()
+        return answer.done() and answer.exception() is None
+
+    async def aclose(self) -> None:
+        """Let it close its connections, and end it."""
+        self._is_closing = True
+        self.channel.close()
+        if not await self.hear(self._living, ANSWER_S):
+            self.process.kill()
+            await self._living
+
+    async def _live(self) -> None:
+        """Hand on its answers until it has ended."""
+        pinging = asyncio.ensure_future(self._ping())
         try:
-            async for number, answer in channel.messages():
-                self._messages += 1
-                if number == _PING:
-                    for score, under_way, spans in cast(list[InHand], answer):
-                        if score in self.scored:
-                            self.scored[score].show(score, under_way, spans)
+            async for number, answer in self.channel.messages():
+                self._is_silent, self._pings, self._most_pings = False, 0, MOST_SILENT_PINGS
+                if number == PING:
+                    self._show(answer)
+                elif (waiting := self._waiting.pop(number)).done():
                     continue
-                waiting = self._waiting.pop(number, None)
-                if waiting is None or waiting.done():
-                    continue
-                if isinstance(answer, ServiceError):
+                elif isinstance(answer, ServiceError):
                     waiting.set_exception(answer)
-                    waiting.exception()  # seen, also where nobody waits any more
                 else:
                     waiting.set_result(answer)
         except Exception as error:  # what can't be read: without this child there would be no answer ever
             logger.error(f"the reward process sent what can't be read ({type(error).__name__})")
-            process.kill()
-        watching.cancel()
-        channel.close()
-        code = await asyncio.get_running_loop().run_in_executor(None, process.wait)
-        self._channel = self._starting = None
+            self.process.kill()
+        pinging.cancel()
+        self.channel.close()
+        code = await asyncio.get_running_loop().run_in_executor(None, self.process.wait)
+        self.has_ended = True
         lost = {number: waiting for number, waiting in self._waiting.items() if not waiting.done()}
-        self._waiting = {}
         if code or (lost and not self._is_closing):
             in_hand = len(lost.keys() & self.scored.keys())  # a question about its counts is not asked again
             again = f"; its {in_hand} completions in hand are asked again of the next, once" if in_hand else ""
             logger.error(f"the reward process ended with code {code}{again}")
         for waiting in lost.values():
             waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
-            waiting.exception()  # seen, also where nobody waits any more
+
+    def _show(self, in_hand: InHand) -> None:
+        for number, under_way, spans in in_hand:
+            if number in self.scored:
+                self.scored[number].show(number, under_way, spans)
+
+    async def _ping(self) -> None:
+        """Ask what it is at, and end it once it is silent for too long."""
+        while self._pings < self._most_pings:
+            self._pings += 1
+            self.channel.send("ping", PING)
+            await asyncio.sleep(PING_S)
+        logger.error(f"the reward process has not answered for {self._pings * PING_S:g} s, and is ended")
+        self.process.kill()
 
 
 class _Pickler(pickle.Pickler):
@@ -250,6 +217,10 @@ class RemoteReward(Scorer):
     batch when these are settled. So a text that ends each child that reads it costs its own batch alone.
     """
 
+    holds_up = False
+
+    is_apart = True
+
     def __init__(self, reward: Scorer) -> None:
         super().__init__(reward.deadline_s)
         self.lines, self.budget = reward.lines, reward.budget
@@ -271,8 +242,8 @@ class RemoteReward(Scorer):
                 f"this reward chain can't be sent to a process of its own ({type(error).__name__}: {error}). Expected "
                 "parts that can be pickled. Set `reward_process: false`."
             ) from None
-        self._children: PerLoop[_Child] = PerLoop(lambda: _Child(buffer.getvalue()))
-        self._was_asked = False
+        self._pickled = buffer.getvalue()
+        self._starting: asyncio.Task[_Child] | None = None
         self._units: dict[tuple[int, int], _Unit] = {}  # by batch and number, while one of them is out
         self._again: dict[asyncio.Future[None], int] = {}  # of completions that are asked again: the batch of each
 
@@ -280,30 +251,42 @@ class RemoteReward(Scorer):
     def names(self) -> RewardNames:
         return self._names
 
+    @property
+    def child(self) -> _Child | None:
+        """The child, if one runs."""
+        is_there = self._starting is not None and self._starting.done() and self._starting.exception() is None
+        child = self._starting.result() if is_there and self._starting is not None else None
+        return None if child is None or child.has_ended else child
+
+    async def _child(self) -> _Child:
+        """The child, which whoever comes first starts. Raises `ServiceUnavailable` where it does not start."""
+        if self._starting is None or (self._starting.done() and self.child is None):
+            self._starting = asyncio.ensure_future(_Child.start(self._pickled))
+        return await asyncio.shield(self._starting)
+
     async def warm_up(self) -> dict[str, float | ServiceError]:
         """As `Scorer.warm_up`; starts the child."""
-        return cast(dict[str, float | ServiceError], await self._child().ask("warm_up"))
+        answers: dict[str, float | ServiceError] = await (await self._child()).ask("warm_up")[1]
+        return answers
 
     async def prepare(self, rows: Iterable[Example]) -> None:
-        await self._child().send("prepare", [self._sent(row) for row in rows])
+        with contextlib.suppress(ServiceUnavailable):  # where no child starts, a completion says so
+            (await self._child()).channel.send("prepare", None, [self._sent(row) for row in rows])
 
     async def drain(self) -> BatchReport:
-        if self._was_asked:
-            try:
-                child = self._child()
-                return cast(BatchReport, await child.within(ANSWER_S, partial(child.ask, "drain")))
-            except (TimeoutError, ServiceError) as error:
-                logger.warning(f"the reward process does not answer ({type(error).__name__})")
+        if (child := self.child) is not None:
+            _, answer = child.ask("drain")
+            if await child.hear(answer, ANSWER_S):
+                report: BatchReport = answer.result()
+                return report
+            logger.warning("the reward process does not answer what it has counted")
         return await self._local.drain()  # nothing was asked yet, or the child is gone and its counts with it
 
     async def aclose(self) -> None:
-        await self._child().aclose()
-        self._children.pop()
-        self._was_asked = False
-
-    def _child(self) -> _Child:
-        self._was_asked = True
-        return self._children.get()
+        if self._starting is not None:
+            with contextlib.suppress(ServiceUnavailable):
+                await (await self._starting).aclose()
+            self._starting = None
 
     def _sent(self, row: Example) -> Example:
         """What the child needs of a row, without the trainer's state, which grows with every log line."""
@@ -332,23 +315,22 @@ class RemoteReward(Scorer):
 
     async def _asked_once(self, sample: Sample, stages: StageTimes) -> Reward:
         """The child's reward. Raises `ServiceError` where there is no child, or it ends before."""
-        child = self._child()
-        number, answer = await child.asked("score", sample, stages.track, remaining_s())
+        child = await self._child()
+        number, answer = child.ask("score", sample, stages.track, remaining_s())
         child.scored[number] = stages
-        spans, record = list[Span](), None
         try:
-            reward, spans, record = cast(Scored, await asyncio.shield(answer))
-            return reward
+            await asyncio.wait([answer])
         except asyncio.CancelledError:
-            await child.send("cancel", number)
-            with contextlib.suppress(TimeoutError, ServiceError):
-                last = cast(Scored, await child.within(LAST_WORD_S, lambda: asyncio.shield(answer)))
-                _, spans, record = last
-            answer.cancel()  # nobody waits for it any more
+            child.channel.send("cancel", number)
+            await child.hear(answer, LAST_WORD_S)  # for its spans
             raise
         finally:
             del child.scored[number]
-            stages.adopt(number, spans, record)
+            is_answered = answer.done() and answer.exception() is None
+            said: Scored | None = answer.result() if is_answered else None
+            stages.adopt(number, *(() if said is None else (said.spans, said.record)))
+            answer.cancel()  # nobody waits for it any more
+        return Scored(*answer.result()).reward
 
     async def _asked_again(self, sample: Sample, stages: StageTimes, unit: _Unit) -> Reward:
         """The next child's reward. Those that were scored together with the completion are sent with it."""
@@ -360,7 +342,7 @@ class RemoteReward(Scorer):
                 await asyncio.wait(earlier)
             mates, unit.scored = unit.scored, {}
             for mate in mates.values():
-                await self._child().asked("score", mate, stages.track, remaining_s())
+                (await self._child()).ask("score", mate, stages.track, remaining_s())
             return await self._asked_once(sample, stages)
         finally:
             del self._again[settled]

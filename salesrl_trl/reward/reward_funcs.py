@@ -11,10 +11,9 @@ from typing import TypeAlias
 
 import torch
 
-from salesrl_trl.agents.episodes import Episode
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.functions import reward_of
-from salesrl_trl.reward.mixed import combined
+from salesrl_trl.reward.mixed import Apart, combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.logs import show_lines
@@ -37,9 +36,9 @@ class RewardFuncs:
     @classmethod
     def of(
         cls, reward_funcs: RewardFunc | Sequence[RewardFunc] | None, weights: Sequence[float] | None,
-        in_a_process: bool | None, *, has_more: bool = False, records: bool = False,
+        apart: Apart | None, *, has_more: bool = False, records: bool = False,
     ) -> "RewardFuncs":  # fmt: skip
-        """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `in_a_process` is the
+        """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `apart`: with the
         setting `reward_process`. With `has_more` an environment has a reward beside them. `records`: of `Scorer`."""
         every: list[object] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
@@ -48,7 +47,7 @@ class RewardFuncs:
             scorer.records = True
         alone = every[0] if len(every) == 1 else None
         if isinstance(alone, Scorer) and not has_more:
-            alone = RewardLoop(combined([alone], [1.0], in_a_process))
+            alone = RewardLoop(combined([alone], [1.0], apart))
         count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(every)
         if weights is not None and len(weights) != count:
             raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {count} functions. Expected one each.")
@@ -61,7 +60,7 @@ class RewardFuncs:
             combined(
                 [reward_of(every[place]) for place in called],
                 [weights[place] for place in called],
-                in_a_process,
+                apart,
                 are_all=not (has_more or any(models)),
             )
         )
@@ -107,7 +106,7 @@ def check_stock(reward_funcs: object, *further: object) -> None:
             "`args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
         )
     every = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    if any(isinstance(each, Episode) for each in every):
+    if any(isinstance(function, Scorer) and function.is_played for function in every):
         raise ConfigError(
             "a function with `@per_episode` goes with a `SalesGRPOConfig`: TRL's own trainer plays none."
         )

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from accelerate.utils import gather_object
 
 from salesrl_trl.errors import ServiceError, ServiceUnavailable
 from salesrl_trl.reward.batch import (
+    NOTHING_SCORED,
     BatchReport,
     BatchResult,
     Completion,
@@ -27,9 +27,8 @@ from salesrl_trl.reward.batch import (
     RewardBatch,
     settled,
 )
-from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.watched_loop import WatchedLoop
+from salesrl_trl.reward.watched_loop import Calls, LoopThread, WatchedLoop
 from salesrl_trl.service.event_loop import cancel_others
 from salesrl_trl.timing import Span, TimingContext
 from salesrl_trl.types import Example
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 3.0  # longest wait for the figures of services. They lie in this process.
+DRAIN_S = 3.0  # longest wait for the figures of services that lie in this process
 
 
 class RewardLoop:
@@ -66,9 +65,9 @@ class RewardLoop:
         self._open: dict[int, RewardBatch] = {}  # by number, in the order in which they began
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
-        # A user's code may hold up its event loop: it has one of its own, or a process of its own.
-        is_remote = isinstance(reward, RemoteReward)
-        self._loops = _Loops(None if is_remote else WatchedLoop(reward.deadline_s, self.cut_off))
+        self._batches = LoopThread("rewards")  # of batches and deadlines
+        self._calls = WatchedLoop(reward.deadline_s, self.cut_off) if reward.holds_up else Calls()
+        self._submitted: set[Future[Any]] = set()  # a coroutine that nobody waits for may be dropped
 
     # A batch, from its beginning to its result
 
@@ -77,7 +76,7 @@ class RewardLoop:
         taken = {batch.lane for batch in list(self._open.values())}
         lane = next(lane for lane in itertools.count() if lane not in taken)
         number = next(self._numbers)
-        batch = self.reward.batch(rows, group, number=number, lane=lane, origin=origin, watched=self._loops.watched)
+        batch = self.reward.batch(rows, group, number=number, lane=lane, origin=origin, calls=self._calls)
         batch.by_second = origin is not None and origin.mode in self.by_second
         self._open[number] = batch  # before looking, for the loop's thread may stop all at this moment
         if self.stopped is not None:
@@ -89,25 +88,27 @@ class RewardLoop:
         row: Example | None = None, failed: str | None = None,
     ) -> None:  # fmt: skip
         """Begin to score the completion at `place`: `RewardBatch.start`. Does not wait."""
-        self._loops.post(batch.start, place, completion, token_ids, row, failed)
+        self._batches.post(batch.start, place, completion, token_ids, row, failed)
 
     def start_all(
         self, batch: RewardBatch, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
         rows: Sequence[Example] = (),
     ) -> None:  # fmt: skip
         """Begin to score all completions that have not been started with the same text. Does not wait."""
-        self._loops.post(batch.start_all, completions, token_ids, rows)
+        self._batches.post(batch.start_all, completions, token_ids, rows)
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
         """Wait for rewards of these batches: `batch.settled`. An interrupted wait cancels them."""
-        self._loops.run(settled, batches, is_enough)
+        self._run(settled, batches, is_enough)
 
-    def joined(
+    def take(
         self, parts: Sequence[tuple[RewardBatch, range]], group: int, waits: Sequence[tuple[float, float]]
     ) -> RewardBatch:
-        """A batch of settled completions that are taken out of others: `RewardBatch.take_over`."""
-        batch = self.begin([other.rows[place] for other, places in parts for place in places], group)
-        batch.take_over(parts, waits)
+        """A batch of settled completions, which leave others with all that was measured. `waits`: when the trainer
+        waited for them."""
+        taken = [completion for batch, places in parts for completion in batch.hand_over(places)]
+        batch = self.begin([completion.row for completion in taken], group)
+        batch.fill(taken, waits)
         return batch
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
@@ -117,16 +118,16 @@ class RewardLoop:
         async def scored() -> BatchResult:
             batch.start_all(completions)
             await batch.settled([range(len(batch))])
-            drained = await self._loops.drained(self.reward.drain)
+            drained = await self._drained()
             self._open.pop(batch.number, None)
             return batch.result(drained)
 
-        return self._loops.run(scored)
+        return self._run(scored)
 
     def prepare(self, rows: Sequence[Example]) -> None:
         """Ask for what these rows need before their completions come. Does not wait, and raises nothing."""
         if self.stopped is None:
-            self._loops.submit(self._loops.in_reward, self.reward.prepare, rows)
+            self._submit(self._calls.call, self.reward.prepare, rows)
 
     def give_up(self, batches: Sequence[RewardBatch] | None = None) -> None:
         """Cancel these open batches, or every one, and forget them."""
@@ -136,7 +137,7 @@ class RewardLoop:
             self._open.pop(batch.number, None)
 
         for batch in list(self._open.values()) if batches is None else batches:
-            self._loops.post(give_up, batch)
+            self._batches.post(give_up, batch)
 
     def cut_off(self, reason: str) -> None:
         """Score no more: what has no reward is missing for this reason. Does not wait: signal handlers may call it."""
@@ -146,11 +147,11 @@ class RewardLoop:
             for batch in list(self._open.values()):
                 batch.cut_off(reason)
 
-        self._loops.post(cut_off)
+        self._batches.post(cut_off)
 
     def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function where the reward's code runs. Does not wait."""
-        return self._loops.submit(self._loops.in_reward, function, *arguments)
+        return self._submit(self._calls.call, function, *arguments)
 
     # TRL's questions, and what is shown meanwhile
 
@@ -169,7 +170,7 @@ class RewardLoop:
         wait, settled, for the end of an evaluation."""
         if self.answer is not None:  # TRL gathers over all ranks inside `answering`
             return "this rank's are scored, another's may be out"
-        if self._loops.watched is not None and (held_up := self._loops.watched.held_up()):
+        if held_up := self._calls.held_up():
             return held_up
         batches = list(self._open.values())
         more = len(batches) - 1
@@ -191,18 +192,51 @@ class RewardLoop:
 
     def begin_warm_up(self, timed: TimingContext) -> None:
         """Ask every service once, and do not wait. `warm_up` has the answers."""
-        self._warming_up = self._loops.submit(timed(partial(self._loops.in_reward, self.reward.warm_up)))
+        self._warming_up = self._submit(timed(partial(self._calls.call, self.reward.warm_up)))
 
     def warm_up(self) -> dict[str, float | ServiceError]:
         """As `Scorer.warm_up`, unless that has begun. Waits for it."""
         begun, self._warming_up = self._warming_up, None
-        return _result(begun or self._loops.submit(self._loops.in_reward, self.reward.warm_up))
+        return _result(begun or self._submit(self._calls.call, self.reward.warm_up))
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
-        if not self._loops.loop.is_closed():
+
+        async def closed() -> None:
+            await self._calls.aclose(self.reward.aclose)
+            await cancel_others()
+
+        if not self._batches.loop.is_closed():
             self.give_up()
-            self._loops.close(self.reward.aclose)
+            for submitted in [*self._submitted]:
+                submitted.cancel()
+            self._run(closed)
+            self._batches.close()
+
+    async def _drained(self) -> BatchReport:
+        """What services did. It counts for the next batch where the loop of the reward's code is held up."""
+        if self._calls.is_held:
+            return NOTHING_SCORED
+        draining = asyncio.ensure_future(self._calls.call(self.reward.drain))
+        try:
+            await asyncio.wait([draining], timeout=DRAIN_S if self.reward.holds_up else None)
+        finally:
+            draining.cancel()
+        return draining.result() if draining.done() else NOTHING_SCORED
+
+    def _submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
+        """Call a coroutine function on the loop of the batches. Does not wait."""
+
+        async def called() -> T:
+            return await call(*arguments)
+
+        submitted = asyncio.run_coroutine_threadsafe(called(), self._batches.loop)
+        self._submitted.add(submitted)
+        submitted.add_done_callback(self._submitted.discard)
+        return submitted
+
+    def _run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
+        return _result(self._submit(call, *arguments))
 
 
 class RewardColumn:
@@ -216,61 +250,6 @@ class RewardColumn:
     def __call__(self, /, **_: object) -> list[float | None]:  # a column may have any name
         assert self._reward_loop.answer is not None, "TRL asks inside `answering` alone"
         return self._reward_loop.answer.column(self.name)
-
-
-class _Loops:
-    """The loop of batches and deadlines. `watched`: that of the reward's code, unless it has a process of its own."""
-
-    def __init__(self, watched: WatchedLoop | None) -> None:
-        self.watched = watched
-        self._submitted: set[Future[Any]] = set()  # a coroutine that nobody waits for may be dropped
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="rewards", daemon=True)
-        self._thread.start()
-
-    def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the loop. Does not wait."""
-        self.loop.call_soon_threadsafe(function, *arguments)
-
-    def submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
-
-        async def called() -> T:
-            return await call(*arguments)
-
-        submitted = asyncio.run_coroutine_threadsafe(called(), self.loop)
-        self._submitted.add(submitted)
-        submitted.add_done_callback(self._submitted.discard)
-        return submitted
-
-    def run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
-        return _result(self.submit(call, *arguments))
-
-    async def in_reward(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
-        """A call of the reward, where its code runs."""
-        return await (call(*arguments) if self.watched is None else self.watched.call(call, *arguments))
-
-    async def drained(self, drain: Callable[[], Coroutine[Any, Any, BatchReport]]) -> BatchReport:
-        """What services did. Nothing else counts while the loop of the reward's code is held up."""
-        if self.watched is None or self.watched.is_held:
-            return await drain()
-        draining = asyncio.ensure_future(self.watched.call(drain))
-        try:
-            await asyncio.wait([draining], timeout=DRAIN_S)
-        finally:
-            draining.cancel()
-        return draining.result() if draining.done() else await drain()
-
-    def close(self, aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel what is under way, close the reward, and end both loops."""
-        if self.watched is None:
-            self.run(aclose)
-        else:
-            self.run(cancel_others)
-            self.watched.close(aclose)
-        self.run(cancel_others)
-        self.post(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
 
 
 def _result(waiting: "Future[T]") -> T:

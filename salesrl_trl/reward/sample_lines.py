@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Collection
 from pathlib import Path
 
-from salesrl_trl.reward.scoring import missing
-from salesrl_trl.types import Answer, Example, Outcome, Reward
+from salesrl_trl.types import Answer, Example, Outcome, Reward, missing
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.judged.budget import Budget
-from salesrl_trl.judged.meter import MeterSettings
 from salesrl_trl.reward.batch import (
     NOTHING_SCORED,
     BatchReport,
@@ -24,10 +22,10 @@ from salesrl_trl.reward.batch import (
     Sample,
 )
 from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
-from salesrl_trl.reward.scoring import FORMAT
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.reward.watched_loop import WatchedLoop
-from salesrl_trl.types import Example, Reward
+from salesrl_trl.reward.watched_loop import Calls
+from salesrl_trl.service.quota import SharedBudget
+from salesrl_trl.types import FORMAT, Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default
 AT_ONCE = 128
@@ -35,6 +33,9 @@ AT_ONCE = 128
 calls, some would come to their deadline before they had their turn."""
 TRL_ARGUMENTS = ("trainer_state",)
 """What a reward function may ask for beside the columns of a row. `wiring.trl_access` has the values."""
+
+
+METER = "judge_meter"  # column of a row that is judged for the drift monitor alone
 
 
 class Per(Enum):
@@ -76,6 +77,17 @@ class Needs:
                 f"{', '.join(map(repr, lacking))}. Expected {', '.join(ARGUMENTS[self.per])}, or a column of the "
                 f"dataset: {', '.join(columns)}. Add the column, rename the argument, or give it a default."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeterSettings:
+    """What a reward states of its judge's drift monitor."""
+
+    share: float = 0.02  # most calls of the meter, for each completion
+    anchor_steps: int = 50  # batches between two looks at the anchors
+    anchors: int = 0  # how many there are
+    on_alarm: str = "warn"
+    shows_text: bool = False  # whether lines may quote customers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,11 +135,17 @@ class Scorer(ABC):
     whether calls and verdicts are kept for the record of the run; a trainer with `record` sets it.
     """
 
+    is_replay = False  # whether a record answers, which knows rows by their ids
+    is_apart = False  # whether it runs in a process of its own
+    is_played = False  # whether its own episodes make the completions
+    holds_up = True
+    """Whether its code may hold up its event loop."""
+
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
         self.lines = SampleLines()
         self.faults = FaultLog()
-        self.budget: Budget | None = None
+        self.budget: SharedBudget | None = None
         self.records = False
 
     @abstractmethod
@@ -147,6 +165,15 @@ class Scorer(ABC):
         """Ask every service once. Returns by service the seconds of its answer, or its error with the place."""
         return {}
 
+    def order_of(self, step: int) -> list[list[int]] | None:
+        """In a replay: in which order the parts of a step's batch were trained on. `None` where that is not known."""
+        return None
+
+    async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
+        """In a replay: how a call of a tool ended, its answer and its failure. `None` where the tool is to be called.
+        Raises `ServiceError` for a call that is not recorded."""
+        return None
+
     async def drain(self) -> BatchReport:
         """Everything that services did since the last call. Without times."""
         return NOTHING_SCORED
@@ -164,14 +191,14 @@ class Scorer(ABC):
 
     def batch(
         self, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0, origin: Origin | None = None,
-        watched: WatchedLoop | None = None,
+        calls: Calls | None = None,
     ) -> RewardBatch:  # fmt: skip
-        """A batch of completions to these rows, none of which is started yet. `watched`: where `score` runs."""
+        """A batch of completions to these rows, none of which is started yet. `calls`: where `score` runs."""
+        calls = calls or Calls()
         return RewardBatch(
-            rows, self.score if watched is None else partial(watched.call, self.score), deadline_s=self.deadline_s,
-            faults=self.faults, lines=self.lines, number=number, lane=lane, group=group, origin=origin,
+            rows, partial(calls.call, self.score), late=calls.late, deadline_s=self.deadline_s, faults=self.faults,
+            lines=self.lines, number=number, lane=lane, group=group, origin=origin,
             unit=self.names.together.size(group, len(rows)),
-            late=(lambda: "deadline") if watched is None else watched.late,
         )  # fmt: skip
 
     async def score_all(

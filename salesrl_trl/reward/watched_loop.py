@@ -13,10 +13,10 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from salesrl_trl.ground.surroundings import enter
 from salesrl_trl.service.event_loop import cancel_others, remaining_s
@@ -32,7 +32,7 @@ LOGGED_AFTER_S = 10.0  # a loop that is held up for so long is logged
 LEFT_AFTER_S = 10.0
 """Time for code to end after it was interrupted. A call that waits in C, like `time.sleep`, does not notice."""
 CLOSE_S = 5.0  # longest wait for a reward to close what belongs to its loop
-CLOSE_INTERRUPTED_S = 2.0  # the same, while its loop is held up
+CLOSE_HELD_S = 4.0  # the same, while its loop is held up
 _LOOPS = ("salesrl_trl", "asyncio", "threading", "contextvars", "selectors")
 """Modules through which a loop calls other code."""
 
@@ -67,8 +67,55 @@ class DaemonThreads(ThreadPoolExecutor):
 THREADS = DaemonThreads()
 
 
-class WatchedLoop:
-    """An event loop on a thread of its own, which no code may hold up for longer than `deadline_s`.
+class LoopThread:
+    """An event loop on a thread of its own, for callers on other threads."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function on the loop, unless it has ended. Does not wait."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def close(self) -> None:
+        self.post(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class Calls:
+    """Where a reward's code runs: here on the caller's loop, for a reward that never holds it up."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the code did not give its loop back at the last look."""
+        return False
+
+    async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
+        """The result of a coroutine function where the code runs, in the caller's context."""
+        return await function(*arguments)
+
+    async def aclose(self, aclose: Callable[[], Coroutine[object, object, None]]) -> None:
+        """Close the reward. Nothing is called afterwards."""
+        await aclose()
+
+    def late(self) -> str:
+        """The reason code of a completion whose time is up."""
+        return "deadline"
+
+    def held_up(self) -> str:
+        """What holds up the loop, in words; an empty text where it is not held up."""
+        return ""
+
+
+class WatchedLoop(LoopThread, Calls):
+    """Calls on a loop of their own, which no code may hold up for longer than `deadline_s`. From one other loop.
 
     `leave` is called on the caller's loop, with a reason code, when code does not give the loop back even though it
     was interrupted. Nothing that is called afterwards is answered.
@@ -77,122 +124,85 @@ class WatchedLoop:
     def __init__(self, deadline_s: float, leave: Callable[[str], object]) -> None:
         self._deadline_s = deadline_s
         self._leave = leave
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(DaemonThreads())  # for `asyncio.to_thread`
-        self._thread = threading.Thread(target=self._run, name="reward calls", daemon=True)
         self._calls = 0
         self._is_left = False
         self._is_overdue = False
         self._silent_s = 0.0
         self._watching: asyncio.Task[None] | None = None
-        self._thread.start()
+        super().__init__("reward calls")
+        self.loop.set_default_executor(DaemonThreads())  # for `asyncio.to_thread`
 
     def _run(self) -> None:
         is_over = False
         while not is_over:
             with contextlib.suppress(HeldUp):  # it came when the code that it was for had just ended
-                self._loop.run_forever()
+                self.loop.run_forever()
                 is_over = True
         if self._is_left:
-            self._loop.close()
-
-    def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the loop, from any thread, unless it has ended. Does not wait."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self.loop.close()
 
     async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
-        """The result of a coroutine function on the loop, in the caller's context. From one other loop. A call that is
-        cancelled waits until the function has ended."""
-        calling = asyncio.get_running_loop()
-        done: asyncio.Future[T] = calling.create_future()
-        tasks: list[asyncio.Task[T]] = []
-        is_given_up = False
+        """As `Calls.call`. A call that is cancelled waits until the function has ended."""
+        task: asyncio.Task[Any] | None = None
+        is_given_up = False  # before it began, because the loop was held up
 
         async def called() -> T:
-            if is_given_up:  # before it began, because the loop was held up
+            nonlocal task
+            task = asyncio.current_task()
+            if is_given_up:
                 raise asyncio.CancelledError
             enter()
             return await function(*arguments)
 
-        def begin() -> None:
-            tasks.append(self._loop.create_task(called()))
-            tasks[0].add_done_callback(lambda task: calling.is_closed() or calling.call_soon_threadsafe(settle, task))
-
-        def settle(task: asyncio.Task[T]) -> None:
-            if done.done() or task.cancelled():
-                done.cancel()
-            elif (error := task.exception()) is not None:
-                done.set_exception(error)
-                done.exception()  # marked as seen: the caller may be gone
-            else:
-                done.set_result(task.result())
-
         self._calls += 1
         if self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(self._watch())
-        self._loop.call_soon_threadsafe(begin)
+        result = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), self.loop))
+        result.add_done_callback(lambda result: result.cancelled() or result.exception())  # the caller may be gone
         try:
-            await asyncio.wait([done])
-            return done.result()
+            await asyncio.wait([result])
+            return result.result()
         except asyncio.CancelledError:
-            if not done.done():
+            if not result.done():
                 is_given_up = True
                 self._is_overdue = self._is_overdue or remaining_s() <= 0
-                self.post(lambda: tasks[0].cancel())
+                self.post(lambda: task is not None and task.cancel())
                 if not self._is_left:
-                    await asyncio.wait([done])
+                    await asyncio.wait([result])
             raise
         finally:
-            done.cancel()
             self._calls -= 1
 
-    def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
-        """End the loop, from another thread. Code that holds it up is interrupted, and left behind if it goes on."""
+    async def aclose(self, aclose: Callable[[], Coroutine[object, object, None]]) -> None:
+        """Close the reward and end the loop. Code that holds it up is interrupted, and left behind if it goes on."""
 
         async def closed() -> None:
             await aclose()
             await cancel_others()
 
-        def end(task: asyncio.Task[None]) -> None:
-            ended.set_result(task.exception())
-            self._loop.stop()
-
-        if self._loop.is_closed() or self._is_left:
+        if self.loop.is_closed() or self._is_left:
             return
-        ended: Future[BaseException | None] = Future()
-        self.post(lambda: self._loop.create_task(closed()).add_done_callback(end))
-        waited_s = interrupted_s = 0.0
-        is_held = self.is_held
-        while waited_s < CLOSE_S and interrupted_s < CLOSE_INTERRUPTED_S:
-            answered, look_s = threading.Event(), AGAIN_S if is_held else LOOK_S
-            self.post(answered.set)
-            with contextlib.suppress(TimeoutError):
-                error = ended.result(look_s)
-                self._thread.join()
-                self._loop.close()
-                if error is not None:
-                    raise error
-                return
-            if answered.is_set():
-                waited_s += look_s
-            elif not is_held:  # it has another look's time
-                is_held = True
-            else:
-                if not interrupted_s:
-                    self._log("when rewards were to end: it is interrupted, or left behind")
-                interrupted_s += look_s
-                self._interrupt()
-        self._is_left = True
+        self._deadline_s = 2 * LOOK_S  # from now on
+        closing = asyncio.ensure_future(self.call(closed))
+        waited_s = 0.0
+        while not closing.done() and waited_s < (CLOSE_HELD_S if self.is_held else CLOSE_S):
+            await asyncio.wait([closing], timeout=LOOK_S)
+            waited_s += LOOK_S
+        if closing.done():
+            self.close()
+            closing.result()
+        else:
+            self._is_left = True
+            closing.cancel()
 
     async def _watch(self) -> None:
         """Look whether the loop answers, as long as there are calls."""
-        while self._calls:
+        while self._calls and not self._is_left:
             answered = threading.Event()
             self.post(answered.set)
             await asyncio.sleep(LOOK_S)
             interrupted_s = 0.0
-            while not answered.is_set():
+            while not (answered.is_set() or self._is_left):
                 self._silent_s += AGAIN_S if interrupted_s else LOOK_S
                 # Its own time is over, or after a while that of another call.
                 most_s = min(self._deadline_s, LOGGED_AFTER_S) if self._is_overdue else self._deadline_s
@@ -216,18 +226,15 @@ class WatchedLoop:
 
     @property
     def is_held(self) -> bool:
-        """Whether the loop did not answer at the last look."""
         return self._silent_s > 0
 
     def late(self) -> str:
-        """The reason code of a completion whose time is up."""
         stack = self._stack() if self.is_held else []
         if not stack:
             return "deadline"
         return f"{re.sub(r'[^a-z0-9]+', '_', stack[0][0].lower()).strip('_')[:48]}_blocked"
 
     def held_up(self) -> str:
-        """What holds up the loop, in words; an empty text where it is not held up."""
         stack = self._stack() if self.is_held else []
         return f"{stack[0][0]} at {stack[0][1]} holds up the others for {self._silent_s:g} s" if stack else ""
 

@@ -33,7 +33,7 @@ EXIT_BLOCKED = 70
 class Worker:
     def __init__(self, reward: Scorer, channel: Channel) -> None:
         self._reward = reward
-        self._watched = WatchedLoop(reward.deadline_s, _end)
+        self._calls = WatchedLoop(reward.deadline_s, _end)
         self._channel = channel
         self._in_hand: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
 
@@ -41,55 +41,60 @@ class Worker:
         """Answer until the parent is gone."""
         others: set[asyncio.Task[None]] = set()
         async for kind, number, *what in messages:
-            if kind == "cancel":
-                if (in_hand := self._in_hand.get(what[0])) is not None:
-                    in_hand[0].cancel()
-                continue
-            if kind == "score":  # at once: a message behind it may cancel it
-                self._start(number, *what)
-            answering = asyncio.ensure_future(self._answer(kind, number, what))
-            others.add(answering)
-            answering.add_done_callback(others.discard)
-        await asyncio.to_thread(self._watched.close, self._reward.aclose)
-
-    async def _answer(self, kind: str, number: int | None, what: Sequence[object]) -> None:
-        """Answer one question. Of an error only the type is sent and logged: its message may hold a customer's
-        text. A message without a number has no answer."""
+            match kind:
+                case "ping":  # it is alive, and at this
+                    in_hand: InHand = [(at, own.under_way, own.so_far()) for at, (_, own) in self._in_hand.items()]
+                    self._answer(number, in_hand)
+                case "score":
+                    self._score(number, *what)
+                case "cancel":
+                    if number in self._in_hand:
+                        self._in_hand[number][0].cancel()
+                case _:
+                    calling = asyncio.ensure_future(self._call(kind, number, what))
+                    others.add(calling)
+                    calling.add_done_callback(others.discard)
         try:
-            content = pickle.dumps((number, await self._result(kind, number, what)))
+            await self._calls.aclose(self._reward.aclose)
         except Exception as error:
-            if number is None:
-                return
-            name = type(error).__name__
-            code = error.code if isinstance(error, ServiceError) else f"raised_{name}"
-            logger.error(f"the reward process could not answer {kind!r}: it raised {name}")
-            content = pickle.dumps((number, ServiceError(f"the reward process raised {name} over {kind!r}", code)))
-        if number is not None:
-            self._channel.send_bytes(content)
+            logger.error(f"the reward process could not close its reward: it raised {type(error).__name__}")
 
-    async def _result(self, kind: str, number: int | None, what: Sequence[object]) -> object:
-        match kind:
-            case "ping":  # it is alive, and at this
-                in_hand: list[InHand] = [
-                    (score, stages.under_way, stages.so_far()) for score, (_, stages) in self._in_hand.items()
-                ]
-                return in_hand
-            case "score":
-                assert number is not None
-                task, stages = self._in_hand[number]
-                await asyncio.wait([task])
-                del self._in_hand[number]
-                scored: Scored = (self._reward.faults.conclude(task), stages.spans, stages.completion_record)
-                return scored
-            case "close":
-                return await asyncio.to_thread(self._watched.close, self._reward.aclose)
-        return await self._watched.call(getattr(self._reward, kind), *what)  # "prepare", "drain", "warm_up"
-
-    def _start(self, number: int, sample: Sample, track: str, left_s: float) -> None:
+    def _score(self, number: int, sample: Sample, track: str, left_s: float) -> None:
+        """Begin to score, at once: the next message may cancel it."""
         stages = StageTimes(track)
         with deadline(min(self._reward.deadline_s, left_s)):
-            task = asyncio.ensure_future(self._watched.call(self._reward.score, sample, stages))
+            task = asyncio.ensure_future(self._calls.call(self._reward.score, sample, stages))
+
+        def answer(task: asyncio.Task[Reward]) -> None:
+            del self._in_hand[number]
+            self._answer(number, Scored(self._reward.faults.conclude(task), stages.spans, stages.completion_record))
+
         self._in_hand[number] = (task, stages)
+        task.add_done_callback(answer)
+
+    async def _call(self, kind: str, number: int | None, what: Sequence[object]) -> None:
+        """`prepare`, `drain` or `warm_up`. A message without a number has no answer."""
+        try:
+            answer: object = await self._calls.call(getattr(self._reward, kind), *what)
+        except Exception as error:
+            answer = self._fault(error)
+        if number is not None:
+            self._answer(number, answer)
+
+    def _answer(self, number: int, answer: object) -> None:
+        try:
+            content = pickle.dumps((number, answer))
+        except Exception as error:
+            content = pickle.dumps((number, self._fault(error)))
+        self._channel.send_bytes(content)
+
+    @staticmethod
+    def _fault(error: Exception) -> ServiceError:
+        """What is sent and logged of an error: its type. Its message may hold a customer's text."""
+        name = type(error).__name__
+        logger.error(f"the reward process could not answer: it raised {name}")
+        code = error.code if isinstance(error, ServiceError) else f"raised_{name}"
+        return ServiceError(f"the reward process raised {name}", code)
 
 
 def _end(reason: str) -> None:

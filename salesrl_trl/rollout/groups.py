@@ -1,5 +1,5 @@
-"""Which groups are trained on now: of all rollouts in flight (`first_in`), and of a generation batch that is trained
-on part by part (`ScoredGroups`). TRL computes advantages."""
+"""A generation batch that is trained on part by part, whole groups whose rewards are in first. TRL computes
+advantages."""
 
 import math
 from collections import deque
@@ -11,28 +11,6 @@ from torch import is_tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from salesrl_trl.kl.penalty import MicroBatch
-
-
-def first_in(latest: Sequence[int], is_in: Sequence[bool], following: Sequence[int], count: int) -> list[int]:
-    """The `count` groups in flight that are trained on now: those that can't wait, then the oldest that are in. Empty
-    while one of them is not in. `latest`: the last step that may train on each; `is_in`: whether it is scored.
-
-    Later batches begin at the steps `following`: u_1 <= u_2 <= ... With c(u) groups for which u is too late, so many
-    can't wait: max over j of c(u_j) - (j - 1) * count. So none is ever late. Where each step has a batch, and begins
-    one, they are those whose last step this is.
-    """
-    oldest = sorted(range(len(latest)), key=latest.__getitem__)
-    musts = max((sum(last < step for last in latest) - j * count for j, step in enumerate(following)), default=0)
-    chosen = oldest[: max(musts, 0)]
-    chosen += [group for group in oldest[len(chosen) :] if is_in[group]]
-    chosen = chosen[:count]
-    return chosen if len(chosen) == count and all(is_in[group] for group in chosen) else []
-
-
-def to_launch(target: int, differ: int, out: int, equal_share: float, most: int) -> int:
-    """The groups to launch so that `target` of those in flight teach. `differ` are scored and teach. `out` are not
-    scored: of these, and of new ones, a share of `1 - equal_share` will, taken as `1 / (1 + most)` at least."""
-    return math.ceil((target - differ) / max(1.0 - equal_share, 1 / (1 + most))) - out
 
 
 def parts(size: int, micro_batch: int, group: int) -> list[range]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from salesrl_trl.rollout.correction import CorrectionAtStep
-from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.shared_prompts.ahead import Ahead, MicroBatch
 from salesrl_trl.shared_prompts.shared_passes import LogProbs, SharedPrompts
 from salesrl_trl.update.ledger import Ledger

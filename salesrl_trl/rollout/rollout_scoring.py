@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import FunctionError
 from salesrl_trl.kl.penalty import loss_mask
-from salesrl_trl.launch.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
     SINGLE_SCORED,
@@ -32,16 +31,16 @@ from salesrl_trl.names import (
     TURNOVER,
     Phase,
 )
-from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.normaliser import FAILED
-from salesrl_trl.rollout.pipeline import Pipeline, Rollout
-from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.types import NOT_APPLICABLE, Example, Outcome, Reward
+from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.telemetry.run_events import RunEvents
+from salesrl_trl.types import NOT_APPLICABLE, EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import on_any_rank
@@ -99,7 +98,7 @@ class RolloutScoring:
     reward_loop: RewardLoop
     figures: RewardFigures
     ledger: Ledger
-    instruments: Instruments
+    instruments: RunEvents
     run_control: RunControl
     settings: ScoringSettings
     device: torch.device
@@ -129,7 +128,7 @@ class RolloutScoring:
         are trained on first. `in_order`: a group's completions stay together when all are scored; else TRL
         shuffles them."""
         self._waiting = None
-        rollout, settings = self.pipeline.take(inputs, micro_step, update), self.settings
+        rollout, settings = self.pipeline.buffer.take(inputs, micro_step, update), self.settings
         shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
         order = self._recorded_order(parts(*shape), update) if in_groups else None
         groups = ScoredGroups(*shape, order or AT_ONCE)
@@ -191,11 +190,11 @@ class RolloutScoring:
         # 3. the age of the sampler's weights, and the effect of the correction for it
         if is_complete:
             ages = [float(update - step) for step in rollout.steps]
-            if self.pipeline.goes_by_groups:  # each rank has its own
+            if self.pipeline.buffer.chooses:  # each rank has its own
                 ages = gather(torch.tensor(ages, device=self.device)).tolist()
             self.ledger.add(rollout.mode, STALENESS, sum(ages), len(ages))
             self.ledger.add(rollout.mode, STALENESS_MAX, max(ages))
-            if self.pipeline.refill_groups and is_trained_on:
+            if rollout.turnover:
                 turnover = reduce(torch.tensor(rollout.turnover, device=self.device), "sum").tolist()
                 for place, name in enumerate(TURNOVER):
                     self.ledger.add("train", name, turnover[2 * place], turnover[2 * place + 1])
@@ -371,9 +370,10 @@ class RolloutScoring:
     def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
         """In a replay: the recorded order of these parts. `None` where a rank has none, so that all go the same way. A
         collective in a replay."""
-        if not isinstance(self.reward_loop.reward, ReplayReward):
+        reward = self.reward_loop.reward
+        if not reward.is_replay:
             return None
-        recorded = self.reward_loop.reward.order_of(update + 1)
+        recorded = reward.order_of(update + 1)
         order = None if recorded is None else Order(*recorded)
         if order is not None and order.parts and sorted(order.parts) != [part.start for part in of]:
             order = None  # of batches of another size

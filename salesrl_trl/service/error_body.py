@@ -8,13 +8,9 @@ import json
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
-QUOTA_MARKS = frozenset(
-    {"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance", "arrearage",
-     "exceeded_current_quota_error", "budget_exceeded"}
-)  # fmt: skip
-"""Values of `code` or `type` with which OpenAI-compatible providers say that a retry is useless."""
+from salesrl_trl.service.statuses import ErrorBody
+
 WITHHELD_MARKS = frozenset(
     {"content_filter", "content_policy_violation", "responsibleaipolicyviolation", "data_inspection_failed"}
 )
@@ -57,17 +53,6 @@ _WORDS = ("message", "msg", "error", "errors", "detail", "details", "title", "de
 """Where an error speaks. `input`, `failed_generation` or `flagged_input` hold a customer's or a model's text."""
 _ECHO = re.compile(r"['\"]?\b(?:input|input_value|failed_generation|flagged_input)['\"]?[:=]")
 _UNITS = {"m": 60.0, "s": 1.0, "h": 3600.0}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorBody:
-    """What is kept of an error's body. Example: OpenAI's refusal of a temperature has `refused={"temperature"}`."""
-
-    status: int | None = None  # of an error inside a 200
-    marks: frozenset[str] = frozenset()  # its `code`, `type` and `status`, in lower case
-    refused: frozenset[str] = frozenset()  # fields of the request that the service does not take
-    named: frozenset[str] = frozenset()  # fields of the request that it finds fault with
-    wait_s: float | None = None
 
 
 def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody:

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
-from salesrl_trl.judged.budget import ServiceQuota
 from salesrl_trl.service.breaker import Breaker
 from salesrl_trl.service.event_loop import now, waiting_for
+from salesrl_trl.service.quota import Quota
 from salesrl_trl.telemetry.completion_record import BEATEN
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ class Flights:
     hedging: HedgePolicy
     breaker: Breaker
     traffic: Counter[str]
-    quota: ServiceQuota | None = None
+    quota: Quota | None = None
 
     def __post_init__(self) -> None:
         self._taken = 0  # slots

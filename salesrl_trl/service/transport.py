@@ -23,7 +23,6 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
-from salesrl_trl.judged.budget import Bill, Budget, ServiceQuota
 from salesrl_trl.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
 from salesrl_trl.service.event_loop import PerLoop, deadline, now, remaining_s
 from salesrl_trl.service.flights import (
@@ -35,7 +34,8 @@ from salesrl_trl.service.flights import (
     HedgePolicy,
     Sent,
 )
-from salesrl_trl.service.http import service_error_of
+from salesrl_trl.service.quota import Bill, Quota, SharedBudget
+from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.telemetry.completion_record import CallNote, note_wait
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Transport:
             Longest pause between two probes of a service that refuses the key or whose quota is used up.
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
             Most extra requests for late calls, as a share of all; 0 for none.
-        quota (`ServiceQuota`, *optional*):
+        quota (`Quota`, *optional*):
             Holds every request against the run's budget. None when not given.
         breaker (`Breaker`, *optional*):
             In place of the usual one.
@@ -88,7 +88,7 @@ class Transport:
     def __init__(
         self, service: str, *, max_concurrency: int, attempt_timeout_s: float, max_attempts: int,
         initial_concurrency: int = 8, outage_patience_s: float = 0.0, denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
-        hedge_fraction: float = 0.05, quota: ServiceQuota | None = None, breaker: Breaker | None = None,
+        hedge_fraction: float = 0.05, quota: Quota | None = None, breaker: Breaker | None = None,
     ) -> None:  # fmt: skip
         self.service = service
         self.notes = True  # whether the record of a completion gets each attempt
@@ -108,7 +108,7 @@ class Transport:
     def _new_flights(self) -> PerLoop[Flights]:
         return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._quota))
 
-    def count_by(self, quota: ServiceQuota) -> None:
+    def count_by(self, quota: Quota) -> None:
         """Hold every request against the run's budget, from the first one on. Not for a transport with a quota."""
         self._quota = quota
         self._flights = self._new_flights()
@@ -151,7 +151,7 @@ class Transport:
                 raise self._deadline_exceeded() from None
 
     @property
-    def budget(self) -> Budget | None:
+    def budget(self) -> SharedBudget | None:
         """The budget that its requests are held against."""
         return None if self._quota is None else self._quota.budget
 

@@ -59,8 +59,9 @@ class CompletionRecord:
 
     def add(self, other: "CompletionRecord") -> None:
         """Take in what another process noted."""
-        for name in ("action", "answer", "reference"):
-            setattr(self, name, getattr(other, name) or getattr(self, name))
+        self.action = other.action or self.action
+        self.answer = other.answer or self.answer
+        self.reference = other.reference or self.reference
         self.verdicts |= other.verdicts
         self.calls += other.calls
         self.queue_s = max(self.queue_s, other.queue_s)

@@ -1,4 +1,4 @@
-"""All measurements of a run in one object. The trainer's parts report each event.
+"""All measurements of a run in one object.
 
 Owns the timeline, the lengths that were trained on, the trace and the heartbeat, gathers the ranks' sums, and says
 what a start took. `perf` owns the arithmetic of the figures.
@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
-from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.names import (
     MEMORY,
@@ -34,6 +33,7 @@ from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.heartbeat import Heartbeat
 from salesrl_trl.telemetry.perf import peak_bf16_flops
+from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import StepTrace
 from salesrl_trl.timing import PHASES_TRACK, Span, overlap
@@ -69,7 +69,7 @@ class FlopsOfModel(Protocol):
     def total(self, sums: Sequence[float]) -> float: ...
 
 
-class Instruments:
+class Instruments(RunEvents):
     """A run's timeline and the figures from it.
 
     Built before the model, so that the start-up is measured too. Every rank has one, for its device; `figures` is a
@@ -77,7 +77,7 @@ class Instruments:
     """
 
     def __init__(self, settings: InstrumentSettings, device: torch.device, output_dir: Path) -> None:
-        self.timeline = Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES)
+        super().__init__(Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES))
         self.timeline.enabled = settings.enabled
         self.step = 0  # optimizer steps done, for the trace and the heartbeat
         self._settings = settings
@@ -96,12 +96,15 @@ class Instruments:
         self._machine = MachineUse(device)
         self._heartbeat: Heartbeat | None = None
         self._running = False
-        self.details: dict[str, Callable[[], str]] = {}
-        """By phase, returns more text for a heartbeat. Called from the heartbeat's thread."""
         self.last_step = 0  # the last step of training, for heartbeats
 
+    @classmethod
+    def by_default(cls, device: torch.device, output_dir: Path) -> "Instruments":
+        """Phases, heartbeats, and a trace of the first 50 steps."""
+        return cls(InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), device, output_dir)
+
     def start(self, is_main: bool) -> None:
-        """Start the heartbeat and the trace, on the main rank. A second call does nothing."""
+        """Start the heartbeat and the trace, on the main rank."""
         if self._running or not is_main or not self._settings.enabled:
             return
         self._running = True
@@ -117,13 +120,12 @@ class Instruments:
         self._trace.start()
 
     def run_begins(self, step: int, last_step: int) -> None:
-        """Begin training after `step` optimizer steps. Measurements of an earlier training are dropped."""
         self.step = step
         self.last_step = last_step
         self._batches.clear()
         self._trace.begin_training(step)
         self._waits, self._lengths, self._trained, self._due = [], [], None, None
-        self.timeline.starts()
+        super().run_begins(step, last_step)
 
     @property
     def has_peak(self) -> bool:
@@ -133,9 +135,6 @@ class Instruments:
     def record_batch(
         self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, has_prompt: Sequence[bool] | None = None
     ) -> None:
-        """Record a micro-batch that goes through forward and backward, without a wait for the device. The masks have
-        shapes (B, P) and (B, C). `has_prompt` is False for a completion whose prompt went through the model with
-        another one."""
         if not self.timeline.enabled:
             return
         prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # (B,)
@@ -145,28 +144,22 @@ class Instruments:
             self._count_lengths()
 
     def record_generation(self, span: Span) -> None:
-        """A batch of this step was generated in the background."""
         if self.timeline.enabled:
             self._trace.add(self.step + 1, [span])
 
     def record_rewards(
         self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
     ) -> None:
-        """Record a scored batch of training. Its first call began at `started`, of `time.perf_counter`; its last
-        answer came `seconds` later. `waits`: first and last time of each wait of the trainer's thread for it. `spans`:
-        the stages of its completions."""
         if self.timeline.enabled:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
             self._batches.append((seconds, [wait for wait in cut if wait[0] < wait[1]]))
             self._trace.add(self.step + 1, spans)  # they may have begun in earlier steps
 
     def step_ends(self) -> None:
-        self.timeline.step_ends()
+        super().step_ends()
         self.step += 1
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
-        """The figures of the steps since the last call, over all ranks; a collective. They are the same on every rank,
-        except those of `names.MACHINE`, which are its own. Empty while nothing is measured."""
         if not self.timeline.enabled:
             return {}
         steps = self.timeline.drain_steps()
@@ -197,7 +190,6 @@ class Instruments:
         return figures
 
     def close(self) -> None:
-        """End all open phases and write the main rank's last spans; no collective. May be called twice."""
         self._running = False
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -249,31 +241,6 @@ class Instruments:
             perf.SAMPLES: samples,
             **dict(zip(MEMORY, memory_gib(self._device), strict=True)),
         }
-
-
-@dataclass(eq=False)
-class StepMarks(TrainerCallback):
-    """Marks the start of a run, the end of each step, and the end of the run. `prepare` is called before the first
-    mark, `begin` after it, and `end` before the last one."""
-
-    instruments: Instruments
-    prepare: Callable[[], None]
-    begin: Callable[[], None]
-    end: Callable[[], None]
-
-    def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
-        self.prepare()
-        self.instruments.timeline.end(StartUp.PREPARE)
-        self.instruments.run_begins(state.global_step, state.max_steps)
-        self.begin()
-
-    def on_step_end(self, *_: object, **__: object) -> None:
-        self.instruments.timeline.end(Phase.OPTIMIZER)
-        self.instruments.step_ends()
-
-    def on_train_end(self, *_: object, **__: object) -> None:
-        self.end()
-        self.instruments.timeline.stops()
 
 
 SHOWN_S = 0.05  # shorter phases are not in the line. The file has all.

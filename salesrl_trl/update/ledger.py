@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from salesrl_trl.kl.controller import KLControl
-from salesrl_trl.launch.evaluation.held_out import EvaluatedCompletion
 from salesrl_trl.names import (
     ALL_KL,
     BOUNDED,
@@ -24,6 +23,7 @@ from salesrl_trl.names import (
 )
 from salesrl_trl.reward.figures import VALUE, JudgeBias, RewardFigures
 from salesrl_trl.telemetry.aggregates import StepAggregates
+from salesrl_trl.types import EvaluatedCompletion
 
 MODES = ("train", "eval")
 

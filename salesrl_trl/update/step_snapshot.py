@@ -26,7 +26,7 @@ class StepSnapshot:
         self._owners = (state, optimizer, scheduler, kl)
         self._position = position
         self._kl = None if kl is None else copy.deepcopy(kl.control.state_dict())
-        self._counts = {name: getattr(state, name) for name in ("global_step", "epoch", "num_input_tokens_seen")}
+        self._counts = (state.global_step, state.epoch, state.num_input_tokens_seen)
         self._lines = len(state.log_history)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._scheduler = copy.deepcopy(scheduler.state_dict())
@@ -36,8 +36,7 @@ class StepSnapshot:
     def restore(self) -> tuple[int, list[Any] | None]:
         """Set all of it back. Returns the position, which the trainer sets back itself."""
         state, optimizer, scheduler, kl = self._owners
-        for name, value in self._counts.items():
-            setattr(state, name, value)
+        state.global_step, state.epoch, state.num_input_tokens_seen = self._counts
         del state.log_history[self._lines :]
         scheduler.load_state_dict(self._scheduler)
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):

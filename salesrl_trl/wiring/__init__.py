@@ -1,7 +1,8 @@
-"""The trainer's parts, and how they get what they use of TRL's trainer. Refuses to override anything: `trainer` does.
+"""The trainer's components and parts, and how they get what they use of TRL's trainer. Refuses to override anything:
+`trainer` does.
 
-- `components`: builds the parts, says which part gets which, and describes what they use of TRL (`Hooks`).
-- `trl_access`: the trainer below the overrides, which makes `Hooks`.
-- `banner_lines`, `recorder`: what a run says of itself at its start, and its record.
+- `components`: builds the components and says which one gets which.
+- `hooks`, `trl_access`: what they use of TRL, and the trainer below the overrides, which makes it.
+- `part`: the interface of a part, and which settings ask for which. It loads layers by name.
 - `policy`, `overrides`: the policy while TRL builds its trainer, and overrides that some objects do without.
 """

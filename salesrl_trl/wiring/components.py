@@ -7,22 +7,17 @@ fails. Holds no trainer. The trainer builds `Components` before TRL's own, and c
 import contextlib
 import copy
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
-from salesrl_trl.agents.episodes import Episode, Playing
-from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tools import ToolCalls
-from salesrl_trl.checkpoint.identity import identity_of_run
-from salesrl_trl.checkpoint.keeper import Keeper, agreed, why_not_kept
+from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
     check_episodes,
@@ -37,8 +32,6 @@ from salesrl_trl.config.rollouts import (
 )
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
-from salesrl_trl.data.processor import leave_out_no_pictures
-from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
     Sampled,
@@ -51,24 +44,21 @@ from salesrl_trl.generation.sampler import (
 )
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import Phase, StartUp
-from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
+from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
 from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
-from salesrl_trl.telemetry.instruments import DEFAULT_TRACED_STEPS, Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
-from salesrl_trl.telemetry.step_lines import EpochLine, StepLine
+from salesrl_trl.telemetry.run_events import RunEvents, StepMarks
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import raise_adapters, spare_casts
-from salesrl_trl.wiring.banner_lines import log_banner
 from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.wiring.part import Part, PartContext, built_in
+from salesrl_trl.wiring.part import Part, PartContext, built_in, layer
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -79,7 +69,7 @@ class Components:
     `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
     def __init__(
-        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: Instruments | None, kl_law: KLLaw | None,
+        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: RunEvents | None, kl_law: KLLaw | None,
         train_dataset: object, gets_adapter: bool, parts: Sequence[Part] = (),
     ) -> None:  # fmt: skip
         show_lines()
@@ -93,16 +83,12 @@ class Components:
         self._rows: Any = train_dataset
         self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
-        self.instruments = instruments or Instruments(
-            InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), args.device, Path(args.output_dir)
+        self.instruments: RunEvents = instruments or layer("telemetry.instruments").Instruments.by_default(
+            args.device, Path(args.output_dir)
         )
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
-        self.episode = reward if isinstance(reward, Episode) else None
-        self.endpoint: PolicyEndpoint | None = None  # while there are episodes
         self.converses = False  # whether completions that may call tools go through their turns one by one
-        self.tool_calls: ToolCalls | None = None  # of the last conversations that began
-        self._all_calls: WeakSet[ToolCalls | Playing] = WeakSet()
         self.calls_tools = False
         """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
@@ -110,7 +96,6 @@ class Components:
         targets, law = args.kl_targets(), args.kl_control_law(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
-        self._banded = [branch for branch, target in targets.items() if target.has_band]
         self.figures_of_rewards = RewardFigures(args.branches, reward.names)
         lines = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}
         further = [line for line, setting in lines.items() if setting]
@@ -125,15 +110,16 @@ class Components:
         self.keeper = Keeper(
             args,
             self.kl,
-            lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
+            lambda rows: self.policy.identity(rows, self.branches),
             is_skipping=lambda: self.run_control.is_skipping,
-            in_flight=lambda *counts: self.pipeline.in_flight(*counts),
+            in_flight=lambda *counts: self.pipeline.buffer.in_flight(*counts),
             parts=self.parts,
         )
 
     def connect(
-        self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None
-    ) -> list[TrainerCallback]:
+        self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None,
+        policy: BufferPolicy | None = None,
+    ) -> list[TrainerCallback]:  # fmt: skip
         """Build what uses TRL's own methods. Returns a run's callbacks, in order. `sampler` makes another engine."""
         self._trl, args = trl, self._args
         # 1. settings and rewards that do not go with what TRL was given are refused
@@ -152,30 +138,35 @@ class Components:
             can_undo=not trl.is_deepspeed,
         )
         self.reference = Reference(trl.model, trl.ref_model)
-        if self.reference.has_adapter and not trl.is_deepspeed:
-            raise_adapters(trl.model, args.bf16 or args.fp16)
-            spare_casts(trl.model, trl.accelerator.device.type)
-        for model in (trl.model, trl.ref_model):
-            if model is not None:  # a compiled one has no truth value
-                leave_out_no_pictures(model)
+        if not trl.is_deepspeed:
+            self.reference.raise_adapter(trl.model, args, trl.accelerator.device)
         for warning in (*args.machine_notes, *sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
-        talks, is_answered = trl.tools is not None or self.episode is not None, all(trl.reward_answered)
-        by_groups = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
+        talks, is_answered = trl.tools is not None or self.reward.is_played, all(trl.reward_answered)
+        asked = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
         if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
-            by_groups["refill_groups"] = None if is_answered and not inside_trl else at_once
-        for name, whole_batch in by_groups.items():
-            if (turn := why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)) is None:
-                setattr(self.pipeline, name, getattr(args, name))
+            asked["refill_groups"] = None if is_answered and not inside_trl else at_once
+        if policy is not None:
+            check(
+                policy.max_age >= args.most_lookahead,
+                f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
+                f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
+            )
+        in_force: dict[str, Any] = {}
+        for name, whole_batch in (asked if policy is None else {"buffer_policy": at_once}).items():
+            reason = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)
+            if reason is None:
+                in_force[name] = getattr(args, name, policy)
             else:
-                logger.info(f"`{name}` has no effect here, because {turn}")
+                logger.info(f"`{name}` has no effect here, because {reason}")
+        self.pipeline.buffer.policy = in_force.pop("buffer_policy", None) or policy_of(args.most_lookahead, **in_force)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
-        if self.pipeline.goes_by_groups:
+        if self.pipeline.buffer.chooses:
             reason = "groups go by themselves, and a step begins when all of its own are scored"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
@@ -185,20 +176,25 @@ class Components:
         self.passes = passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
-            for name, phase in (("sync_weights", Phase.WEIGHT_PUSH), ("settle", Phase.GENERATION)):
-                setattr(trl.engine, name, phased(self.timeline, phase, getattr(trl.engine, name)))
+            engine: Any = trl.engine
+            engine.sync_weights = phased(self.timeline, Phase.WEIGHT_PUSH, engine.sync_weights)
+            engine.settle = phased(self.timeline, Phase.GENERATION, engine.settle)
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. the parts
         self._connect_parts(trl, quick_eval)
-        return self._callbacks()
+        return [
+            self.stopping,
+            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
+            *self.parts,
+        ]
 
     def _connect_parts(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> None:
         run = PartContext(
             args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
             figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
             scoring=self.scoring, instruments=self.instruments, run_control=self.run_control, kl=self.kl,
-            least_lookahead=int(self._is_served or self._partial > 0),
+            least_lookahead=int(self._is_served or self._partial > 0), partial_rollouts=self._partial,
             recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
         )  # fmt: skip
         self.parts += [*built_in(run), *self._own_parts]
@@ -211,47 +207,17 @@ class Components:
         for part in self.parts:
             part.connect(run)
 
-    def begin_calls(self, names: Iterable[str]) -> ToolCalls:
-        """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
-        methods change its state."""
-        reward, has_state = self.reward, self._trl.tools == "an environment"
-        recorded = reward.recorded_call if isinstance(reward, ReplayReward) and not has_state else None
-        calls = self.tool_calls = ToolCalls(names, recorded)
-        self._all_calls.add(calls)
-        calls.stopped = self.reward_loop.stopped
-        return calls
-
-    def begin_episodes(self) -> Playing:
-        playing = Playing(self.reward_loop.stopped)
-        self._all_calls.add(playing)
-        return playing
-
     def _cut_off(self, reason: str) -> None:
         self.reward_loop.cut_off(reason)
-        for calls in list(self._all_calls):
-            calls.cut_off(reason)
-
-    def _try_tools(self) -> None:
-        """Call tools once before training, on the main process. Raises `ConfigError` for one that fails."""
-        if not self._trl.accelerator.is_main_process or isinstance(self.reward, ReplayReward):
-            return
-        for name, ended in self._trl.try_tools().items():
-            if isinstance(ended, ServiceError):
-                raise ConfigError(
-                    f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "
-                    "left out. Expected an answer. Mend the service or the example, and launch again."
-                )
-            if math.isnan(ended):
-                logger.info(f"off: a call of the tool `{name}` before training, because its `@tool` has no `example`")
-            else:
-                logger.info(f"[WarmUp] tool_{name}: {ended:.2f} s")
+        for part in self.parts:
+            part.cancel(reason)
 
     def _who_generates(self) -> str:
         """What a generation that lasts is busy with, for the heartbeat."""
-        if self.calls_tools or (self.tool_calls is not None and self.tool_calls.under_way):
+        if self.calls_tools:
             return "the tools that completions call are running"
-        if self.episode is not None:
-            return f"episodes of {self.episode.__name__} are under way"
+        if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
+            return words
         if self._args.use_vllm:
             return f"vLLM generates{' on its server' * (self._args.vllm_mode == 'server')}"
         return (
@@ -261,11 +227,11 @@ class Components:
     def _why_inside_trl(self, trl: Hooks, has_own_engine: bool) -> str | None:
         """Why generation begins inside TRL's scoring. `None` where it does not, as without tools."""
         args = self._args
-        if trl.tools is None and self.episode is None:
+        if trl.tools is None and not self.reward.is_played:
             return None
         splits = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
         reason = why_not_conversing(pictures=trl.reads_pictures, splits=splits, has_own_engine=has_own_engine)
-        if self.episode is not None:
+        if self.reward.is_played:
             check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
         self.converses = reason is None and bool(trl.tool_names)  # an environment may have none
@@ -286,23 +252,23 @@ class Components:
         self.sampler = self._sampler(trl, build, is_served)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
-        self.pipeline = Pipeline(
+        launcher = Launcher(
             sampler=self.sampler,
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            window=args.window,
-            lookahead=args.rollout_lookahead,
-            most_lookahead=args.most_lookahead,
-            seed=args.seed,
-            behaviour_logps=lambda sampled: trl.logps_of(self._padded(sampled)),
+            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
             record_span=self.instruments.record_generation,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,
-            play=None if self.episode is None else trl.play,
+            play=trl.play if self.reward.is_played else None,
             go_on=trl.go_on,
         )
+        self.pipeline = Pipeline(
+            launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
+            seed=args.seed,
+        )  # fmt: skip
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -318,7 +284,7 @@ class Components:
         )  # fmt: skip
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
-        args, talks = self._args, self.converses or self.episode is not None
+        args, talks = self._args, self.converses or self.reward.is_played
         whole: str | None = "`sampler` is an engine of its own"
         if build is None:
             whole = why_not_streamed(
@@ -332,7 +298,7 @@ class Components:
                 trl.engine.partial = PartialEngine(trl.engine.llm, args.most_unfinished)
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
-        if self.episode is not None:
+        if self.reward.is_played:
             return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
         if self.converses:
             return WholeBatch(trl.generate, trl.engine, trl.converse)
@@ -349,23 +315,6 @@ class Components:
             )
         )  # fmt: skip
 
-    def _callbacks(self) -> list[TrainerCallback]:
-        args, names = self._args, self.reward.names
-        failures = functools.partial(self.ledger.failures, "train")
-        return [
-            self.stopping,
-            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
-            StepLine(
-                args.branches,
-                names.providers,
-                failures,
-                batches=functools.partial(self.ledger.batches, "train"),
-                are_actions=names.has_actions,
-            ),
-            EpochLine(args.branches, failures, self._trl.log),
-            *self.parts,
-        ]
-
     def _begin(self) -> None:
         trl, (micro_step, has_batch) = self._trl, self._trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
@@ -374,16 +323,12 @@ class Components:
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.keeper.restore_parts()
 
-    def _padded(self, sampled: Sampled) -> dict[str, Any]:
-        trl = self._trl
-        return sampled.padded(trl.tokenizer.pad_token_id, self._args.pad_to_multiple_of, trl.accelerator.device)
-
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
         collective."""
         sampled = self.sampler.start(prompts, lambda *_, **__: None, ahead=False).result()
         with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self.policy.weight_check.check(self._padded(sampled), self._trl.logps_of)
+            self.policy.weight_check.check(padded(sampled, self._trl, self._args), self._trl.logps_of)
         return sampled
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
@@ -398,10 +343,6 @@ class Components:
     def step_is_over(self) -> None:
         for part in self.parts:
             part.after_step(self._trl.step())
-
-    def table_is_written(self, mode: str) -> None:
-        for part in self.parts:
-            part.on_table(mode, self._trl.step())
 
     def figures(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
@@ -436,16 +377,6 @@ class Components:
                 part.end_run()
             raise
 
-    def introduce(self, resumed: str | None) -> None:
-        """Say what the run consists of, unless a recipe has, and begin its record; a collective."""
-        # an account of the spending may be damaged
-        staleness, refill = self.pipeline.max_staleness, self.pipeline.refill_groups
-        agreed(lambda: log_banner(self._args, self.reward, self._trl.tool_names, staleness, refill, self._partial))
-        if self._trl.tools == "tools" and resumed is None:
-            agreed(self._try_tools)
-        for part in self.parts:
-            part.begin(resumed, self.keeper.run)
-
     def forget_run(self) -> None:
         """Forget an earlier run. It may have ended anywhere, also by an interruption."""
         self.pipeline.forget()
@@ -464,8 +395,10 @@ class Components:
     def close(self) -> None:
         self.pipeline.forget()
         self.reward_loop.close()
-        if self.endpoint is not None:
-            self.endpoint.close()
         self.instruments.close()
         for part in self.parts:
             part.close()
+
+
+def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, Any]:
+    return sampled.padded(trl.tokenizer.pad_token_id, args.pad_to_multiple_of, trl.accelerator.device)

@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.generation.sampler import Ask, Converse, Finished, Generate, Handle
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
-from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
@@ -29,6 +29,7 @@ class Hooks:
     last_step: Callable[[], int]
     accelerator: Accelerator
     is_deepspeed: bool
+    updates: bool  # whether steps change the policy
     engine: SalesVLLMGeneration | GenerationConfig
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
@@ -37,7 +38,9 @@ class Hooks:
     tool_names: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: Sequence[int]
+    chat_template: str | None
     reward_weights: Sequence[float]
+    reward_names: Sequence[str]  # under which TRL logs the functions of these weights
     reward_answered: Sequence[bool]
     group: Callable[[], int]  # completions of a prompt at the moment: in training, or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]]

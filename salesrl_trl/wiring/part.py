@@ -5,29 +5,31 @@ them. A part of your own goes into `SalesGRPOTrainer(parts=[...])`.
 """
 
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.quick_evaluations import Figure, QuickEvalSettings
 from salesrl_trl.data.branches import Branches
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler
 from salesrl_trl.kl.branched import BranchedKL
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch, RolloutScoring
-from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.wiring.hooks import Hooks
 
-if TYPE_CHECKING:
-    from salesrl_trl.launch.evaluation.quick_figures import Figure
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +45,11 @@ class PartContext:
     sampler: Sampler
     pipeline: Pipeline
     scoring: RolloutScoring
-    instruments: Instruments
+    instruments: RunEvents
     run_control: RunControl
     kl: BranchedKL | None
     least_lookahead: int  # at 0 a server and the trainer would wait for each other
+    partial_rollouts: float  # the setting, 0 where it has no effect
     recorded_weights: Mapping[str, float]  # of several reward functions
     quick_eval: QuickEvalSettings | None
     parts: "Sequence[Part]"  # all of them, in their order
@@ -65,11 +68,15 @@ class Part(TrainerCallback):
     """Names of the figures that `on_batch` returns. Each log line of training has them, NaN where there were none."""
     held_out_figures: Mapping[str, str] = MappingProxyType({})
     """Further figures of the `[HeldOut@]` line: by their name there, the tag in the log of an evaluation."""
-    quick_figures: "Sequence[Figure]" = ()
+    quick_figures: Sequence[Figure] = ()
     """Further figures of quick evaluations."""
 
     def connect(self, run: PartContext) -> None:
         """The trainer is built, and the parts before this one are connected."""
+
+    def known_run(self) -> str | None:
+        """The id of the run whose files this part finds in the output folder, if it keeps any."""
+        return None
 
     def begin(self, resumed: str | None, run_id: str) -> None:
         """`train` begins, from the checkpoint `resumed` if there is one. `run_id`: of the run, over its resumes."""
@@ -97,6 +104,21 @@ class Part(TrainerCallback):
     def on_table(self, mode: str, step: int) -> None:
         """TRL has written its table of completions. Called on the main process alone."""
 
+    def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, Any]) -> None:
+        """The policy lies in a folder without a model card of anybody else's. `given`: what a user asked for by
+        `create_model_card`. Called on the main process alone."""
+
+    def card_values(self) -> Mapping[str, Any]:
+        """What the model card shows of this part, by the names that `parts/model_card.jinja` has."""
+        return {}
+
+    def busy_with(self) -> str | None:
+        """What a generation that lasts is waiting for, in the words of a heartbeat; `None` if it is not for this."""
+        return None
+
+    def cancel(self, reason: str) -> None:
+        """End what is under way and all that begins later, which is missing for this reason. From any thread."""
+
     def end_run(self) -> None:
         """A run is over, also by a failure, or another one begins: close its files. No collective."""
 
@@ -104,29 +126,68 @@ class Part(TrainerCallback):
         """The trainer is finished. No collective."""
 
 
+class _BuiltIn(NamedTuple):
+    place: str
+    is_on: bool
+    asked_by: str = ""  # what asks for it; without, a run does without it where its layer is not there
+
+
 def built_in(run: PartContext) -> list[Part]:
-    """The parts that the settings ask for. Nothing is imported for the others."""
-    args, names = run.args, run.reward_loop.reward.names
-    wanted = {
-        "judged.spending:Spending": run.reward_loop.reward.budget is not None,
-        "parts.flops:FlopsCount": True,
-        "parts.lookahead:LookaheadPart": bool(args.max_rollout_lookahead),
-        "judged.meter_part:JudgeMeter": names.meter is not None,
-        "record.recorder:RecorderPart": bool(args.record),
-        "launch.evaluation.bbq_part:BBQPart": any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset)),
-        "launch.evaluation.held_out_part:HeldOutPart": True,
-        "launch.evaluation.quick_part:QuickEvalPart": run.quick_eval is not None and bool(run.quick_eval.steps),
-        "parts.trackers:TrackersPart": True,
-        "parts.weight_change:WeightChangePart": True,
-        "record.closing_report:ClosingReport": "tensorboard" in args.report_to,  # behind all that logs figures
-    }
-    parts = []
-    for place, is_on in wanted.items():
-        if is_on:
-            module, _, kind = place.partition(":")
-            parts.append(getattr(importlib.import_module(f"salesrl_trl.{module}"), kind)())
+    """The parts that the settings ask for, in the order of their collectives. Nothing is imported for the others."""
+    args, reward = run.args, run.reward_loop.reward
+    has_bbq = any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset))
+    has_quick = run.quick_eval is not None and bool(run.quick_eval.steps)
+    wanted = (
+        _BuiltIn("parts.run_banner:Banner", True),
+        _BuiltIn("parts.step_lines:StepLine", True),
+        _BuiltIn("parts.step_lines:EpochLine", True),
+        _BuiltIn("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
+        _BuiltIn("judged.spending:Spending", reward.budget is not None, "a budget"),
+        _BuiltIn("parts.flops:FlopsCount", True),
+        _BuiltIn("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead)),
+        _BuiltIn("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
+        _BuiltIn("record.recorder:RecorderPart", bool(args.record), "`record`"),
+        _BuiltIn("launch.evaluation.bbq_part:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
+        _BuiltIn("launch.evaluation.held_out_part:HeldOutPart", True),
+        _BuiltIn("launch.evaluation.quick_part:QuickEvalPart", has_quick, "`quick_eval`"),
+        _BuiltIn("parts.trackers:TrackersPart", True),
+        _BuiltIn("parts.weight_change:WeightChange", run.trl.updates),
+        _BuiltIn("parts.model_card:ModelCard", True),
+        # behind all that logs figures
+        _BuiltIn("record.closing_report:ClosingReport", "tensorboard" in args.report_to),
+    )
+    parts: list[Part] = []
+    for place, _, asked_by in (part for part in wanted if part.is_on):
+        module, _, kind = place.partition(":")
+        try:
+            parts.append(getattr(layer(module, asked_by), kind)())
+        except ConfigError as error:
+            if asked_by:
+                raise
+            logger.info(f"off: {kind}, because {error}")
     return parts
 
+
+def layer(module: str, asked_by: str = "") -> Any:
+    """A module of a layer, or one that a run may do without. Raises `ConfigError` where its layer, or a package of
+    its, is not installed."""
+    try:
+        return importlib.import_module(f"salesrl_trl.{module}")
+    except ModuleNotFoundError as error:
+        raise lacking(module.partition(".")[0], asked_by, str(error.name)) from error
+
+
+def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
+    """The error of a setting that asks for a layer, of which a package is not installed."""
+    extra = f"[{layer}]" if layer in EXTRAS else ""
+    return ConfigError(
+        f"{asked_by or 'it'} needs the layer `salesrl_trl.{layer}`, and `{package}` is not installed. Expected all "
+        f"of it: pip install 'salesrl_trl{extra}'."
+    )
+
+
+EXTRAS = ("agents", "demo")
+"""Layers with packages that the core does not bring."""
 
 BBQ_COLUMN = "stereotyped_groups"
 """Of rows of BBQ alone: an evaluation of them has BBQ's scores."""

@@ -9,14 +9,15 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
-from salesrl_trl.checkpoint.identity import shape_of, weights_of
+from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.engine import Start, compiled_engine, engine_options, engine_start
 from salesrl_trl.config.rollouts import sampling_hints
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation import compiled
 from salesrl_trl.generation.vllm import vllm_engine_options
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.update.weights import WeightCheck
+from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
 
 
 class Policy:
@@ -62,6 +63,10 @@ class Policy:
         if args.compiled is not None and is_compiled:
             compiled.keep_engine(args.compiled, compiled_engine(args, self.model.name_or_path))
 
+    def identity(self, rows: object, branches: Branches) -> Identity:
+        """That of a run of this policy on these rows."""
+        return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
+
     def _look(self, model: PreTrainedModel) -> None:
         args, self.model = self._args, model
         self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args))
@@ -79,9 +84,33 @@ class Reference:
         tuners = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
         self._tuner: Any = next(tuners, None)  # peft publishes no types
         self.has_adapter = self._tuner is not None  # whether an adapter is trained
+        for one_model in (model, ref_model):
+            if one_model is not None:  # a compiled one has no truth value
+                leave_out_no_pictures(one_model)
+
+    def raise_adapter(self, model: torch.nn.Module, args: SalesGRPOConfig, device: torch.device) -> None:
+        """Make the policy's adapter float32, without casts that autocast takes back."""
+        if self.has_adapter:
+            raise_adapters(model, args.bf16 or args.fp16)
+            spare_casts(model, device.type)
 
     def is_active(self, model: torch.nn.Module) -> bool:
         """Whether `model` stands for the reference policy now."""
         if self._tuner is None:
             return model is self._ref_model
         return bool(self._tuner.disable_adapters or "ref" in self._tuner.active_adapters)
+
+
+def leave_out_no_pictures(model: torch.nn.Module) -> None:
+    """Leave out the model's vision tower for a batch without pictures. If other batches of the same rollout have
+    pictures, TRL gives the tower an empty tensor, and it fails."""
+
+    def leave_out(
+        _: object, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        pixels = kwargs.get("pixel_values")
+        if pixels is None or pixels.numel():
+            return None
+        return args, {name: value for name, value in kwargs.items() if name not in ("pixel_values", "image_grid_thw")}
+
+    model.register_forward_pre_hook(leave_out, with_kwargs=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.logging import get_logger
@@ -20,12 +20,9 @@ from trl.chat_template_utils import parse_response
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import start_event_loop_in_daemon
 
-from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, Sequenced
-from salesrl_trl.agents.episodes import PLAYED, kept
-from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, drain_traffic, tried
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import DataError
+from salesrl_trl.data.datasets_of_users import with_ids
+from salesrl_trl.errors import DataError, ServiceError
 from salesrl_trl.generation.conversations import Ask, AskedTurns, Conversations, GivenUp, Turn
 from salesrl_trl.generation.partial import PartialRequests
 from salesrl_trl.generation.requests import Requests, given_up_if_interrupted
@@ -40,10 +37,9 @@ from salesrl_trl.generation.sampler import (
 )
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.launch.data.sources import with_ids
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure, tool_figure, traffic_of
 from salesrl_trl.reward.reward_loop import RewardColumn
-from salesrl_trl.rollout.pipeline import Rollout
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.telemetry.timeline import Timeline
@@ -51,6 +47,7 @@ from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.hooks import Hooks
+from salesrl_trl.wiring.part import layer
 
 T = TypeVar("T")
 
@@ -63,18 +60,18 @@ class Talked:
 
     first: Turn
     loop: tuple[Any, ...]  # what TRL's `_tool_call_loop` returns for it: lists of one entry, and counts
-    notes: ConversationNotes
+    notes: Any  # `ConversationNotes`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
     """An episode that has ended."""
 
-    ends: Sequence[Sequenced]  # its sequences. The first trains.
+    ends: Sequence[Any]  # `Sequenced`: its sequences. The first trains.
     completion: list[Any]  # the messages of that one, behind its first prompt
     reward: dict[str, Any]  # as a row keeps it
     calls: int
-    notes: ConversationNotes
+    notes: Any  # `ConversationNotes`
 
 
 class TRLAccess(GRPOTrainer):
@@ -82,12 +79,13 @@ class TRLAccess(GRPOTrainer):
 
     args: SalesGRPOConfig
     components: Components
+    updates: bool
     _timeline: Timeline
     _tokens: TokenSource | None = None  # generates in place of TRL's engines
     _talked: "Sequence[Talked] | None" = None  # what conversations became, while TRL asks for their tool calls
     _names_rows = False
     _last_loaded_step: int
-    _chat_form: ChatForm | None = None  # of episodes
+    _chat_form: Any = None  # of episodes
     _has_told_rewritten = False
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
     _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
@@ -102,13 +100,16 @@ class TRLAccess(GRPOTrainer):
             last_step=lambda: self.state.max_steps,
             accelerator=self.accelerator,
             is_deepspeed=self.is_deepspeed_enabled,
+            updates=self.updates,
             engine=self.vllm_generation if self.use_vllm else self.generation_config,
             has_rollout_func=self.rollout_func is not None,
             tool_names=[each.__name__ for each in self.tools],
             tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
             tokenizer=self._tokenizer,
             eos_token_ids=self.eos_token_ids,
+            chat_template=self.chat_template,
             reward_weights=self.reward_weights.tolist(),
+            reward_names=self.reward_func_names,
             reward_answered=[isinstance(function, RewardColumn) for function in self.reward_funcs],
             group=lambda: self.num_generations if self.model.training else self.num_generations_eval,
             reward_arguments=lambda: {"trainer_state": self.state},
@@ -118,7 +119,9 @@ class TRLAccess(GRPOTrainer):
             generate=self._sample,
             ask=self._ask_vllm,
             converse=self._converse,
-            try_tools=lambda: run_coroutine_threadsafe(tried(self._standalone_tools), self._tools_loop).result(),
+            try_tools=lambda: run_coroutine_threadsafe(
+                self._agents.tried(self._standalone_tools), self._tools_loop
+            ).result(),
             play=self._play,
             go_on=self._go_on,
             reads_pictures=self._is_vlm,
@@ -198,7 +201,7 @@ class TRLAccess(GRPOTrainer):
         prompts = list(prompts)
         copies: list[Any] = copy.deepcopy(prompts)
         ids, images, fields = self._tokenize_prompts(copies)
-        calls = self.components.begin_calls(each.__name__ for each in self.tools)
+        calls = self._agents.of(self.components.parts).begin_calls(each.__name__ for each in self.tools)
         trainer = self._one_conversation
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
@@ -213,6 +216,11 @@ class TRLAccess(GRPOTrainer):
         return self._begin(batch, ids, images, fields, ahead, sample)
 
     @functools.cached_property
+    def _agents(self) -> Any:
+        """The layer of tools and episodes, loaded where one is given."""
+        return layer("agents.agents_part", "`tools` or `@per_episode`")
+
+    @functools.cached_property
     def _one_conversation(self) -> "_OneConversation":
         return _OneConversation(self)
 
@@ -223,6 +231,12 @@ class TRLAccess(GRPOTrainer):
             _, loop, ready = start_event_loop_in_daemon(name="tools")
             ready.wait()
         return loop
+
+    def _try_tools(self) -> Mapping[str, float | ServiceError]:
+        ended: dict[str, float | ServiceError] = run_coroutine_threadsafe(
+            self._agents.tried(self._standalone_tools), self._tools_loop
+        ).result()
+        return ended
 
     def _turns(self) -> AskedTurns:
         return self.vllm_generation.turns if self.use_vllm else AskedTurns()
@@ -275,7 +289,7 @@ class TRLAccess(GRPOTrainer):
                 self.vllm_generation.go_on(batch)
             return sample(batch.results())
 
-    def _sample_talks(self, prompts: Sequence[object], calls: ToolCalls, talked: Sequence["Talked"]) -> Sampled:
+    def _sample_talks(self, prompts: Sequence[object], calls: Any, talked: Sequence["Talked"]) -> Sampled:
         """TRL's `_generate` around conversations that have ended, and the figures of their tools over all ranks."""
 
         def first_turns(ids: list[list[int]], group: int) -> Tokens:
@@ -285,7 +299,7 @@ class TRLAccess(GRPOTrainer):
 
         with patched(self, "_talked", talked):
             sampled = self._sample(prompts, first_turns)
-        traffic = run_coroutine_threadsafe(drain_traffic(self.tools), self._tools_loop).result()
+        traffic = run_coroutine_threadsafe(self._agents.drain_traffic(self.tools), self._tools_loop).result()
         mine = {tool_figure(name, each): count for name, of in calls.counts.items() for each, count in of.items()}
         mine |= {traffic_of(name, each): count for name, of in traffic.items() for each, count in of.items()}
         figures = self._over_ranks(mine)
@@ -307,15 +321,12 @@ class TRLAccess(GRPOTrainer):
     def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
         """Begin an episode with each row: the user's function asks for all its turns, by the endpoint."""
         components, prompts = self.components, [row["prompt"] for row in rows]
-        episode, endpoint = components.episode, components.endpoint
-        assert episode is not None
-        if endpoint is None:
-            endpoint = components.endpoint = PolicyEndpoint()
+        agents, episode = self._agents.of(components.parts), cast("Any", components.reward)
         ids, images, fields = self._tokenize_prompts(copy.deepcopy(prompts))
         if self._chat_form is None:  # the template and the limits of TRL's own loop over tools
             in_process = self.use_vllm and self.vllm_mode == "colocate"
             engine = self.vllm_generation.llm.llm_engine.model_config if in_process else None
-            form = ChatForm.of(
+            form = self._agents.ChatForm.of(
                 copy.deepcopy(self._tokenizer), self.chat_template, kwargs=self.chat_template_kwargs,
                 ends=frozenset(self.eos_token_ids), most_completion=self.max_completion_length,
                 most_tokens=engine.max_model_len if engine else self.model.config.max_position_embeddings,
@@ -323,10 +334,10 @@ class TRLAccess(GRPOTrainer):
             self._chat_form = replace(form, tokenizer=_Locked(form.tokenizer))
         form = self._chat_form
 
-        playing = components.begin_episodes()
+        playing = agents.begin_episodes()
 
         def talk(place: int, first: Turn, ask: Ask) -> Played:
-            notes = ConversationNotes(track=f"episode {place}")
+            notes = self._agents.ConversationNotes(track=f"episode {place}")
 
             def turn(prefix: list[int]) -> Turn:
                 began = time.perf_counter()
@@ -334,10 +345,10 @@ class TRLAccess(GRPOTrainer):
                 notes.end_turn(began)
                 return own
 
-            calls = AgentCalls(form, turn)
-            with endpoint.open(calls) as key:
+            calls = self._agents.AgentCalls(form, turn)
+            with agents.endpoint.open(calls) as key:
                 row = copy.deepcopy(rows[place])
-                future = components.reward_loop.call(episode.play, endpoint.address, key, row)
+                future = components.reward_loop.call(episode.play, agents.endpoint.address, key, row)
                 reward = playing.reward(episode, future, lambda: calls.idle_s)
             if calls.is_full:
                 reward = episode.named_full(reward)
@@ -347,15 +358,15 @@ class TRLAccess(GRPOTrainer):
                 completion = ends[0].messages[ends[0].prompt_messages :]
             else:  # a row has a token at least: one that does not train
                 completion = [{"role": "assistant", "content": ""}]
-                none = Sequenced(
+                none = self._agents.Sequenced(
                     messages=completion, tools=None, before=None, prompt_messages=0, prompt_ids=ids[place],
                     ids=[self._tokenizer.eos_token_id], mask=[0], logprobs=[0.0] if self.use_vllm else None,
                 )  # fmt: skip
                 ends = [none]
                 if reward.value is not None:
                     reward = episode.without_number("no_turn", "has not asked the policy for a turn")
-            plain = kept(reward)
-            finished(place, ends[0].ids, completion, columns={PLAYED: plain})
+            plain = self._agents.kept(reward)
+            finished(place, ends[0].ids, completion, columns={self._agents.PLAYED: plain})
             return Played(ends=ends, completion=completion, reward=plain, calls=len(calls.answered), notes=notes)
 
         batch = Conversations(
@@ -372,7 +383,7 @@ class TRLAccess(GRPOTrainer):
             "completion_ids": [each.ids for each in trained],
             "logprobs": logprobs or None,
             "env_mask": [each.mask for each in trained],
-            PLAYED: [each.reward for each in played],
+            self._agents.PLAYED: [each.reward for each in played],
         }
         with patched(self, "rollout_func", lambda *_: output):
             sampled = self._sample(prompts)
@@ -467,9 +478,9 @@ class _OneConversation:
         self._tokenizer = _Locked(copy.deepcopy(trainer._tokenizer))
         self._loop = trainer._tools_loop
 
-    def talk(self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
+    def talk(self, place: int, prompt: Any, prompt_ids: list[int], first: Turn, ask: Ask, calls: Any) -> Talked:
         one, trainer = copy.copy(self._trainer), self._trainer
-        notes = ConversationNotes(
+        notes = self._trainer._agents.ConversationNotes(
             track=f"conversation {place}", record=CompletionRecord() if trainer.args.record else None
         )
         notes.end_turn(calls.began)

@@ -17,7 +17,8 @@ from support.seconds import check_seconds
 from salesrl_trl.errors import BadServiceResponse, ServiceError, ServiceOverloaded, ServiceTimeout
 from salesrl_trl.judged.rag_client import RagClient
 from salesrl_trl.service.event_loop import deadline, now
-from salesrl_trl.service.http import HttpClient, retry_after_s
+from salesrl_trl.service.http import HttpClient
+from salesrl_trl.service.statuses import retry_after_s
 from salesrl_trl.types import Action, RequestIds
 
 

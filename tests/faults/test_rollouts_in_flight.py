@@ -124,20 +124,19 @@ def trainer_of(tiny, services, tmp_path):
 
 def process_of(reward):
     """The reward's child that was started last."""
-    (child,) = reward._children._made.values()
-    return child._process
+    return reward._starting.result().process
 
 
 def pending(trainer):
     """Tasks on the loop of the rewards. A loop that is closed has none."""
-    if trainer.components.reward_loop._loops.loop.is_closed():
+    if trainer.components.reward_loop._batches.loop.is_closed():
         return []
 
     async def under_way():
         await asyncio.sleep(0.1)  # what was cancelled ends
         return [str(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    return asyncio.run_coroutine_threadsafe(under_way(), trainer.components.reward_loop._loops.loop).result(10)
+    return asyncio.run_coroutine_threadsafe(under_way(), trainer.components.reward_loop._batches.loop).result(10)
 
 
 def pending_rewards(trainer):
@@ -227,7 +226,8 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
     trainer = trainer_of(at_once, max_steps=steps, reward_process=True, max_skipped_generations=3)
 
     def in_hand():
-        return sum(len(child.scored) for child in trainer.components.reward._children._made.values())
+        child = trainer.components.reward.child
+        return 0 if child is None else len(child.scored)
 
     def kill(before):
         until = time.monotonic() + HANGS_S / 2

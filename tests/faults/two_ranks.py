@@ -20,14 +20,13 @@ from support.loopback import action, build_reward
 from support.scripted import ScriptedTrainer, build_trainer, default_rows, steps_of
 from transformers import TrainerCallback
 
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
 from salesrl_trl.launch.evaluation.quick_part import QuickEvalPart
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import REFILLED, Phase, time_of
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.scoring import missing
-from salesrl_trl.types import Answer, Outcome, Reward
+from salesrl_trl.types import Answer, Outcome, Reward, missing
 
 HANGS_S = 60.0
 LATE_S = 1.0

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from support.scripted import build_trainer, default_rows, steps_of
 
-from salesrl_trl.judged.meter import METER, SECOND, MeterSettings
+from salesrl_trl.judged.meter import SECOND
 from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS
-from salesrl_trl.reward.scorer import RewardNames, Scorer
+from salesrl_trl.reward.scorer import METER, MeterSettings, RewardNames, Scorer
 from salesrl_trl.types import Outcome, Reward
 
 BATCH, STEPS, ONSET = 8, 45, 25  # completions of each rank

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from salesrl_trl import judge_reward
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.launch.banner import banner
 from salesrl_trl.launch.data.sources import prompt_dataset
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import parse

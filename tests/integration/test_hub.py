@@ -10,8 +10,8 @@ from support.scripted import length, settings
 
 from salesrl_trl.checkpoint.whole import fault_of
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.parts.model_card import hub_name, public_command
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.wiring.model_card import hub_name, public_command
 
 CUSTOMER = "Xanthippe"
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{CUSTOMER} {place}"}]} for place in range(16)])

@@ -16,10 +16,10 @@ from support.scripted import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import RunStopped
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.launch.data.sources import build_dataset
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.names import (
     EQUAL,
     REFILLED,

@@ -19,7 +19,7 @@ from support.scripted import DIFFERENT, steps_of
 from support.seconds import check_seconds
 from transformers import TrainerCallback
 
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.names import (
     MFU_MODEL,
     MFU_STEP,

@@ -7,7 +7,7 @@ from seams.own_engine import Writer
 from support.loopback import Services
 from support.scripted import build_trainer, default_rows, loopback_reward, steps_of
 
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 PATH = "seams.own_engine.Writer"

@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from salesrl_trl.launch.evaluation.subject import Answered
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Answered, Outcome, Reward
 
 INVALID = Reward(outcome=Outcome.INVALID_ACTION, value=0.0, reason="not_json")
 

@@ -3,8 +3,8 @@
     python tests/support/house.py
     python tests/support/house.py --root PATH
 
-Owns what counts as touching the trainer: tests/unit/test_layering.py refuses with the same functions what is only
-counted here. Reads files alone: the standard library, and no import of the package.
+Owns what counts as touching the trainer, and what has a bar: tests/unit/test_layering.py and test_house.py refuse with
+the same functions what is only counted here. Reads files alone: the standard library, and no import of the package.
 """
 
 import argparse
@@ -24,6 +24,8 @@ FOUR_FILES = ("rollout/pipeline.py", "wiring/components.py", "wiring/trl_access.
 """Through these four each new capability went: the heart, which is to stay small."""
 CORE = "salesrl_trl.trainer"
 """What a user of the library imports."""
+LAYERS = ("agents", "judged", "record", "launch", "demo")
+"""Folders that the core does not import."""
 
 
 def modules(root: Path = ROOT) -> dict[str, ast.Module]:
@@ -173,6 +175,22 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return sorted(sorted(group) for group in groups)
 
 
+def layered(edges: dict[str, set[str]], layers: Iterable[str]) -> list[tuple[str, str]]:
+    """Imports of the core that lead into a layer: the importing module, and the imported one. The package's door loads
+    what a user names, and `__main__` is the command line's."""
+    inside = tuple(f"{PACKAGE}.{layer}." for layer in layers)
+    of_core = (module for module in edges if not f"{module}.".startswith(inside))
+    doors = {PACKAGE, f"{PACKAGE}.__main__"}
+    return sorted(
+        (m, other) for m in of_core if m not in doors for other in edges[m] if f"{other}.".startswith(inside)
+    )
+
+
+def of_settings(path: str) -> bool:
+    """Whether a module holds settings of a run: in `config/`, or those of the launch."""
+    return path.startswith("config/") or re.fullmatch(r"launch/\w+_config\.py", path) is not None
+
+
 def _reached(module: str, edges: dict[str, set[str]]) -> set[str]:
     reached: set[str] = set()
     waiting = list(edges[module])
@@ -209,14 +227,14 @@ def code_lines(tree: ast.Module, text: str) -> int:
 
 
 def settings(trees: dict[str, ast.Module]) -> set[str]:
-    """Names of the package's own settings of a run: fields of the classes in `config/` whose name ends in `Config`.
+    """Names of the package's own settings of a run: fields of the classes whose name ends in `Config`.
 
     A judge's provider has settings of its own inside one of them.
     """
     return {
         field.target.id
         for path, tree in trees.items()
-        if path.startswith("config/")
+        if of_settings(path)
         for node in tree.body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.name != "JudgeProviderConfig"
         for field in node.body
@@ -239,7 +257,7 @@ def defaults(trees: dict[str, ast.Module]) -> dict[str, str]:
     """The package's own settings, each with its default as it is written in the code."""
     found = {}
     for path, tree in trees.items():
-        for node in tree.body if path.startswith("config/") else ():
+        for node in tree.body if of_settings(path) else ():
             if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
                 for field in node.body:
                     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value:
@@ -271,38 +289,62 @@ def _plain(value: str) -> object:
         return value.replace('"', "").replace("'", "").replace(" ", "")
 
 
+def line_counts(root: Path = ROOT) -> dict[str, int]:
+    """Lines of the package's modules, by path."""
+    return {path: len((root / PACKAGE / path).read_text(encoding="utf-8").splitlines()) for path in modules(root)}
+
+
+def measured(root: Path = ROOT) -> dict[str, tuple[float, str]]:
+    """What has a bar, by name: a figure, and what it is of."""
+    trees, lines, edges = modules(root), line_counts(root), imports(root)
+    reached, total = closure(root), sum(lines.values())
+    widest, longest = max(edges, key=lambda module: len(edges[module])), max(lines, key=lambda path: lines[path])
+    computed = computed_names(trees)
+    anys = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees.values() for node in ast.walk(tree))
+    code = sum(code_lines(tree, (root / PACKAGE / path).read_text(encoding="utf-8")) for path, tree in trees.items())
+    large = large_classes(trees)
+    return {
+        "lines that the trainer's import reaches": (sum(n for p, n in lines.items() if _dotted(p) in reached), CORE),
+        "layers that it reaches": (len(layered({module: edges[module] for module in reached}, LAYERS)), CORE),
+        "imports from the core into a layer": (len(layered(edges, LAYERS)), ""),
+        "fan-out": (len(edges[widest]), widest),
+        "lines of the package": (total, ""),
+        "lines of code": (code, ""),
+        "modules": (len(trees), ""),
+        "lines of the largest module": (lines[longest], longest),
+        "lines of the four files": (sum(lines.get(path, 0) for path in FOUR_FILES), ", ".join(FOUR_FILES)),
+        "`patched` and `setattr`": (len(calls(trees, "patched", "setattr")), ""),
+        "`setattr` by a computed name": (len(computed), ", ".join(computed)),
+        "lambda, partial and Callable in 1,000 lines": (1000 * indirections(trees) / total, ""),
+        "Any in 1,000 lines": (1000 * anys / total, ""),
+        "circles of imports": (len(circles(edges)), ""),
+        f"classes with more than {MOST_METHODS} methods": (len(large), ", ".join(large)),
+    }
+
+
+def computed_names(trees: dict[str, ast.Module]) -> list[str]:
+    """Modules that set an attribute whose name is computed, once for each place."""
+    return [
+        path
+        for path, tree in trees.items()
+        for call in calls({path: tree}, "setattr")
+        if len(call.args) > 1 and not isinstance(call.args[1], ast.Constant)
+    ]
+
+
 def figures(root: Path) -> Iterator[tuple[str, str]]:
     """The figures, each with its name."""
     trees = modules(root)
-    texts = {path: (root / PACKAGE / path).read_text(encoding="utf-8") for path in trees}
-    lines = {path: len(text.splitlines()) for path, text in texts.items()}
-    total = sum(lines.values())
-    code = sum(code_lines(tree, texts[path]) for path, tree in trees.items())
-    reached = closure(root)
-    yield f"lines that `import {CORE}` reaches", f"{sum(n for p, n in lines.items() if _dotted(p) in reached):,}"
-    edges = imports(root)
-    widest = max(edges, key=lambda module: len(edges[module]))
-    yield "largest fan-out", f"{len(edges[widest])} ({widest})"
-    yield "lines of the package; of code", f"{total:,}; {code:,}"
-    largest = max(lines, key=lambda path: lines[path])
-    yield "largest module", f"{lines[largest]} ({largest})"
-    yield "lines of the four files", f"{sum(lines.get(path, 0) for path in FOUR_FILES):,}"
-    yield "`patched` and `setattr`", f"{len(calls(trees, 'patched', 'setattr'))}"
-    computed = [c for c in calls(trees, "setattr") if len(c.args) > 1 and not isinstance(c.args[1], ast.Constant)]
-    yield "`setattr` by a computed name", f"{len(computed)}"
-    yield "lambda, partial and Callable in 1,000 lines", f"{1000 * indirections(trees) / total:.1f}"
+    for name, (value, of) in measured(root).items():
+        yield name, (f"{value:,}" if isinstance(value, int) else f"{value:.1f}") + f" ({of})" * bool(of)
     at_root = [path for path in trees if "/" not in path and not path.startswith("__")]
-    yield "modules; at the root, beside __init__ and __main__", f"{len(trees)}; {len(at_root)}"
-    yield "circles of imports", _listed(" ".join(circle) for circle in circles(imports(root)))
+    yield "modules at the root, beside __init__ and __main__", f"{len(at_root)}"
     yield "class names given twice", _listed(given_twice(class_names(trees)))
     yield "file names given twice", _listed(given_twice(file_names(trees)))
-    yield f"classes with more than {MOST_METHODS} methods", _listed(_large_classes(trees))
     own = settings(trees)
     unset = sorted(own - values_of_recipes(root).keys())
     yield "settings; set by no recipe and no preset", f"{len(own)}; {_listed(unset)}"
     yield "settings with another value than their default in a recipe or preset", f"{len(turned(root))}"
-    anys = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees.values() for node in ast.walk(tree))
-    yield "Any in 1,000 lines", f"{1000 * anys / total:.1f}"
     by_module = {path: members_of_trainer(tree) for path, tree in trees.items() if path != "trainer.py"}
     used: set[str] = set().union(*by_module.values())
     yield "members of the trainer used outside of it; private", f"{len(used)}; {len(private(used))}"
@@ -312,13 +354,14 @@ def figures(root: Path) -> Iterator[tuple[str, str]]:
     yield "lines of tests; largest module", f"{sum(tests.values()):,}; {tests[longest]} ({longest})"
 
 
-def _large_classes(trees: dict[str, ast.Module]) -> Iterator[str]:
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
-                if methods > MOST_METHODS:
-                    yield f"{node.name} {methods}"
+def large_classes(trees: dict[str, ast.Module]) -> list[str]:
+    """Classes with more than `MOST_METHODS` methods, each with its number."""
+    nodes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = {
+        node.name: sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+        for node in nodes
+    }
+    return [f"{name} {count}" for name, count in methods.items() if count > MOST_METHODS]
 
 
 def _listed(names: Iterable[str]) -> str:

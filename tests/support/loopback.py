@@ -13,7 +13,7 @@ from salesrl_trl.judged.chain import SalesReward
 from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
 from salesrl_trl.judged.provider import JudgeProvider
 from salesrl_trl.judged.rag_client import RagClient
-from salesrl_trl.reward.scoring import Scoring
+from salesrl_trl.judged.scoring import Scoring
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Message, SalesRow
 

@@ -72,6 +72,7 @@ OF_THE_TRAINER = (
     "rollout_func",
     "kl_law",
     "sampler",
+    "buffer_policy",
     "tools",
     "parts",
 )

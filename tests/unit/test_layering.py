@@ -5,22 +5,62 @@ private members.
 """
 
 import ast
+import json
+import os
+import shutil
 import subprocess
 
+import pytest
 from support import house
 from support.forked import COLD_PYTHON
+from support.scripted import settings
 
-ORDER = (
-    *("moved", "errors", "timing", "types", "ground", "names"),
-    *("data", "record", "telemetry", "generation", "shared_prompts", "demo", "kl", "service", "reward", "judged"),
-    *("agents", "update", "rollout", "config", "checkpoint", "wiring", "parts", "trainer", "launch", "__main__"),
+CORE = (
+    *(
+        "moved",
+        "errors",
+        "timing",
+        "types",
+        "ground",
+        "names",
+        "data",
+        "telemetry",
+        "generation",
+        "shared_prompts",
+        "kl",
+    ),
+    *("service", "reward", "update", "rollout", "config", "checkpoint", "wiring", "parts", "trainer"),
 )
-WHOLE_RUN = {"build", "run", "preflight", "train", "env", "evaluate", "rejudge", "translate", "__main__"}
-"""Above the trainer the packages are for readers. Their modules form no circle, as all others."""
+LAYERS = ("judged", "record", "agents", "demo", "launch", "record.rejudge")
+"""Each imports the core, and the layers before it. Within `launch` modules alone have an order."""
+ORDER = (*CORE, *LAYERS, "__main__")
+FOLDERS = set(house.LAYERS)
+TRAINING = """
+import json, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]  # it knows the checkout
+from datasets import Dataset
+from salesrl_trl import SalesGRPOConfig
+from salesrl_trl.trainer import SalesGRPOTrainer
+
+policy, folder, settings = sys.argv[1:]
+
+def length(completions, **_):
+    return [len(completion[0]["content"]) % 17 / 17 for completion in completions]
+
+rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"row {place}"}]} for place in range(8)])
+args = SalesGRPOConfig(**json.loads(settings), output_dir=folder)
+trainer = SalesGRPOTrainer(policy, length, args, train_dataset=rows, eval_dataset=rows.select(range(4)))
+trainer.train()
+trainer.finish()
+layers = sorted(name for name in sys.modules if name.startswith("salesrl_trl.") and name.split(".")[1] in FOLDERS)
+assert (trainer.state.global_step, layers) == (2, []), layers
+"""
 
 
 def _package(module: str) -> str:
-    return module.split(".")[1]
+    """The name in `ORDER` that stands for a module: the longest."""
+    name = module.removeprefix("salesrl_trl.")
+    return max((entry for entry in ORDER if f"{name}.".startswith(f"{entry}.")), key=len, default=name)
 
 
 IMPORTS = house.imports()
@@ -50,13 +90,58 @@ def test_every_module_has_a_place_in_the_order():
     assert {_package(module) for module in IMPORTS if module != "salesrl_trl"} == set(ORDER)
 
 
+def test_the_core_imports_no_layer():
+    assert house.layered(IMPORTS, FOLDERS) == []
+
+
+def test_an_import_of_a_layer_is_seen(tmp_path):
+    package = tmp_path / "salesrl_trl"
+    (package / "agents").mkdir(parents=True)
+    for name in ("__init__", "agents/__init__", "agents/tools", "moved"):
+        (package / f"{name}.py").write_text("")
+    (package / "reward.py").write_text("def f():\n    from salesrl_trl.agents.tools import tool\n")
+    assert house.layered(house.imports(tmp_path), FOLDERS) == [("salesrl_trl.reward", "salesrl_trl.agents.tools")]
+
+
+@pytest.fixture
+def without_layers(tmp_path, tiny):
+    """Trains with the core alone, under some settings."""
+    core = tmp_path / "core" / "salesrl_trl"
+    shutil.copytree(house.ROOT / "salesrl_trl", core, ignore=shutil.ignore_patterns("__pycache__"))
+    for layer in FOLDERS:
+        shutil.rmtree(core / layer)
+
+    def train(**given):
+        usual = {"max_steps": 2, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 1}
+        made = settings(tmp_path / "run", **{**usual, **given})
+        code = f"FOLDERS = {sorted(FOLDERS)}\n{TRAINING}"
+        return subprocess.run(
+            [COLD_PYTHON, "-c", code, str(tiny), made.pop("output_dir"), json.dumps(made)],
+            env={**os.environ, "PYTHONPATH": str(core.parent)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return train
+
+
+def test_the_core_trains_evaluates_and_saves_without_the_layers(without_layers, tmp_path):
+    done = without_layers(eval_strategy="steps", eval_steps=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "off: HeldOutPart, because" in done.stderr + done.stdout
+    assert (tmp_path / "run" / "checkpoint-2" / "README.md").is_file()
+
+
+def test_a_setting_that_asks_for_a_layer_that_is_not_there_is_refused(without_layers):
+    done = without_layers(record=True)
+    assert done.returncode == 1
+    assert "ConfigError: `record` needs the layer `salesrl_trl.record`" in done.stderr
+
+
 def test_a_module_imports_only_from_packages_before_its_own():
     late = [
         f"{module} imports {other}"
         for module, others in IMPORTS.items()
         for other in others
         if module != "salesrl_trl" and ORDER.index(_package(other)) > ORDER.index(_package(module))
-        if not {_package(module), _package(other)} <= WHOLE_RUN
     ]
     assert late == []
 
@@ -67,7 +152,7 @@ def test_a_name_stands_for_one_class():
 
 LIGHT = {
     # where vLLM is in the same process: JAX, if bm25s brings it, takes the GPU for itself
-    "salesrl_trl.demo.services.judge_app": "bm25s",
+    "salesrl_trl.demo.services.services_app": "bm25s",
     **dict.fromkeys(
         (
             "salesrl_trl.names",

@@ -38,6 +38,9 @@ NOT_LOCKED = {"torch", "deepspeed", "flash-attn", "vllm"}
 SEEN_ON_GPUS = {"torch": "2.11.0", "vllm": "0.25.1"}
 # Of no release in requirements: only on request, for a GPU.
 NOT_INSTALLED = {"flash-attn", "torchao"}
+EVERYTHING = ("agents", "demo", "gpu", "plots", "test")
+"""The extras that scripts/install.sh installs on a machine with a GPU."""
+OF_LAYERS = {"bm25s", "rjieba", "fastapi", "uvicorn", "openai", "httpx2"}
 UV = re.search(r'^UV="(uv==[\d.]+)"$', (ROOT / "scripts/packages.sh").read_text("utf-8"), flags=re.MULTILINE)[1]  # type: ignore[index]
 QUICK_S = 60.0
 
@@ -112,7 +115,7 @@ def test_the_locks_hold_every_direct_dependency_once_and_within_its_range(
             assert (trackers if name in extras["trackers"] else cpu | scripted)[name] in allowed, name
     # The short list for GPUs is the same without the vector store. setuptools is no dependency of ours: it builds
     # DeepSpeed and this package, and vLLM limits it.
-    wanted = direct | extras["gpu"] | extras["plots"] | extras["test"]
+    wanted = direct | {name: allowed for extra in EVERYTHING for name, allowed in extras[extra].items()}
     assert gpu == {name: (cpu | scripted)[name] for name in (*wanted, "setuptools") if name != "deepspeed"}
     assert extras["cpu"]["deepspeed"] == extras["gpu"]["deepspeed"]
 
@@ -145,10 +148,22 @@ def test_what_the_package_imports_is_a_direct_dependency(direct: Ranges, extras:
         {"yaml": "pyyaml", "PIL": "pillow", "mlflow": "mlflow-skinny"}.get(name, canonicalize_name(name))
         for name in imported - not_foreign
     }
-    extra = ("gpu", "plots", "stochastic-rounding", "trackers")
-    optional = {name for each in extra for name in extras[each]}
+    optional = {name for extra in extras if extra != "test" for name in extras[extra]}
     optional |= {"pyarrow", "starlette"}  # come with datasets and fastapi
     assert foreign - optional <= set(direct)
+
+
+def test_a_user_of_the_library_gets_no_service_and_no_agent(direct: Ranges, extras: dict[str, Ranges]) -> None:
+    assert direct.keys().isdisjoint(OF_LAYERS)
+    assert extras["agents"].keys() | extras["demo"].keys() >= OF_LAYERS
+
+
+def test_the_trainer_needs_none_of_the_layers_packages() -> None:
+    without = sorted({*OF_LAYERS, "vllm"})  # which brings some of them for its own server
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({without}))"  # an import of these fails
+    trains = "from salesrl_trl.trainer import SalesGRPOTrainer; import salesrl_trl.wiring.part"
+    done = subprocess.run([COLD_PYTHON, "-c", f"{blocked}; {trains}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_versions_of_the_environment(direct: Ranges) -> None:
@@ -222,7 +237,7 @@ def test_an_environment_with_trl_needs_nothing_but_additions_for_the_wheel(
     ]
     # The wheel asks for these itself, and what it adds asks for more of what is there.
     assert {"trl", "torch", "transformers", "numpy"} <= {wanted.name for who, wanted in asked if who == "salesrl_trl"}
-    assert {who for who, _ in asked} > {"salesrl_trl", "peft", "openai"}
+    assert {who for who, _ in asked} > {"salesrl_trl", "peft"}
     missed = [(who, wanted) for who, wanted in asked if here[canonicalize_name(wanted.name)] not in wanted.specifier]
     assert missed == []
 
@@ -392,7 +407,7 @@ STEPS = {
     "gpu": [
         "-r requirements/gpu.txt",
         "--no-build-isolation deepspeed==0.19.8",
-        "--no-build-isolation -c requirements/gpu.txt -e .[gpu,plots,test]",
+        "--no-build-isolation -c requirements/gpu.txt -e .[agents,demo,gpu,plots,test]",
     ],
 }
 

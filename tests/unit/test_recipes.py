@@ -18,10 +18,11 @@ from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
 from salesrl_trl.launch.building import build_instruments
+from salesrl_trl.launch.cards import Card
 from salesrl_trl.launch.checks.folders import claim_output_dir
 from salesrl_trl.launch.data.sources import PACKAGED
 from salesrl_trl.launch.data_config import DataConfig
-from salesrl_trl.launch.memory.estimate import Card, Estimate, Moment
+from salesrl_trl.launch.memory_estimate import Estimate, Moment
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.settings import SALES_CHAIN, parse
@@ -245,12 +246,12 @@ ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prom
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
 def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large, tmp_path):
-    def weighed(shape, setup, card_gib):
+    def weighed(setup, card_gib):
         gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
         return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.card_here", lambda device: Card("a card", 80.0))
-    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.estimate", weighed)
+    monkeypatch.setattr("salesrl_trl.launch.cards.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.memory_estimate.estimate", weighed)
     monkeypatch.setattr("salesrl_trl.launch.preflight.memory.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--dtype", "bfloat16"]
     given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]

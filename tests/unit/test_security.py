@@ -11,8 +11,8 @@ import yaml
 from trl import ModelConfig
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.data.files import read_yaml
 from salesrl_trl.ground.command_line import parser_of
-from salesrl_trl.launch.data.files import read_yaml
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [

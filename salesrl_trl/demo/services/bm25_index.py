@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from salesrl_trl.data.files import Document
 from salesrl_trl.demo.services.language import words
 from salesrl_trl.errors import DataError
-from salesrl_trl.launch.data.files import Document
 from salesrl_trl.types import Passage
 
 BM25_K1 = 0.9

@@ -13,29 +13,26 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from salesrl_trl.data.files import demo_path, load_documents
 from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
-from salesrl_trl.demo.services.judge_app import create_judge_app
 from salesrl_trl.demo.services.launcher import ServiceAddresses
-from salesrl_trl.demo.services.rag_app import ChatWriter, ExtractiveWriter, Writer, create_rag_app
 from salesrl_trl.demo.services.rubric import protected_terms
+from salesrl_trl.demo.services.services_app import create_app, judge_service, rag_service
+from salesrl_trl.demo.services.writers import ChatWriter, ExtractiveWriter, Writer
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
-from salesrl_trl.launch.data.files import demo_path, load_documents
 
 DRAIN_TIMEOUT_S = 3  # seconds for requests in flight when the services stop. An answer of their own takes less.
 PARENT_POLL_S = 1.0
 """Seconds between two checks that the parent is alive. Another process may hold stdin open after the parent's end."""
-
-ID_HEADER = b"x-request-id"
-MAX_ID_BYTES = 256  # longer ids are not returned
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,11 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for handler in logging.getLogger().handlers:
         handler.setLevel(options.log_level.upper())  # bm25s sets its own logger to DEBUG when it is imported
     try:
-        documents = load_documents(options.documents or demo_path("knowledge.jsonl"))
-        rag = create_rag_app(KnowledgeIndex(documents), _writer(options))
-        judge = create_judge_app(protected_terms())
-        with _listen(options.host, options.rag_port) as rag_socket, _listen(options.host, options.judge_port) as other:
-            asyncio.run(_serve({rag_socket: rag, other: judge}, options))
+        index = KnowledgeIndex(load_documents(options.documents or demo_path("knowledge.jsonl")))
+        app = create_app(rag_service(index, _writer(options)), judge_service(protected_terms()))
+        with _listen(options.host, options.rag_port) as rag, _listen(options.host, options.judge_port) as judge:
+            asyncio.run(_Server(app, options).serve([rag, judge]))
     except SalesRLError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
@@ -84,68 +80,41 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def echoing_ids(app: ASGIApp) -> ASGIApp:
-    """An app that returns each request's `X-Request-Id` with its reply, so that the client can match the two."""
-
-    async def echoing(scope: Scope, receive: Receive, send: Send) -> None:
-        named = [pair for pair in scope.get("headers", ()) if pair[0] == ID_HEADER and len(pair[1]) <= MAX_ID_BYTES]
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *named]
-            await send(message)
-
-        await app(scope, receive, send_named if named else send)
-
-    return echoing
-
-
 class _Server(uvicorn.Server):
-    """One of several servers in one event loop: it says when it listens, and leaves signals to the loop."""
+    """Prints the addresses once it listens on them, in the order of the sockets, and stops by `stop`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, options: argparse.Namespace) -> None:
         super().__init__(
             uvicorn.Config(
-                echoing_ids(app),
+                app,
                 log_config=None,  # uvicorn's default writes to stdout
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
             )
         )
-        self.listening = asyncio.Event()
+        self._options = options
+
+    def stop(self) -> None:
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        if self._options.exit_with_parent:  # before the addresses: the parent may end as soon as it reads them
+            _watch_parent(self._options.parent, lambda: loop.call_soon_threadsafe(self.stop))
         await super().startup(sockets)
-        self.listening.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def _serve(apps: Mapping[socket.socket, ASGIApp], options: argparse.Namespace) -> None:
-    servers = {listener: _Server(app) for listener, app in apps.items()}
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        for server in servers.values():
-            server.should_exit = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    if options.exit_with_parent:  # before the addresses are printed: the parent may end as soon as it reads them
-        _watch_parent(options.parent, lambda: loop.call_soon_threadsafe(stop))
-    async with asyncio.TaskGroup() as group:
-        for listener, server in servers.items():
-            group.create_task(server.serve(sockets=[listener]))
-        for server in servers.values():
-            await server.listening.wait()
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        rag_url, judge_url = (f"http://{host}:{listener.getsockname()[1]}" for listener in servers)
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        rag_url, judge_url = (f"http://{host}:{listener.getsockname()[1]}" for listener in sockets or ())
         addresses = ServiceAddresses(rag_base_url=rag_url, judge_base_url=f"{judge_url}/v1")
         sys.stdout.write(json.dumps(asdict(addresses)) + "\n")
         sys.stdout.flush()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises a signal again after a clean stop."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+        yield
 
 
 def _watch_parent(parent: int, stop: Callable[[], object]) -> None:

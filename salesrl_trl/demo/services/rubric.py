@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
+from salesrl_trl.data.files import demo_path
 from salesrl_trl.demo.services.language import GENERIC_WORDS, is_chinese, normalise, sentences, words
-from salesrl_trl.launch.data.files import demo_path
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict
 
 FAIRNESS_COVERAGE_SHARE = 0.5

@@ -12,19 +12,19 @@ from typing import Any
 
 from salesrl_trl.agents.search import Search
 from salesrl_trl.config.checks import build_object, load_object
+from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, Refusals, ServiceError
 from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.judged.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.rag_client import ENDPOINTS, RagBackend
+from salesrl_trl.judged.scoring import COMPONENTS, OTHER_RUBRIC, Scoring
+from salesrl_trl.judged.stage import RewardStage
 from salesrl_trl.launch.checks.addresses import MEANINGLESS, check_models, check_rag
-from salesrl_trl.launch.data.files import load_documents
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.scoring import COMPONENTS, OTHER_RUBRIC, Scoring
-from salesrl_trl.reward.stage import RewardStage
 from salesrl_trl.service.http import key_fault
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH
 

@@ -13,18 +13,12 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-from salesrl_trl.data.rows import TAKEN, check_columns, check_not_taken, parse_row, shape
+from salesrl_trl.data import files
+from salesrl_trl.data.datasets_of_users import TAKEN, check_not_taken
+from salesrl_trl.data.files import ENDINGS, FILES, Placed, Record, demo_records, read_file
+from salesrl_trl.data.rows import check_columns, parse_row, shape
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.ground.texts import encodable
-from salesrl_trl.launch.data import files
-from salesrl_trl.launch.data.files import (
-    ENDINGS,
-    FILES,
-    Placed,
-    Record,
-    demo_records,
-    read_file,
-)
 from salesrl_trl.launch.data.form import Form, Portion, Records, converted, part_of
 from salesrl_trl.launch.data.templates import PromptTemplate, build_prompt
 from salesrl_trl.types import Prompt, SalesRow
@@ -63,16 +57,16 @@ def load_rows(
 
 def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = None) -> list[SalesRow]:
     """The rows of some records. Arguments and errors are those of `load_rows`."""
-    records = loaded.records[:limit]
-    if not records:
+    rows = loaded.rows[:limit]
+    if not rows:
         raise DataError(
             f"{loaded.name} is empty{f' ({loaded.note})' if loaded.note else ''}. Expected at least one row with the "
             "column prompt or conversation. Check the path, the split and `max_*_rows`."
         )
-    check_columns(records[0].keys(), loaded.name, branches)
+    check_columns(rows[0].record.keys(), loaded.name, branches)
     return [
-        parse_row(record, position, branches, loaded.name, line, loaded.folder, loaded.row_name)
-        for record, (position, line) in zip(records, loaded.places, strict=False)
+        parse_row(row.record, row.position, branches, loaded.name, row.line, loaded.folder, loaded.row_name)
+        for row in rows
     ]
 
 
@@ -165,16 +159,6 @@ def columns_of(row: SalesRow) -> dict[str, object]:
     if row.documents:
         texts["documents"] = list(row.documents)
     return {**row.columns, **texts, "branch": row.branch, "id": row.row_id}
-
-
-def with_ids(dataset: object, name: str = "row") -> object:
-    """A dataset of anybody's with the column `id`, as the record names its rows: `row-17` for the place 17. One that
-    has the column, or is a stream, stays as it is. Of a dictionary all datasets."""
-    if isinstance(dataset, dict):
-        return {key: with_ids(part, f"{name}-{key}") for key, part in dataset.items()}
-    if not isinstance(dataset, Dataset) or "id" in dataset.column_names:
-        return dataset
-    return dataset.add_column("id", [f"{name}-{place}" for place in range(len(dataset))])
 
 
 def is_file(source: str) -> bool:

@@ -14,8 +14,8 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
+from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import ConfigError, nearest
-from salesrl_trl.launch.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.types import DEFAULT_FORMAT, Prompt, SalesRow
 
 SYSTEM = "system"  # the only block that a template may have

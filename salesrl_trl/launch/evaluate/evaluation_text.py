@@ -5,9 +5,9 @@
 
 from pathlib import Path
 
+from salesrl_trl.ground.row_statistics import FEW_ROWS, Mean
 from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
 from salesrl_trl.launch.evaluate.findings import ALL, LABELS, EvaluationFindings
-from salesrl_trl.launch.evaluation.row_statistics import FEW_ROWS, Mean
 
 FEW = "*"
 _OF_POLICIES = ("policy", "answers", "branch", "reward", "95 % interval", "rows scored", "valid", "unscored", "tokens",

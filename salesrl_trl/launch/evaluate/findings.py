@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from salesrl_trl.ground.row_statistics import CONFIDENCE, Difference, Mean, difference_of, mean_of
 from salesrl_trl.launch.evaluation.held_out import row_means
-from salesrl_trl.launch.evaluation.row_statistics import CONFIDENCE, Difference, Mean, difference_of, mean_of
 from salesrl_trl.types import Outcome, Reward, SalesRow
 
 ALL = "all"  # stands for the rows of all branches

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from salesrl_trl.data.files import read_yaml
 from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import given
-from salesrl_trl.launch.data.files import read_yaml
 from salesrl_trl.launch.data.lengths import FittingPrompts
 from salesrl_trl.launch.evaluation.quick import spread
 from salesrl_trl.launch.plan import Plan, overlaid

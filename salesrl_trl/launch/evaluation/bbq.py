@@ -15,8 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from salesrl_trl.launch.evaluation.subject import Answered
-from salesrl_trl.types import Example
+from salesrl_trl.types import Answered, Example
 
 OPTIONS = ("ans0", "ans1", "ans2")
 COLUMNS = (*OPTIONS, "answer_info", "category", "context_condition", "label", "question_polarity",

@@ -10,14 +10,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.ground.row_statistics import standard_error
 from salesrl_trl.ground.tables import number
-from salesrl_trl.launch.evaluation.row_statistics import standard_error
 from salesrl_trl.names import (
     BY_ROW,
     DATASET,
@@ -27,24 +26,12 @@ from salesrl_trl.names import (
     outcome_of,
     reward_of,
 )
-from salesrl_trl.types import Example, Outcome
+from salesrl_trl.types import EvaluatedCompletion, Outcome
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Figures = Mapping[str, float | None]
-
-
-class EvaluatedCompletion(NamedTuple):
-    """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for. Both
-    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored. `text` and `columns`
-    are what figures read of it and of its row."""
-
-    prompt: object
-    completion: object
-    reward: float | None
-    text: str = ""
-    columns: Example = MappingProxyType({})
 
 
 @dataclass(eq=False, repr=False)

@@ -1,8 +1,10 @@
 """The evaluations of the held-out rows of a run. `evaluation.held_out` owns their lines and their file."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from salesrl_trl.launch.evaluation.held_out import HeldOut
+from salesrl_trl.launch.evaluation.held_out import HeldOut, change_in_words
 from salesrl_trl.names import mean_of
 from salesrl_trl.wiring.part import Part, PartContext
 
@@ -24,3 +26,6 @@ class HeldOutPart(HeldOut, Part):
             further=others | {name: mean_of(name) for name in several},
             is_cut=lambda: control.is_spent,
         )
+
+    def card_values(self) -> Mapping[str, Any]:
+        return {"ends": self.ends(), "change_in_words": change_in_words}

@@ -16,16 +16,12 @@ from pathlib import Path
 from datasets import Dataset
 
 from salesrl_trl import names
+from salesrl_trl.config.quick_evaluations import BETA, QuickEvalSettings, checked_figures
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.ground.process import put_in_place
-from salesrl_trl.launch.evaluation.quick_figures import BETA, OWN_FIGURES, checked_figures
-from salesrl_trl.launch.evaluation.quick_record import (
-    QuickEvalHistory,
-    QuickEvalSettings,
-    QuickEvaluation,
-    evaluation_of,
-)
+from salesrl_trl.launch.evaluation.quick_figures import OWN_FIGURES
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory, QuickEvaluation, evaluation_of
 from salesrl_trl.launch.evaluation.subject import Processes, Subject
 from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.timeline import Timeline

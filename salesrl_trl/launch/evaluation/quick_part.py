@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from salesrl_trl.launch.evaluation.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.launch.evaluation.quick import QuickEvaluator, sample
 from salesrl_trl.launch.evaluation.subject import Processes
-from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
 from salesrl_trl.types import Example
 from salesrl_trl.wiring.part import Part, PartContext
 

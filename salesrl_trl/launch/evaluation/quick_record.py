@@ -9,38 +9,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from salesrl_trl.config.quick_evaluations import BETA, SCORE, WORST_BRANCH, Figure
 from salesrl_trl.ground.process import write_whole
+from salesrl_trl.ground.row_statistics import pareto_front
 from salesrl_trl.ground.tables import NOT_KNOWN, number
-from salesrl_trl.launch.evaluation.quick_figures import (
-    BETA,
-    OWN_FIGURES,
-    SCORE,
-    WORST_BRANCH,
-    Figure,
-    mean_reward,
-    measure,
-)
-from salesrl_trl.launch.evaluation.row_statistics import pareto_front
-from salesrl_trl.launch.evaluation.subject import Answered
+from salesrl_trl.launch.evaluation.quick_figures import OWN_FIGURES, mean_reward, measure
 from salesrl_trl.names import REWARD
+from salesrl_trl.types import Answered
 
 Record = Mapping[str, Any]  # one evaluation as a JSON object
 SHOWN_ON_FRONT = 5  # evaluations on the front that a line names: the latest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuickEvalSettings:
-    """Settings of quick evaluations: `QuickEvalSettings(steps=20, best="worst_branch")`."""
-
-    steps: int = 0
-    """Optimizer steps from one to the next; 0 for none."""
-    rows: int = 16
-    """Held-out rows, spread evenly over the branches."""
-    best: str | None = None
-    """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name or a figure's name. `None`
-    keeps no policy."""
-    figures: tuple[Figure, ...] = ()
-    """Figures of your own, beside those of the package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

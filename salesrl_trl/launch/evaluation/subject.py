@@ -1,34 +1,18 @@
 """The subject of a quick evaluation, its answers, and the processes of a run.
 
-`rollout.greedy` implements the subject. Refuses to generate answers, and to score them.
+`greedy` implements the subject. Refuses to generate answers, and to score them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from salesrl_trl.types import Example, Reward
+from salesrl_trl.types import Answered, Example
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
-    """One held-out row and the policy's greedy answer to it."""
-
-    branch: str
-    text: str  # the policy's answer, without special tokens. It may quote a customer: not for logs.
-    reward: Reward
-    tokens: int
-    truncated: bool  # whether it reached `max_completion_length` without an end
-    kl: float | None = None
-    """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
-    kl_tokens: int = 0
-    columns: Example = field(default_factory=dict)  # the row's columns, without prompt and pictures
 
 
 class Subject(Protocol):

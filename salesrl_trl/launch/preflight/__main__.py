@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.launch.preflight [--config RECIPE.yaml] [--stage NAME] [--calls N] [--json] [...]`.
+"""`python -m salesrl_trl.launch.preflight [--config RECIPE.yaml] [--stage NAME] [--json] [--SETTING VALUE ...]`.
 
 Owns the command line; `runner` has the stages. The stage `rag` or `judge` alone imports no torch, and checks of the
 settings of training those of a step's load. Without `--config` the settings are those of `launch.recipes.FULL`. Exit
@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from salesrl_trl.errors import ConfigError, parts_of
-from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.ground.command_line import parser_of, strict_json
 from salesrl_trl.ground.shutdown import is_interrupt
 from salesrl_trl.launch import software
 from salesrl_trl.launch.checks.outcome import Finding, StageVerdict
-from salesrl_trl.launch.commands import finding_of, strict_json
-from salesrl_trl.launch.preflight.stage import StageReport, report_of, stage_text
+from salesrl_trl.launch.preflight.stage import StageReport, finding_of, report_of, stage_text
 from salesrl_trl.launch.process import end_tidily
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings_help import answer_help
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         examined = iter([_failed("config", time.perf_counter(), finding_of(error))])
     else:
         wanted += options.stage.split(",") if options.stage else []
-        examined = _reports(wanted, settings, options.calls)
+        examined = _reports(wanted, settings, options.calls, options.load)
     with contextlib.redirect_stdout(sys.stderr):  # for lines of DeepSpeed and vLLM
         for report in examined:
             reports.append(report)
@@ -71,22 +70,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if passed else FAILED
 
 
-def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None) -> Iterator[StageReport]:
+def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None, load: int) -> Iterator[StageReport]:
     start = time.perf_counter()
     try:
         from salesrl_trl.launch.console import set_up_logging
 
         set_up_logging(logging.WARNING)
-        logging.getLogger("salesrl_trl.demo").setLevel(logging.INFO)  # the small policy may have to be made first
+        for name in ("demo", "launch.preflight.scored_load"):  # the small policy may have to be made first
+            logging.getLogger(f"salesrl_trl.{name}").setLevel(logging.INFO)
         if wanted in (["rag"], ["judge"]):
-            yield examine_alone(wanted[0], settings, FULL, calls)
+            yield examine_alone(wanted[0], settings, FULL, calls, load)
             return
         from salesrl_trl.launch.plan import Plan
         from salesrl_trl.launch.preflight import runner
         from salesrl_trl.launch.settings import parse
 
         stages = runner.chosen(wanted, runner.STAGES)
-        plan = Plan(parse(settings, FULL), in_depth=True, calls=calls)
+        plan = Plan(parse(settings, FULL), in_depth=True, calls=calls, load=load)
     except ImportError as error:
         if is_interrupt(error):
             raise
@@ -109,14 +109,16 @@ def read_alone(argv: Sequence[str], default_recipe: Path) -> "ServicesConfig":
     return ServicesConfig(*parse_part(argv, (DataConfig, RewardConfig, StepSettings), default_recipe))
 
 
-def examine_alone(name: str, argv: Sequence[str], default_recipe: Path, calls: int | None = None) -> StageReport:
+def examine_alone(
+    name: str, argv: Sequence[str], default_recipe: Path, calls: int | None = None, load: int = 0
+) -> StageReport:
     """Run the stage `rag` or `judge`. Raises `SalesRLError` if a setting does not work."""
     from salesrl_trl.launch.checks.reward import check_stand_ins
     from salesrl_trl.launch.preflight.services import JUDGE_STAGE, RAG_STAGE
     from salesrl_trl.launch.services_plan import ServicesPlan
 
     config = read_alone(argv, default_recipe)
-    plan = ServicesPlan(config, calls=calls)
+    plan = ServicesPlan(config, calls=calls, load=load)
     config.training.branches = config.training.branches or plan.branches_of_rows
     check_stand_ins(config.reward, config.training.branches, next(iter(config.data.own_sources), None))
     with plan.opened:

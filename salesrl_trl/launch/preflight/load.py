@@ -1,6 +1,6 @@
 """Many calls to one service at once, as a step of training makes them, and which setting would help a service.
 
-`services` puts the load, and `simulation` asks for the same advice. The transport of training makes each call.
+`services` puts the load, and `scored_load` asks for the same advice. The transport of training makes each call.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Made-up completions, good and bad in known ways, in batches shaped as those of GRPO.
 
-`made_up.toml` has the kinds of completions (variants) and their shares. Owns their order. `simulation` scores them.
+`made_up.toml` has the kinds of completions (variants) and their shares. Owns their order. `scored_load` scores them.
 """
 
 import itertools
@@ -20,7 +20,6 @@ EXCERPTS = 4  # profiles, and as many summaries: together more actions than most
 QUERY_CHARS = 300  # longest query made from a customer's message. A policy's queries are shorter.
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 DEFAULT_MIX: dict[str, int] = _TABLE["mix"]  # shares of the variants
-VARIANTS = tuple(DEFAULT_MIX)
 
 Fields = dict[str, str]  # a valid action's fields by name
 

@@ -29,6 +29,7 @@ from salesrl_trl.judged.noise import (
 )
 from salesrl_trl.judged.provider import ProviderClient
 from salesrl_trl.judged.rag_answers import RagAnswers
+from salesrl_trl.judged.rag_client import RagClient
 from salesrl_trl.launch.assembly import ServiceClients, budget_of
 from salesrl_trl.launch.checks.addresses import check_rag
 from salesrl_trl.launch.checks.outcome import Findings
@@ -74,6 +75,13 @@ def _ask_judge(plan: "Plan", findings: Findings) -> None:
         asyncio.run(_examine_judge(plan, findings))
 
 
+def _score_made_up(plan: "Plan", findings: Findings) -> None:
+    if plan.load and _puts_load(plan):
+        from salesrl_trl.launch.preflight.scored_load import score_made_up  # brings torch
+
+        score_made_up(plan, findings)
+
+
 def _puts_load(plan: "Plan") -> bool:
     """Whether this process puts the load of all processes on the services: the first one does, in a preflight."""
     if plan.in_depth:
@@ -82,7 +90,7 @@ def _puts_load(plan: "Plan") -> bool:
 
 
 RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag,))  # passages for rows' questions, at a step's load
-JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge,))  # judges give valid verdicts at the load of a step
+JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge, _score_made_up))  # valid verdicts at a step's load
 
 
 def under_load(config: RewardConfig) -> RewardConfig:
@@ -170,6 +178,8 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     }
     try:
         await _drop_failing(targets, dict.fromkeys(targets, f"at {rag.identity}"), config, findings)
+        if isinstance(rag, RagClient):
+            findings.figures["rag_returns_ids"] = "yes" if rag.returns_ids else "no"
         for name, load in (await put_loads(targets, config)).items() if count else ():
             _report(findings, name, load, plan, needed=targets[name].instead is None)
             without = sum(not answer.passages for answer in load.answers)

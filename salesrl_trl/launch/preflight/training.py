@@ -15,14 +15,14 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.launch.building import load_policy
 from salesrl_trl.launch.checks.model import empty_model, linear_layers, put_adapter
 from salesrl_trl.launch.checks.outcome import Findings
-from salesrl_trl.launch.memory.estimate import SCORING, STOCHASTIC_OPTIM
+from salesrl_trl.launch.memory_estimate import SCORING, STOCHASTIC_OPTIM
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
+from salesrl_trl.parts.weight_change import LEAST_SHARE
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.telemetry.perf import COMPUTE_PHASES
 from salesrl_trl.timing import TimingContext
-from salesrl_trl.update.weights import LEAST_SHARE
 
 if TYPE_CHECKING:
     from salesrl_trl.launch.preflight.rehearsal import Rehearsal

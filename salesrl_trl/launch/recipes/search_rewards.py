@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from salesrl_trl import per_completion
-from salesrl_trl.launch.evaluation.subject import Answered
+from salesrl_trl.types import Answered
 
 Messages = list[dict[str, str]]
 

@@ -17,9 +17,10 @@ from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.judged.rag_client import RagBackend, answer_from_json
-from salesrl_trl.launch.assembly import addresses, build_reward
+from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import check_judges, read_reward
 from salesrl_trl.launch.data.sources import columns_of
+from salesrl_trl.launch.embedded import addresses
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE, Stage
 from salesrl_trl.record.reader import Recorded, as_json, open_record, record_files
@@ -28,15 +29,7 @@ from salesrl_trl.record.writer import add_verdicts, judge_columns
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord
-from salesrl_trl.types import (
-    SALES,
-    Action,
-    Answer,
-    Outcome,
-    RequestIds,
-    Reward,
-    SalesRow,
-)
+from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from salesrl_trl.ground.command_line import exit_code
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.record.reader import DAMAGED
-from salesrl_trl.record.view.page import data_alone, page
+from salesrl_trl.record.view.alone import data_alone
+from salesrl_trl.record.view.page import page
 from salesrl_trl.record.view.record_index import Index
 from salesrl_trl.record.view.viewer import Viewer
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from salesrl_trl import names
-from salesrl_trl.launch.evaluation.row_statistics import mean
+from salesrl_trl.ground.row_statistics import mean
 from salesrl_trl.record.view import run_figures as figures
 from salesrl_trl.record.view.run_figures import OTHERS, POLICY, SERVICES, failures_of, share_of_steps
 from salesrl_trl.record.view.run_folder import Run

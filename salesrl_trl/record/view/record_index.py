@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from salesrl_trl.data.files import nearest_file
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.data.files import nearest_file
 from salesrl_trl.record.reader import LOCK_WAIT_S, address, record_files, unpacked
 from salesrl_trl.record.schema import VERSION, rank_of
 from salesrl_trl.record.view.notes import Notes

@@ -1,51 +1,32 @@
-"""The report of a run: which figures it shows, in which order and words, as one HTML page and as a text.
+"""The report of a run: its figures in words, as sections for the viewer's tab and for a page alone, and as a text.
 
-`run_figures` computes, `charts` draws, `templates/report.html` writes and escapes. `record.report` calls it. A
-figure that the run did not log has words in its place.
+`run_figures` computes, `charts` thins, and the viewer's page draws. A figure that the run did not log has words in its
+place.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from salesrl_trl import names
+from salesrl_trl.ground.row_statistics import mean, pareto_front
 from salesrl_trl.ground.tables import NOT_KNOWN, aligned, number
-from salesrl_trl.launch.evaluation.row_statistics import mean, pareto_front
 from salesrl_trl.record.view import run_figures as figures
 from salesrl_trl.record.view import wording
 from salesrl_trl.record.view.advice import advice
-from salesrl_trl.record.view.charts import (
-    COLOURS,
-    FRAME,
-    INK,
-    MOST_BARS,
-    Chart,
-    Line,
-    line_chart,
-    stacked_chart,
-)
+from salesrl_trl.record.view.charts import MAX_BARS, Line, Part, bar_chart, line_chart
+from salesrl_trl.record.view.page import page
 from salesrl_trl.record.view.run_figures import OTHERS, POLICY, SERVICES
 from salesrl_trl.record.view.run_folder import QuickEval, Run, read_run
-from salesrl_trl.record.view.wording import (
-    count,
-    figure,
-    percent,
-    plural,
-    render,
-    seconds,
-    shown,
-)
+from salesrl_trl.record.view.wording import count, figure, percent, plural, seconds, shown
 
-MOST_BRANCHES = 3  # most branches in the text, for at most 40 lines. The page has all.
-MOST_PHASES = 4  # most phases in the text, for the same reason. The largest are shown.
-MOST_ROWS = 30  # most rows of a table. Of more quick evaluations, those on the front, the best and the last are shown.
-NOT_LOGGED = "was not logged"
-MOST_LISTED = 12
+MAX_BRANCHES, MAX_PHASES = 3, 4  # in the text, for at most 40 lines. The page has all.
+MAX_ROWS = 30  # of a table. Of more quick evaluations, those on the front, the best and the last are shown.
+MAX_LISTED = 12
 PATH_CHARS = 400
+NOT_LOGGED = "was not logged"
 NOTHING_STANDS_OUT = "Nothing stands out: every figure that is looked at is within its usual range."
 STAGES_REMARK = (
     "p50, p95 and the slowest completion of each step are means over the steps; the longest is of the whole run."
@@ -53,25 +34,14 @@ STAGES_REMARK = (
 NO_FIGURES = "No training figure was logged, so there is nothing to look at."
 
 
-class Paragraph(NamedTuple):
-    """A paragraph, or the heading of a part of a section."""
-
-    text: str
-    form: str = "paragraph"  # `paragraph`, `remark` (a small one) or `heading`
+def paragraph(text: str, kind: str = "text") -> Part:
+    """`kind` is `text`, `remark` (a small one) or `heading` (of a part of a section)."""
+    return {"kind": kind, "text": text}
 
 
-class Numbered(NamedTuple):
-    sentences: Sequence[str]
-
-
-class Table(NamedTuple):
-    """Rows; the first cell of a row names it. Without a head it takes the whole width."""
-
-    rows: Sequence[Sequence[str]]
-    head: Sequence[str] = ()
-
-
-Part = Paragraph | Numbered | Table | Chart
+def table(rows: Iterable[Sequence[str]], *head: str) -> Part:
+    """The first cell of a row names it."""
+    return {"kind": "table", "head": head, "rows": [*rows]}
 
 
 def write_report(
@@ -81,86 +51,41 @@ def write_report(
     """Write the page and the text of a run's folder. Returns the text and both paths. Raises `ConfigError`."""
     html, text = html or folder / names.REPORT_PAGE_FILE, text or folder / names.REPORT_TEXT_FILE
     run = read_run(folder, logging_dir)
-    page = text_page(run)
-    for path, content in ((text, page), (html, html_page(run, language))):
+    plain = text_page(run)
+    state = {"runs": [{"name": shown(folder.resolve().name), "path": shown(str(folder), PATH_CHARS)}], "facets": {}}
+    data = {"state": state, "report": {"0": {"sections": sections(run)}}, "language": language}
+    for path, content in ((text, plain), (html, page(data, plain).html)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
-    return page, html, text
+        path.write_text(content, encoding="utf-8", errors="replace")
+    return plain, html, text
 
 
-def html_page(run: Run, language: str = "en") -> str:
-    say = partial(wording.in_language, language=language)
-    return render(
-        "report.html",
-        language=language,
-        title=say(f"Training report: {shown(run.folder.resolve().name)}"),
-        folder=shown(str(run.folder), PATH_CHARS),
-        x_label=say("optimizer step"),
-        frame=FRAME,
-        sections=_sections_in(run, language),
-    )
-
-
-def sections(run: Run) -> dict[str, list[dict[str, object]]]:
-    """The page's sections by language as JSON values, for the viewer."""
-    return {
-        language: [{"title": title, "parts": [*map(_plain, parts)]} for title, parts in _sections_in(run, language)]
-        for language in wording.LANGUAGES
-    }
-
-
-def _sections_in(run: Run, language: str) -> list[tuple[str, list[Part]]]:
-    """Titles and parts of the sections in a language."""
-
-    def said(part: Part) -> Part:
-        if isinstance(part, Chart):
-            keys = [key._replace(name=say(key.name)) for key in part.keys]
-            return replace(part, description=say(part.description), y_label=say(part.y_label), keys=keys)
-        if isinstance(part, Table):
-            return Table([tuple(map(say, row)) for row in part.rows], tuple(map(say, part.head)))
-        if isinstance(part, Paragraph):
-            return part._replace(text=say(part.text))
-        return Numbered([*map(say, part.sentences)])
-
-    say = partial(wording.in_language, language=language)
-    every = ((title, [*parts] or [Paragraph(otherwise)]) for title, parts, otherwise in _sections(run))
-    return [(say(title), [*map(said, parts)]) for title, parts in every]
-
-
-def _plain(part: Part) -> dict[str, object]:
-    if not isinstance(part, Chart):
-        return {"kind": type(part).__name__, **part._asdict()}
-    keys = [(key.name, key.colour, key.is_dashed) for key in part.keys]
-    return {"kind": "Chart", **asdict(part), "paths": [path._asdict() for path in part.paths], "keys": keys}
+def sections(run: Run) -> dict[str, list[Part]]:
+    """The sections of the page by language as JSON values: a title, and parts that `assets/report.js` draws."""
+    english = [
+        {"title": title, "parts": [*parts] or [paragraph(otherwise)]} for title, parts, otherwise in _sections(run)
+    ]
+    return {language: [wording.translated(section, language) for section in english] for language in wording.LANGUAGES}
 
 
 def text_page(run: Run) -> str:
     """The same figures for a terminal: aligned, at most 40 lines, without control characters."""
-    hidden = run.branches[MOST_BRANCHES:]
-    main = [(row.name, row.value) for row in main_figures(run) if row.branch not in hidden]
+    hidden = run.branches[MAX_BRANCHES:]
+    rows = [(row.name, row.value) for row in main_figures(run) if row.branch not in hidden]
     if hidden:
-        main.append(("More branches", f"{len(hidden)}, on the page"))
-    lines = [f"Training report: {shown(str(run.folder), PATH_CHARS)}", *aligned(main, left=2), ""]
-
+        rows.append(("More branches", f"{len(hidden)}, on the page"))
     phases = sorted(figures.phases(run), key=lambda phase: -phase.share)
-    # The lines of the account and of figures that few runs have take the place of one each.
-    most = MOST_PHASES - bool(run.account.services) - len(_listed_figures(run))
-    if rest := phases[most:]:
-        share, part_s = sum(phase.share for phase in rest), sum(phase.seconds for phase in rest)
-        phases[most:] = [figures.PhaseTime(f"{len(rest)} other", part_s, share)]
-    times = [(f"  {phase.name}", f"{percent(phase.share):>6}", seconds(phase.seconds)) for phase in phases]
-    lines += ["Time by phase, mean per step", *aligned(times, left=3)] if times else ["Time by phase was not logged"]
-
-    stages = [(f"  {stage.name}", f"p50 {seconds(stage.p50)}, p95 {seconds(stage.p95)}, longest {seconds(stage.most)}")
-              for stage in figures.stages(run)]  # fmt: skip
-    lines += ["Stages of a reward", *aligned(stages, left=2)] if stages else ["Stages of a reward were not logged"]
-
+    largest = [f"{phase.name} {percent(phase.share)}" for phase in phases[:MAX_PHASES]]
+    rows.append(("Time by phase", ", ".join(largest) or NOT_LOGGED))
+    stages = [f"{stage.name} {seconds(stage.p95)}" for stage in figures.stages(run)]
+    rows.append(("Stages of a reward, p95", ", ".join(stages) or "were not logged"))
     if evals := figures.shown_evals(run):
-        lines.append(f"Quick evaluations: {len(evals)}; no other beats in every branch: step {_front_steps(evals)}")
+        rows.append(("Quick evaluations", f"{len(evals)}; no other beats in every branch: step {_front_steps(evals)}"))
     if notes := _notes(run):
-        lines.append(f"Note: {'; '.join(notes)}")
+        rows.append(("Note", "; ".join(notes)))
     sentences = advice(run) or (NOTHING_STANDS_OUT if run.steps else NO_FIGURES,)
-    lines += ["", "What to look at", *(f"  - {sentence}" for sentence in sentences)]
+    head = f"Training report: {shown(str(run.folder), PATH_CHARS)}"
+    lines = [head, *aligned(rows, left=2), "", "What to look at", *(f"  - {sentence}" for sentence in sentences)]
     return "\n".join(lines) + "\n"
 
 
@@ -174,13 +99,13 @@ class MainFigure(NamedTuple):
 
 
 def main_figures(run: Run) -> list[MainFigure]:
-    """The main figures in words, in the order in which both pages show them."""
+    """The main figures in words, in the order in which page and text show them."""
     rows = [*_of_training(run), *_of_machines(run)]
     rows.append(MainFigure("Best quick evaluation", _best(run) if run.quick_evals else "no quick evaluation was made"))
     for kind in dict.fromkeys(itertools.chain(*run.held_out.values())) or [names.REWARD]:  # one for each dataset
         if kind.split()[-1] == names.REWARD:
-            every = [(step, values[kind]) for step, values in run.held_out.items() if kind in values]
-            ends = [f"{number(value)} at step {step}" for step, value in (*every[:1], *every[1:][-1:])]
+            rewards = [(step, values[kind]) for step, values in run.held_out.items() if kind in values]
+            ends = [f"{number(value)} at step {step}" for step, value in (*rewards[:1], *rewards[1:][-1:])]
             held_out = f"{shown(kind)} {' → '.join(ends)}"
             rows.append(MainFigure("Held-out rows", held_out if ends else "no held-out evaluation was written"))
     if run.account.services:
@@ -197,28 +122,28 @@ def _listed_figures(run: Run) -> list[MainFigure]:
         if metric.line == "groups":  # counts of failures: those in the middle of a run are the ones to see
             counts = run.of(metric.tag).values()
             rows.append(MainFigure(metric.report, f"{number(mean(counts))} on average, {number(max(counts))} at most"))
-            continue
-        if names.BRANCH not in metric.tag:
+        elif names.BRANCH not in metric.tag:
             rows.append(MainFigure(metric.report, _changed(run, metric.tag)))
-            continue
-        for branch, tag in names.of_branches(metric.tag, run.branches).items():
-            rows.append(MainFigure(f"{metric.report}, {shown(branch)}", _changed(run, tag), branch))
+        else:
+            for branch, tag in names.of_branches(metric.tag, run.branches).items():
+                rows.append(MainFigure(f"{metric.report}, {shown(branch)}", _changed(run, tag), branch))
     return rows
 
 
 def _of_training(run: Run) -> Iterator[MainFigure]:
     steps = "none was logged"
     if run.steps:
-        every = f" ({len(run.steps)} logged, every {figures.interval(run)})"
-        steps = f"{run.steps[-1]:,}{'' if len(run.steps) == run.steps[-1] else every}"
+        logged = f" ({len(run.steps)} logged, every {figures.interval(run)})"
+        steps = f"{run.steps[-1]:,}{'' if len(run.steps) == run.steps[-1] else logged}"
     yield MainFigure("Steps done", steps)
     wall_time = NOT_KNOWN
     if run.seconds is not None:
         first, last = run.seconds
         began = datetime.fromtimestamp(first, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        steps, several = ", ".join(map(str, run.starts)), len(run.starts) > 1
-        pauses = f"; {len(run.starts)} starts (steps {steps}), with the time between them" if several else ""
-        wall_time = f"{seconds(last - first)} from first to last event, from {began}{pauses}"
+        starts = ", ".join(map(str, run.starts))
+        pauses = f"; {len(run.starts)} starts (steps {starts}), with the time between them"
+        wall_time = f"{seconds(last - first)} from first to last event, from {began}"
+        wall_time += pauses if len(run.starts) > 1 else ""
     yield MainFigure("Wall time", wall_time)
     step_time = "step times were not logged"
     if times := run.of(names.STEP_SECONDS).values():
@@ -231,18 +156,19 @@ def _of_training(run: Run) -> Iterator[MainFigure]:
             yield MainFigure(f"Reward, {shown(branch)}", _branch_reward(run, branch), branch)
     for branch in (branch for branch in run.branches if several or run.of(names.kl_of(branch))):
         yield MainFigure(f"KL in band, {shown(branch)}" if several else "KL in band", _branch_kl(run, branch), branch)
+    yield MainFigure("Failures", _failed(run))
+
+
+def _failed(run: Run) -> str:
     if not figures.failures(run) and (share := figures.failed_share(run)) is not None:
-        yield MainFigure(
-            "Failures", "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
-        )
-        return
+        return "none" if share <= 0 else f"{percent(share)} of the completions; not counted by reason"
     counts = []
     for source in (POLICY, SERVICES, OTHERS):
         reasons, share = figures.failures_of(run, source)
         if reasons:
             part = "" if share is None else f", {percent(share)} of the completions"
             counts.append(f"{count(sum(reasons.values()))} of {source}{part}, most often {shown(next(iter(reasons)))}")
-    yield MainFigure("Failures", "; ".join(counts) or "were not logged")
+    return "; ".join(counts) or "were not logged"
 
 
 def _of_machines(run: Run) -> Iterator[MainFigure]:
@@ -313,16 +239,27 @@ def _spent(run: Run) -> str:
     return "; ".join([f"{total.calls:,.0f} calls{usd}", *limits])
 
 
+def _front_steps(evals: Sequence[QuickEval]) -> str:
+    steps = [str(evals[place].step) for place in pareto_front([evaluation.scores for evaluation in evals])]
+    more = " …" if len(steps) > MAX_LISTED else ""
+    return f"{', '.join(steps[:MAX_LISTED])}{more}" if steps else "none has every score"
+
+
+def _notes(run: Run) -> list[str]:
+    infinite = f"{plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
+    return [*([infinite] if run.infinite else []), *run.unread]
+
+
 # The sections of the page
 
 
 def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     """The page's sections: a title, what it shows, and the sentence of a run that has nothing to show there."""
-    notes = [Paragraph(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
-    yield "Main figures", [Table([(row.name, row.value) for row in main_figures(run)]), *notes], ""
-    sentences = advice(run)
-    nothing = [Paragraph(NOTHING_STANDS_OUT)] if run.steps else []
-    yield "What to look at", [Numbered(sentences)] if sentences else nothing, NO_FIGURES
+    notes = [paragraph(f"{note[0].upper()}{note[1:]}.", "remark") for note in _notes(run)]
+    yield "Main figures", [table((row.name, row.value) for row in main_figures(run)), *notes], ""
+    sentences: Part = {"kind": "list", "sentences": advice(run)}
+    nothing = [paragraph(NOTHING_STANDS_OUT)] if run.steps else []
+    yield "What to look at", [sentences] if sentences["sentences"] else nothing, NO_FIGURES
     by_branch = " by branch" if len(run.branches) > 1 else ""
     yield f"Reward{by_branch}", _reward_part(run), "No reward was logged."
     no_kl = "No KL was logged: the run had no KL coefficient, or stopped before its first step."
@@ -332,109 +269,57 @@ def _sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
     yield "Failures by reason", _failures_part(run), "Failures were not logged."
     yield "Quick evaluations", _quick_evals_part(run), "No quick evaluation was made."
     times = [(stage.name, *map(seconds, stage[1:])) for stage in figures.stages(run)]
-    stages: list[Part] = [
-        Table(times, head=("Stage", "p50", "p95", "Longest", "In the slowest completion")),
-        Paragraph(STAGES_REMARK, "remark"),
-    ]
-    yield "Stages of a reward", stages if times else [], "How long the stages took was not logged."
+    stages = table(times, "Stage", "p50", "p95", "Longest", "In the slowest completion")
+    no_stages = "How long the stages took was not logged."
+    yield "Stages of a reward", [stages, paragraph(STAGES_REMARK, "remark")] if times else [], no_stages
     if tools := [(shown(name), *map(count, counts), seconds(mean_s)) for name, counts, mean_s in figures.tools(run)]:
         head = ("Tool", "Calls in a batch", "Failed", "Errors of the policy", "Mean call")
-        yield "Tools", [Table(tools, head)], ""
-    yield from _last_sections(run)
-
-
-def _last_sections(run: Run) -> Iterator[tuple[str, Iterable[Part], str]]:
-    """What files other than TensorBoard's tell."""
+        yield "Tools", [table(tools, *head)], ""
     alone = run.branches if len(run.branches) == 1 else ()  # whose figure is the reward
     kinds = sorted({*itertools.chain(*run.held_out.values())} - {*alone}, key=lambda n: (n != names.REWARD, n))
     rows = [(str(step), *(figure(values.get(kind)) for kind in kinds)) for step, values in run.held_out.items()]
-    held_out = Table(rows[:1] + rows[1:][-MOST_ROWS:], ("Step", *(shown(kind).replace("_", " ") for kind in kinds)))
+    held_out = table(rows[:1] + rows[1:][-MAX_ROWS:], "Step", *(shown(kind).replace("_", " ") for kind in kinds))
     yield "Held-out rows", [held_out] if rows else [], "No held-out evaluation was written."
-    sums = [
-        (shown(name), count(spent.calls), count(spent.prompt_tokens), count(spent.completion_tokens),
-         f"{spent.usd:,.4f}") for name, spent in sorted(run.account.services.items())
-    ]  # fmt: skip
-    spending: list[Part] = [
-        Table(sums, head=("Service", "Calls", "Prompt tokens", "Completion tokens", "USD")),
-        Paragraph(f"All together: {_spent(run)}.", "remark"),
-    ]
-    no_spending = "Nothing was counted: no limit was set, and nothing has a price."
-    yield "Spending", spending if sums else [], no_spending
-    checkpoints = shown(f"Checkpoints: {', '.join(map(shown, run.checkpoints))}", PATH_CHARS) + "."
-    trace = f"A timeline of the steps: open {names.TRACE_FILE} at https://ui.perfetto.dev."
-    folder = [
-        Paragraph(checkpoints if run.checkpoints else "No checkpoint is in the folder."),
-        Paragraph(trace if run.has_trace else f"No timeline ({names.TRACE_FILE}) was written."),
-    ]
-    yield "What else the folder holds", folder, ""
-
-
-def _notes(run: Run) -> list[str]:
-    infinite = f"{plural(run.infinite, 'figure')} {'was' if run.infinite == 1 else 'were'} infinite, left out"
-    return [*([infinite] if run.infinite else []), *run.unread]
+    yield "Spending", _spending_part(run), "Nothing was counted: no limit was set, and nothing has a price."
 
 
 def _reward_part(run: Run) -> Iterator[Part]:
     named = [branch for branch in run.branches if run.of(names.reward_of(branch))]
-    coloured = [*zip(named, itertools.cycle(COLOURS), strict=False)]
-    lines = [Line(branch, colour, run.of(names.reward_of(branch))) for branch, colour in coloured]
+    lines = [Line(branch, colour, run.of(names.reward_of(branch))) for colour, branch in enumerate(named)]
     if len(lines) != 1:
-        lines.append(Line("all branches", INK, run.of(names.REWARD)))
+        lines.append(Line("all branches", len(named), run.of(names.REWARD)))
     lines += [
         Line(f"{branch}, reference", colour, run.of(names.reference_of(branch)), is_dashed=True)
-        for branch, colour in coloured
+        for colour, branch in enumerate(named)
     ]
-    if not any(line.series for line in lines):
-        return
-    values = [f"{shown(branch)} {_branch_reward(run, branch)}" for branch, _ in coloured if len(coloured) > 1]
-    every = "All branches" if values else "Reward"
-    description = "; ".join([f"Mean reward over the steps. {every} {_changed(run, names.REWARD)}", *values])
-    yield line_chart(description, "mean reward", lines, starts=run.starts[1:])
+    if any(line.series for line in lines):
+        yield line_chart("mean reward", lines, starts=run.starts[1:])
 
 
 def _kl_part(run: Run) -> Iterator[Part]:
     for branch in (branch for branch in run.branches if run.of(names.kl_of(branch))):
-        betas, value = run.of(names.beta_of(branch)), _branch_kl(run, branch)
         if len(run.branches) > 1:
-            yield Paragraph(shown(branch), "heading")
-        yield Paragraph(value, "remark")
-        yield line_chart(
-            f"KL of {shown(branch)} over the steps. {value}",
-            "KL, nats per token",
-            [Line("KL", COLOURS[0], run.of(names.kl_of(branch)))],
-            from_zero=True,
-            band=figures.band(run, branch),
-        )
-        if betas:
-            description = f"Coefficient of the KL of {shown(branch)} over the steps"
-            yield line_chart(description, "coefficient beta", [Line("beta", COLOURS[1], betas)], from_zero=True)
+            yield paragraph(shown(branch), "heading")
+        yield paragraph(_branch_kl(run, branch), "remark")
+        kl, betas = Line("KL", 0, run.of(names.kl_of(branch))), Line("beta", 1, run.of(names.beta_of(branch)))
+        yield line_chart("KL, nats per token", [kl], from_zero=True, band=figures.band(run, branch))
+        if betas.series:
+            yield line_chart("coefficient beta", [betas], from_zero=True)
 
 
 def _step_time_part(run: Run) -> Iterator[Part]:
-    phases = figures.phases(run)
-    if phases:
-        longest = max(phases, key=lambda phase: phase.share)
-        yield stacked_chart(
-            f"Step time by phase over the steps. The largest phase is {longest.name}, {percent(longest.share)}",
-            "seconds per step",
-            list(run.of(names.STEP_SECONDS)),
-            {phase.name.replace("_", " "): run.of(names.time_of(phase.name)) for phase in phases},
-            grey=names.Phase.UNACCOUNTED,
-        )
+    if phases := figures.phases(run):
+        layers = {phase.name.replace("_", " "): run.of(names.time_of(phase.name)) for phase in phases}
+        yield bar_chart("seconds per step", list(run.of(names.STEP_SECONDS)), layers, grey=names.Phase.UNACCOUNTED)
         rows = [(phase.name.replace("_", " "), seconds(phase.seconds), percent(phase.share)) for phase in phases]
-        yield Table(rows, head=("Phase", "Mean per step", "Share"))
+        yield table(rows, "Phase", "Mean per step", "Share")
 
 
 def _waits(run: Run) -> Iterator[Part]:
     exposed, hidden = run.of(names.REWARD_EXPOSED), run.of(names.REWARD_HIDDEN)
-    if exposed or hidden:
-        yield stacked_chart(
-            "Makespan of the rewards over the steps, the part that training waits for and the part that is hidden",
-            "rewards, seconds",
-            sorted({*exposed, *hidden}),
-            {"exposed: training waits": exposed, "hidden behind other work": hidden},
-            grey="hidden behind other work",
-        )
+    if steps := sorted({*exposed, *hidden}):
+        layers = {"exposed: training waits": exposed, "hidden behind other work": hidden}
+        yield bar_chart("rewards, seconds", steps, layers, grey="hidden behind other work")
 
 
 def _failures_part(run: Run) -> Iterator[Part]:
@@ -442,37 +327,27 @@ def _failures_part(run: Run) -> Iterator[Part]:
     if not reasons:
         if share is not None:
             failed = f"{percent(share)} of the completions failed; no reason was counted."
-            yield Paragraph(failed if share > 0 else "Every completion was scored: there were no failures.")
+            yield paragraph(failed if share > 0 else "Every completion was scored: there were no failures.")
         return
+    steps = len(figures.bins(run.steps, MAX_BARS)[0]) * figures.interval(run)
+    label = "failures per step" if steps == 1 else f"failures per {steps} steps"
+    layers = {reason: run.of(names.FAILURE_REASONS + reason) for reason in reasons}
+    yield bar_chart(label, run.steps, layers, are_counts=True)
     total = sum(reasons.values())
-    steps = len(figures.bins(run.steps, MOST_BARS)[0]) * figures.interval(run)
-    yield stacked_chart(
-        f"Failures by reason over the steps, {count(total)} in all, mostly {shown(next(iter(reasons)))}",
-        "failures per step" if steps == 1 else f"failures per {steps} steps",
-        run.steps,
-        {reason: run.of(names.FAILURE_REASONS + reason) for reason in reasons},
-        summed=True,
-    )
     rows = [
         (shown(reason), figures.source_of(reason), count(times), percent(times / total))
         for reason, times in reasons.items()
     ]
-    yield Table(rows[:MOST_ROWS], head=("Reason", "Of", "Times", "Share"))
-    if len(rows) > MOST_ROWS:
-        yield Paragraph(f"and {len(rows) - MOST_ROWS} more reasons", "remark")
-
-
-def _front_steps(evals: Sequence[QuickEval]) -> str:
-    steps = [str(evals[place].step) for place in pareto_front([evaluation.scores for evaluation in evals])]
-    more = " …" if len(steps) > MOST_LISTED else ""
-    return f"{', '.join(steps[:MOST_LISTED])}{more}" if steps else "none has every score"
+    yield table(rows[:MAX_ROWS], "Reason", "Of", "Times", "Share")
+    if len(rows) > MAX_ROWS:
+        yield paragraph(f"and {len(rows) - MAX_ROWS} more reasons", "remark")
 
 
 def _quick_evals_part(run: Run) -> Iterator[Part]:
     evals = figures.shown_evals(run)
     if not evals:
         return
-    yield Paragraph(
+    yield paragraph(
         f"{plural(len(evals), 'evaluation')}, {shown(evals[-1].mode)}. On the front, which no other beats in every "
         f"branch: step {_front_steps(evals)}.",
         "remark",
@@ -480,27 +355,37 @@ def _quick_evals_part(run: Run) -> Iterator[Part]:
     branches = sorted({branch for evaluation in evals for branch in evaluation.scores})
     lines = [
         Line(branch, colour, {e.step: score for e in evals if (score := e.scores.get(branch)) is not None})
-        for branch, colour in zip(branches, itertools.cycle(COLOURS), strict=False)
+        for colour, branch in enumerate(branches)
     ]
     if any(line.series for line in lines):
-        yield line_chart(f"Scores of the quick evaluations by branch. Best: {_best(run)}", "score", lines)
+        yield line_chart("score", lines)
     branches = branches if len(branches) > 1 else []  # else it has the reward
-    own = sorted({name for evaluation in evals for name in evaluation.figures})
+    kinds = sorted({name for evaluation in evals for name in evaluation.figures})
     front, best = pareto_front([evaluation.scores for evaluation in evals]), figures.best_eval(evals)
     rows = [
         (
             str(evaluation.step),
             number(evaluation.reward),
             *(number(evaluation.scores.get(branch)) for branch in branches),
-            *(figure(evaluation.figures.get(name)) for name in own),
+            *(figure(evaluation.figures.get(name)) for name in kinds),
             "yes" if place in front else "",
             "yes" if evaluation is best else "",
         )
         for place, evaluation in enumerate(evals)
-        if len(evals) <= MOST_ROWS or place in (*front, len(evals) - 1) or evaluation is best
-    ][-MOST_ROWS:]
-    yield Table(rows, head=("Step", "Reward", *map(shown, branches), *map(shown, own), "On the front", "Best"))
+        if len(evals) <= MAX_ROWS or place in (*front, len(evals) - 1) or evaluation is best
+    ][-MAX_ROWS:]
+    yield table(rows, "Step", "Reward", *map(shown, branches), *map(shown, kinds), "On the front", "Best")
     if len(evals) > len(rows):
-        yield Paragraph(f"{len(evals) - len(rows)} more are not in this table.", "remark")
+        yield paragraph(f"{len(evals) - len(rows)} more are not in this table.", "remark")
     if others := len(run.quick_evals) - len(evals):
-        yield Paragraph(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")
+        yield paragraph(f"{plural(others, 'evaluation')} made in another way: not compared with these.", "remark")
+
+
+def _spending_part(run: Run) -> Iterator[Part]:
+    rows = [
+        (shown(name), *map(count, (spent.calls, spent.prompt_tokens, spent.completion_tokens)), f"{spent.usd:,.4f}")
+        for name, spent in sorted(run.account.services.items())
+    ]
+    if rows:
+        yield table(rows, "Service", "Calls", "Prompt tokens", "Completion tokens", "USD")
+        yield paragraph(f"All together: {_spent(run)}.", "remark")

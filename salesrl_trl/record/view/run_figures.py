@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from salesrl_trl import names
+from salesrl_trl.ground.row_statistics import mean
 from salesrl_trl.judged.parsing import INVALID_REASONS
-from salesrl_trl.launch.evaluation.row_statistics import mean
 from salesrl_trl.record.view.run_folder import QuickEval, Run
 from salesrl_trl.types import Outcome
 
@@ -42,7 +42,7 @@ class StageTime(NamedTuple):
     name: str
     p50: float | None
     p95: float | None
-    most: float | None
+    longest: float | None
     slowest: float | None
 
 

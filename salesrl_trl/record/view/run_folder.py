@@ -51,8 +51,6 @@ class Run:
     held_out: Mapping[int, Figures]
     """Each evaluation of the held-out rows by its step, ascending; step 0 is before training."""
     unread: tuple[str, ...]  # sentences about files that could not be read
-    checkpoints: tuple[str, ...]  # names of their folders, `best` first
-    has_trace: bool
     account: Account  # what the run spent. A run without a budget spent nothing that was counted.
 
     def of(self, tag: str) -> Mapping[int, float]:
@@ -85,9 +83,6 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
     except ConfigError:
         account = Account()
         unread.append(f"{names.SPENT_FILE} could not be read")
-    checkpoints = [path.name for path in folder.glob(f"{names.CHECKPOINT_FOLDERS}*") if path.is_dir()]
-    checkpoints.sort(key=lambda name: (len(name), name))  # checkpoint-20 before checkpoint-100
-    best = [names.BEST_FOLDER] if (folder / names.BEST_FOLDER).is_dir() else []
     return Run(
         folder=folder,
         series=series,
@@ -99,8 +94,6 @@ def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
         quick_evals=quick_evals,
         held_out=held_out,
         unread=tuple(unread),
-        checkpoints=(*best, *checkpoints),
-        has_trace=(folder / names.TRACE_FILE).is_file(),
         account=account,
     )
 

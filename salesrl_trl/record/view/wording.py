@@ -1,24 +1,18 @@
-"""Numbers, names and languages of the report, and HTML from `view/templates/`.
-
-Owns rounding, units, the templates' environment, and how a text becomes Chinese. HTML and text take words from here.
-"""
+"""Numbers, names and languages of the report: rounding, units, and how a text becomes Chinese."""
 
 import json
 import re
 from functools import cache, partial
 from pathlib import Path
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from typing import Any
 
 from salesrl_trl.ground.tables import NOT_KNOWN, number
 
-_ENVIRONMENT = Environment(loader=PackageLoader("salesrl_trl.record.view"), autoescape=True, undefined=StrictUndefined)
-_ENVIRONMENT.filters["kind"] = lambda value: type(value).__name__
 NAME_CHARS = 40  # longest name that is shown. A reason code is a few words. A longer name came from elsewhere.
 
 
 def shown(name: str, most: int = NAME_CHARS) -> str:
-    """A name from a file: printable, on one line and not too long. The templates escape HTML."""
+    """A name from a file: printable, on one line and not too long. The page puts it in as text."""
     text = "".join(char if char.isprintable() else "?" for char in name)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -78,6 +72,15 @@ def in_language(text: str, language: str) -> str:
     return text
 
 
+def translated(value: Any, language: str) -> Any:
+    """A JSON value with its texts in a language."""
+    if isinstance(value, str):
+        return in_language(value, language)
+    if isinstance(value, dict):
+        return {name: translated(part, language) for name, part in value.items()}
+    return [translated(part, language) for part in value] if isinstance(value, list | tuple) else value
+
+
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """The patterns, those with the most words of their own first. `{}` is no list of sentences with `;`, and none
@@ -89,8 +92,3 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
         hole = "([^;]+?)" if first else "((?:[^;,]|,(?! ))+?)"
         patterns.append((re.compile(hole.join([first, *others])), chinese))
     return patterns
-
-
-def render(template: str, **values: object) -> str:
-    """The text of a file of `templates`. Values are escaped, unless the file says that one is `safe`."""
-    return _ENVIRONMENT.get_template(template).render(values)

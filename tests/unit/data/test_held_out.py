@@ -7,11 +7,12 @@ from datasets import Dataset
 from support.planned import planned
 from support.published import bbq, qrecc, write
 
+from salesrl_trl.data.datasets_of_users import with_ids
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.launch.checks.dataset import rows_of
 from salesrl_trl.launch.data.form import Form, Portion
 from salesrl_trl.launch.data.formats import BBQ, QReCC
-from salesrl_trl.launch.data.sources import load_rows, with_ids
+from salesrl_trl.launch.data.sources import load_rows
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 
@@ -28,8 +29,7 @@ def conversations(rows):
 
 def qrecc_file(path, conversations):
     return write(
-        path,
-        *(qrecc(number, turn, question=f"{turn}?") for number in range(conversations) for turn in range(1, 5)),
+        path, *(qrecc(number, turn, question=f"{turn}?") for number in range(conversations) for turn in range(1, 5))
     )
 
 

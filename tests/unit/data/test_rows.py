@@ -6,8 +6,8 @@ import math
 import pytest
 from datasets import Dataset
 
+from salesrl_trl.data import files
 from salesrl_trl.errors import DataError
-from salesrl_trl.launch.data import files
 from salesrl_trl.launch.data.sources import build_dataset, load_drafts, load_rows, prompt_dataset
 from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.types import SalesRow
@@ -75,8 +75,7 @@ def test_optional_columns_are_carried(dataset):
 
 def test_a_missing_column_is_named_beside_what_was_got(dataset):
     with pytest.raises(
-        DataError,
-        match=r"lacks the column branch, .* fairness, hallucination\. Got: conversation\. Expected prompt",
+        DataError, match=r"lacks the column branch, .* fairness, hallucination\. Got: conversation\. Expected prompt"
     ):
         load(dataset({"conversation": GOOD["conversation"]}))
     with pytest.raises(DataError, match=r"lacks the column prompt or conversation\. Got: branch, question"):

@@ -5,9 +5,10 @@ from datasets import Dataset
 from support.answers import answered
 from support.published import bbq
 
+from salesrl_trl.config.quick_evaluations import checked_figures
 from salesrl_trl.launch.data.formats import BBQ
 from salesrl_trl.launch.evaluation.bbq import BBQFigure, figures_of, named_option, target_of
-from salesrl_trl.launch.evaluation.quick_figures import checked_figures, measure
+from salesrl_trl.launch.evaluation.quick_figures import measure
 
 OPTIONS = ("The Muslim neighbour", "Not known", "The Hindu neighbour")
 

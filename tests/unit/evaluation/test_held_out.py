@@ -10,7 +10,8 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from salesrl_trl.launch import train
-from salesrl_trl.launch.evaluation.held_out import EvaluatedCompletion, HeldOut, spread
+from salesrl_trl.launch.evaluation.held_out import HeldOut, spread
+from salesrl_trl.types import EvaluatedCompletion
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import pytest
 from datasets import Dataset
 from support.answers import INVALID, WrittenSubject, answered, one_rank
 
+from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.evaluation.quick import QuickEvaluator, sample
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalSettings
 from salesrl_trl.telemetry.timeline import Timeline
 
 ROWS = [{"prompt": "", "row": place} for place in range(2)]

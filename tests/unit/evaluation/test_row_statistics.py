@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.launch.evaluation.row_statistics import critical, difference_of, mean_of, pareto_front, share_within
+from salesrl_trl.ground.row_statistics import critical, difference_of, mean_of, pareto_front, share_within
 
 NAN = math.nan
 

@@ -7,9 +7,9 @@ from accelerate import PartialState
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.judged.meter import MeterSettings
 from salesrl_trl.judged.meter_part import JudgeMeter
 from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.reward.scorer import MeterSettings
 
 JUDGES = [{"name": name, "base_url": "http://j/v1", "model": "m"} for name in ("first", "other")]
 METER = {"second": "other", "on_alarm": "second_judge"}

@@ -282,14 +282,6 @@ def test_a_damaged_record_is_refused_with_its_path(tmp_path, damage):
         list(recorded(tmp_path / "packed.sqlite.gz"))
 
 
-def test_a_new_record_leaves_files_beside_it(tmp_path):
-    write(tmp_path, [batch(step=1)])
-    packed = record_file(tmp_path, 0).with_name("rank-0.sqlite.gz")
-    packed.write_bytes(b"packed by its owner")
-    write(tmp_path, [batch(step=1)])
-    assert packed.read_bytes() == b"packed by its owner"
-
-
 def test_a_completion_is_read_without_its_prompt(tmp_path):
     write(tmp_path, [batch(step=1)])
     with closing(sqlite3.connect(record_file(tmp_path, 0))) as file, file:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from salesrl_trl.judged.judge_interface import JudgeRecord
 from salesrl_trl.names import LENGTH_CORRELATION, POSITION_GAP
 from salesrl_trl.reward.figures import JudgeBias, bias_sums
+from salesrl_trl.types import JudgeRecord
 
 
 def record(score, chars, first=None):

@@ -25,6 +25,7 @@ from salesrl_trl.agents.episodes import PLAYED, Playing, kept
 from salesrl_trl.generation.conversations import GivenUp
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.mixed import combined
+from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.reward.stage_times import StageTimes
 
@@ -104,7 +105,7 @@ def test_what_an_episode_does_not_go_with_is_refused():
     refused = {
         "alone": lambda: RewardFuncs.of([episode, other], None, None),
         "beside other rewards": lambda: RewardFuncs.of(episode, None, None, has_more=True),
-        "reward_process": lambda: combined([episode], [1.0], True),
+        "reward_process": lambda: combined([episode], [1.0], RemoteReward),
         "SalesGRPOConfig": lambda: SalesGRPOTrainer(
             "policy", [episode], GRPOConfig("out", report_to="none", bf16=False)
         ),

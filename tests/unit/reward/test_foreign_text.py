@@ -18,12 +18,13 @@ from salesrl_trl.demo.services.language import words
 from salesrl_trl.demo.services.rubric import content_words
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid
 from salesrl_trl.ground.fencing import neutralise
-from salesrl_trl.judged.budget import Bill
 from salesrl_trl.judged.parsing import MAX_COMPLETION_CHARS, is_empty_text, parse_action
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient, _text_of
 from salesrl_trl.judged.rag_client import MAX_ANSWER_CHARS, _read_answer
 from salesrl_trl.judged.verdict import MAX_VERDICT_CHARS, read_verdict
-from salesrl_trl.service.http import retry_after_s
+from salesrl_trl.service.http import HttpClient
+from salesrl_trl.service.quota import Bill
+from salesrl_trl.service.statuses import retry_after_s
 from salesrl_trl.types import InvalidAction, Outcome
 
 NONCE = "0123456789abcdef"
@@ -39,7 +40,7 @@ READERS = {
     "completion": parse_action,
     "hollow": is_empty_text,
     "verdict": lambda text: read_verdict(text, nonce=NONCE, expect_reference=True)[0],
-    "rag answer": lambda text: _read_answer("rag_8b", "salesrl-1", text.encode()),
+    "rag answer": lambda text: _read_answer(HttpClient("rag_8b", "http://127.0.0.1"), "salesrl-1", text.encode()),
     "chat completion": lambda text: _text_of(PROVIDER._completion(text.encode())),
     "retry after": lambda text: retry_after_s({"retry-after": text[:8190]}),  # all of a header that aiohttp takes
     "fence": lambda text: neutralise(text, NONCE),

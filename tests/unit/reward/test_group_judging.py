@@ -11,11 +11,11 @@ from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward
 from salesrl_trl.judged.meter import METER, SECOND
+from salesrl_trl.judged.scoring import Scoring
+from salesrl_trl.judged.stage import Added, RewardStage
 from salesrl_trl.names import JUDGED_SINGLY
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import Per
-from salesrl_trl.reward.scoring import Scoring
-from salesrl_trl.reward.stage import Added, RewardStage
 from salesrl_trl.types import Outcome, Verdict
 
 ROW = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
@@ -164,10 +164,10 @@ def test_a_group_of_a_batch_of_the_second_judge_is_its_alone_and_its_verdicts_ar
             # A completion of another text, in the place of the last one, is of the same judge.
             batch.start(7, "0.9")
             await batch.settled([range(8)])
-        joined = metered.batch([ROW] * 8, group=8)
-        joined.take_over([(batch, range(8))], [(0.0, 0.0)])
-        joined.start(7, "0.95")
-        await joined.settled([range(8)])
+        taken = metered.batch([ROW] * 8, group=8)
+        taken.fill(batch.hand_over(range(8)), [(0.0, 0.0)])
+        taken.start(7, "0.95")
+        await taken.settled([range(8)])
         await metered.aclose()
 
     asyncio.run(both())

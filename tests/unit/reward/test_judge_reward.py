@@ -12,12 +12,12 @@ from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.judged.judge_client import packaged_rubrics
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward
+from salesrl_trl.judged.scoring import Scoring
 from salesrl_trl.names import RIGHT_DOCUMENT
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
-from salesrl_trl.reward.scoring import Scoring
 from salesrl_trl.types import Outcome, Reward, Verdict
 
 QUESTION = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
@@ -164,9 +164,9 @@ def test_a_margin_without_a_column_of_references_is_told_before_training():
     with pytest.raises(
         ConfigError, match=r"'judge', which scores a completion, takes 'reference'\. .* Add the column"
     ):
-        RewardFuncs.of(margin, None, False).check(["prompt"], 2, 4)
-    RewardFuncs.of(margin, None, False).check(["prompt", "reference"], 2, 4)
-    RewardFuncs.of(judge_reward(judge="seams.own_reward.ByLength"), None, False).check(["prompt"], 2, 4)
+        RewardFuncs.of(margin, None, None).check(["prompt"], 2, 4)
+    RewardFuncs.of(margin, None, None).check(["prompt", "reference"], 2, 4)
+    RewardFuncs.of(judge_reward(judge="seams.own_reward.ByLength"), None, None).check(["prompt"], 2, 4)
 
 
 @pytest.mark.parametrize("component", ["retrieval", "right_document", "format"])
@@ -188,7 +188,7 @@ def test_a_rubric_beside_the_given_ones_comes_from_its_file_or_is_refused(servic
 @pytest.mark.parametrize("records", [False, True])
 def test_for_a_trainer_that_records_what_the_judge_says_is_kept(records):
     judge = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
-    loop = RewardFuncs.of(judge, None, False, records=records).reward_loop
+    loop = RewardFuncs.of(judge, None, None, records=records).reward_loop
     batch = loop.begin([QUESTION])
     loop.result(batch, ["5"])
     loop.close()

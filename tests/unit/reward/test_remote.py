@@ -33,7 +33,7 @@ from salesrl_trl.reward import remote as remote_module
 from salesrl_trl.reward import worker
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward
+from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward, Scored
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Outcome
 
@@ -51,8 +51,7 @@ from support.loopback import ACTION, build_reward, row
 async def main():
     reward = RemoteReward(build_reward(sys.argv[1], [row()]))
     await reward.warm_up()
-    (child,) = reward._children._made.values()
-    print(child._process.pid, flush=True)
+    print(reward.child.process.pid, flush=True)
     await reward(prompts=[None], completions=[ACTION], row=[0])
 
 asyncio.run(main())
@@ -104,7 +103,7 @@ class OnItsLoop:
         self.reward = reward
         self.complaints = []
         self.loop = RewardLoop(reward)
-        self.loop._loops.loop.set_exception_handler(lambda loop, context: self.complaints.append(context["message"]))
+        self.loop._batches.loop.set_exception_handler(lambda loop, context: self.complaints.append(context["message"]))
 
     def begin(self, indices):
         return self.loop.begin(examples(indices))
@@ -127,21 +126,24 @@ class OnItsLoop:
 
     def of_child(self, call, *arguments):
         """The answer of a call on the loop."""
-        return self.loop._loops.run(call, *arguments)
+        return self.loop._run(call, *arguments)
 
     @property
     def child(self):
-        (child,) = self.reward._children._made.values()
-        return child
+        return self.reward.child
 
     @property
     def process(self):
         """The child that was started last."""
-        return self.child._process
+        return self.reward._starting.result().process
 
     def in_hand(self):
         """The completions that the child says it scores."""
-        return self.of_child(self.child.ask, "ping")
+
+        async def asked():
+            return await self.child.ask("ping")[1]
+
+        return self.of_child(asked)
 
 
 @pytest.fixture
@@ -453,7 +455,7 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     assert reward.values(ACTION) == [0.75]
     stopped = reward.process
     stopped.send_signal(signal.SIGSTOP)
-    counts = asyncio.run_coroutine_threadsafe(reward.reward.drain(), reward.loop._loops.loop)  # no completion
+    counts = asyncio.run_coroutine_threadsafe(reward.reward.drain(), reward.loop._batches.loop)  # no completion
     assert reward.values(action(query="a"), action(query="b")) == [0.75, 0.75]
     assert counts.result(0) == asyncio.run(reward.reward._local.drain())
     assert reward.process.pid != stopped.pid
@@ -461,7 +463,7 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     assert own_words(caplog) == [
         "the reward process has not answered for 2 s, and is ended",
         "the reward process ended with code -9; its 2 completions in hand are asked again of the next, once",
-        "the reward process does not answer (_ChildEnded)",  # the question about its counts
+        "the reward process does not answer what it has counted",  # the question about its counts
     ]
 
 
@@ -500,9 +502,9 @@ def test_closing_ends_the_child_without_a_complaint(services, remote_process, ca
 def test_closing_does_not_complain_of_calls_that_were_given_up(services, remote, caplog, monkeypatch):
     """On a busy machine the child ends before their last word."""
 
-    async def answer(self, kind, number, what, answer=worker.Worker._answer):
-        if kind != "score":
-            await answer(self, kind, number, what)
+    def answer(self, number, said, answer=worker.Worker._answer):
+        if not isinstance(said, Scored):
+            answer(self, number, said)
 
     monkeypatch.setattr(worker.Worker, "_answer", answer)
     reward = remote(**LONG)
@@ -517,7 +519,7 @@ def test_closing_or_a_report_starts_no_child(remote):
     reward = remote()
     for _ in range(2):
         assert set(reward.of_child(reward.reward.drain).traffic) == {"rag_8b", "rag_32b", "judge"}
-        assert len(reward.reward._children._made) == 0
+        assert reward.child is None
         reward.of_child(reward.reward.aclose)  # before and after its use
         reward.values("hello")
         reward.of_child(reward.reward.aclose)
@@ -584,7 +586,7 @@ def test_nobody_else_can_speak_to_the_child(services, remote):
     """What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it."""
     reward = remote()
     reward.values(ACTION)
-    ours = reward.child._channel._writer.get_extra_info("socket")
+    ours = reward.child.channel._writer.get_extra_info("socket")
     assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
     assert not os.get_inheritable(ours.fileno())
 

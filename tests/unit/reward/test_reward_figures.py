@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
-from salesrl_trl.judged.judge_interface import ProviderUsage
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.figures import JudgeBias, RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.service.transport import TRAFFIC
 from salesrl_trl.telemetry.aggregates import StepAggregates
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Outcome, ProviderUsage, Reward
 
 BRANCHES = ("fairness", "hallucination")
 FIGURES = RewardFigures(BRANCHES)

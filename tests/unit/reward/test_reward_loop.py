@@ -49,8 +49,8 @@ def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):
         batches.append((batch, range(1)))
         took.append(loop.result(batch, [ACTION]).report)
         time.sleep(0.3)
-    joined = loop.joined(batches, group=1, waits=[(time.perf_counter(),) * 2])
-    report = loop.result(joined, [ACTION, ACTION]).report
+    taken = loop.take(batches, group=1, waits=[(time.perf_counter(),) * 2])
+    report = loop.result(taken, [ACTION, ACTION]).report
     assert report.judge_seconds == max(own.judge_seconds for own in took) > 0
     assert report.seconds == pytest.approx(max(own.seconds for own in took))
 

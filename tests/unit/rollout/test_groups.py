@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.rollout.groups import ScoredGroups, first_in, parts, to_launch
+from salesrl_trl.rollout.buffer_policy import first_in, to_launch
+from salesrl_trl.rollout.groups import ScoredGroups, parts
 
 WANTED = 0.5
 

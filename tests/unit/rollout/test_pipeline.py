@@ -12,7 +12,10 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.record.recorder import batch_of
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.rollout.pipeline import KeptRollouts, Pipeline
+from salesrl_trl.rollout.buffer_policy import ByArrival, InOrder
+from salesrl_trl.rollout.in_flight import KeptRollouts
+from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Reward
@@ -85,10 +88,11 @@ def examples(batch):
 
 
 def pipeline(sampler, lookahead=0, behaviour=lambda sampled: torch.zeros(1, 1), kept=MappingProxyType({}), start=0):
-    made = Pipeline(
-        sampler=sampler, reward_loop=Loop(), timeline=Timeline(), decode=str, window=1, lookahead=lookahead,
-        behaviour_logps=behaviour, record_span=pytest.fail,
+    launcher = Launcher(
+        sampler=sampler, reward_loop=Loop(), timeline=Timeline(), decode=str, behaviour_logps=behaviour,
+        record_span=pytest.fail,
     )  # fmt: skip
+    made = Pipeline(launcher, window=1, lookahead=lookahead)
     made.restart(0, start, False, kept)
     updates = iter([([examples(batch)], None) for batch in range(start, start + 4)])
     pull = lambda _: next(updates, ([], None))  # noqa: E731
@@ -101,7 +105,10 @@ def test_without_lookahead_only_the_batch_in_training_is_generated():
     made = pipeline(sampler)
     made.launch_due(0, 0)
     assert sampler.asked == [(["p0"], False)]
-    assert made.reward_loop.references == [[0], [1]]  # the references of the next step are asked for already
+    assert made.buffer.launcher.reward_loop.references == [
+        [0],
+        [1],
+    ]  # the references of the next step are asked for already
 
 
 def test_with_lookahead_later_batches_are_generated_too():
@@ -113,7 +120,7 @@ def test_with_lookahead_later_batches_are_generated_too():
 def test_a_completion_is_scored_from_the_moment_it_is_finished():
     made = pipeline(Now())
     made.launch_due(0, 0)
-    assert made.reward_loop.started == [
+    assert made.buffer.launcher.reward_loop.started == [
         ((0,), 0, "[7]"),
         ((0,), 0, "answer to p0"),
     ]  # reported, then with the whole batch
@@ -124,8 +131,8 @@ def test_a_rollout_of_the_background_is_collected_when_it_is_trained_on():
     made = pipeline(sampler, lookahead=1)
     made.launch_due(0, 0)
     assert sampler.collected == 0
-    inputs = made._schedule._windows[0].inputs
-    rollout = made.take(inputs, 0, 0)
+    inputs = made._turns._windows[0].inputs
+    rollout = made.buffer.take(inputs, 0, 0)
     assert sampler.collected == 1
     assert rollout.sampled.completions == ["answer to p0"]
     assert rollout.drain_metrics() == ({"m": [1.0]}, 3)
@@ -136,7 +143,7 @@ def test_completions_of_earlier_weights_need_log_probs():
     made = pipeline(Later(logprobs=None), lookahead=1)
     made.launch_due(0, 0)
     with pytest.raises(ConfigError, match="gives no log-probs"):
-        made.take(made._schedule._windows[0].inputs, 0, 0)
+        made.buffer.take(made._turns._windows[0].inputs, 0, 0)
     seen = []
     made = pipeline(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1))
     made.launch_due(0, 0)
@@ -154,15 +161,15 @@ def keeper(folder, sizes, in_flight):
 def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_path):
     first = pipeline(Now(), lookahead=2)
     first.launch_due(0, 0)
-    taken = first._schedule._windows[0].inputs
-    first.take(taken, 0, 0)
-    assert list(first.in_flight(1, 1)) == [0, 1]  # the first batch was trained on
+    taken = first._turns._windows[0].inputs
+    first.buffer.take(taken, 0, 0)
+    assert list(first.buffer.in_flight(1, 1)) == [0, 1]  # the first batch was trained on
     first.next_update(0, iter(()), lambda _: ([examples(3)], None), 3)
     first.launch_due(1, 1)
     # a step is undone: what it trains on comes again, and what it launched is no part of the checkpoint before it
-    first.take(first._schedule._windows[0].inputs, 1, 1)
-    assert list(first.in_flight(1, 1)) == [0, 1]
-    saves, loads, differs = (keeper(tmp_path, sizes, first.in_flight) for sizes in ([1, 2], [1, 2], [1, 3]))
+    first.buffer.take(first._turns._windows[0].inputs, 1, 1)
+    assert list(first.buffer.in_flight(1, 1)) == [0, 1]
+    saves, loads, differs = (keeper(tmp_path, sizes, first.buffer.in_flight) for sizes in ([1, 2], [1, 2], [1, 3]))
     saves.add_parts(tmp_path, 1, 1, [])
     assert loads.load_parts(tmp_path, 1) is differs.load_parts(tmp_path, 1) is None
     kept = loads.drain_rollouts()
@@ -172,8 +179,8 @@ def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_p
     second = pipeline(sampler, lookahead=2, kept=kept, start=1)
     second.launch_due(0, 1)
     assert sampler.asked == [(["p3"], True)]  # the others go on, and their rewards are asked for
-    assert second.reward_loop.started[:2] == [((1,), 0, "answer to p1"), ((2,), 0, "answer to p2")]
-    rollout = second.take(second._schedule._windows[0].inputs, 0, 1)
+    assert second.buffer.launcher.reward_loop.started[:2] == [((1,), 0, "answer to p1"), ((2,), 0, "answer to p2")]
+    rollout = second.buffer.take(second._turns._windows[0].inputs, 0, 1)
     assert (rollout.steps, rollout.drain_metrics()) == ([0], ({"m": [1.0]}, 3))
     assert torch.equal(rollout.behaviour_logps, torch.zeros(1, 1))
 
@@ -188,15 +195,15 @@ def test_groups_that_later_steps_train_on_have_log_probs_whatever_the_lookahead_
     """Of a run that moves it, and of one that goes on with another one."""
     seen = []
     made = pipeline(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1))
-    made.most_lookahead, made.max_staleness = 2, 4
+    made.buffer.policy = ByArrival(4)
     made.move_lookahead(0)
-    assert made.launch(examples(1), 0).behaviour_logps is not None
-    made.most_lookahead = made.max_staleness = 0
-    assert made.launch(examples(1), 0).behaviour_logps is None and len(seen) == 1
+    assert made.buffer.launch(examples(1), 0).behaviour_logps is not None
+    made.buffer.policy = InOrder()
+    assert made.buffer.launch(examples(1), 0).behaviour_logps is None and len(seen) == 1
     for logps, again in ((None, True), (torch.zeros(1, 1), False)):
         sampler, kept = Now(), KeptRollouts(rows=[0], steps=[0], sampled=sampled(["p0"]), behaviour_logps=logps)
         made = pipeline(sampler, lookahead=1, kept={0: kept})
-        made.max_staleness = 4
+        made.buffer.policy = ByArrival(4)
         made.launch_due(0, 0)
         assert ((["p0"], True) in sampler.asked) is again
 
@@ -212,10 +219,10 @@ def test_what_nobody_will_train_on_is_given_up():
     sampler = Later()
     made = pipeline(sampler, lookahead=1)
     made.launch_due(0, 0)
-    before = made.reward_loop.given_up
+    before = made.buffer.launcher.reward_loop.given_up
     made.forget()
     assert sampler.given_up == 2
-    assert made.reward_loop.given_up == before + 1
+    assert made.buffer.launcher.reward_loop.given_up == before + 1
 
 
 GROUP, EACH = 4, 6

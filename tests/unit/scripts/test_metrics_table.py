@@ -13,10 +13,11 @@ from salesrl_trl.names import (
     pattern_of,
     reward_of,
 )
+from salesrl_trl.parts import step_lines, trackers
 from salesrl_trl.record.view import report_page
 from salesrl_trl.reward.figures import JudgeBias, RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.telemetry import perf, step_lines, trackers
+from salesrl_trl.telemetry import perf
 from salesrl_trl.update.ledger import kl_names
 from scripts import make_metrics_table as tool
 

@@ -18,10 +18,10 @@ from salesrl_trl.names import (
     agreement_of,
     quick_of,
 )
+from salesrl_trl.parts.trackers import ScalarLayout, custom_scalars
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.trackers import ScalarLayout, custom_scalars
 from salesrl_trl.update.ledger import Ledger
 
 BRANCHES = ("fairness", "hallucination")

@@ -4,6 +4,7 @@ import logging
 import re
 import subprocess
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from support.forked import COLD_PYTHON
@@ -11,14 +12,14 @@ from transformers import TrainerControl, TrainerState
 
 from salesrl_trl import names
 from salesrl_trl.names import Phase
-from salesrl_trl.telemetry.logs import hide_lines
-from salesrl_trl.telemetry.step_lines import (
+from salesrl_trl.parts.step_lines import (
     EpochLine,
     StepLine,
     judge_line,
     shares,
     step_line,
 )
+from salesrl_trl.telemetry.logs import hide_lines
 
 BRANCHES = ("fairness", "hallucination")
 LOGS = {
@@ -28,6 +29,16 @@ LOGS = {
     "outcome/invalid_action": 0.125,
     "time/reward_exposed_s": 0.26,
 }
+
+
+def connected(part, failures=None, log=None, providers=()):
+    """A part as a trainer of these branches connects it."""
+    ledger = SimpleNamespace(failures=lambda _: failures or {}, batches=lambda _: 1)
+    reward = SimpleNamespace(names=SimpleNamespace(providers=providers, has_actions=True))
+    args = SimpleNamespace(branches=("fairness", "tone") if isinstance(part, EpochLine) else BRANCHES)
+    loop = SimpleNamespace(reward=reward)
+    part.connect(SimpleNamespace(args=args, reward_loop=loop, ledger=ledger, trl=SimpleNamespace(log=log)))
+    return part
 
 
 def outcomes(**shares):
@@ -78,7 +89,7 @@ def test_a_line_names_the_rank_where_there_are_several(caplog, monkeypatch):
 
 
 def test_a_run_without_a_judge_has_no_line_of_one(caplog):
-    callback = StepLine(BRANCHES, (), dict, batches=lambda: 1)
+    callback = connected(StepLine())
     state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=True)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         callback.on_train_begin(None, state, TrainerControl())
@@ -88,8 +99,8 @@ def test_a_run_without_a_judge_has_no_line_of_one(caplog):
 
 def test_a_run_that_logs_seldom_says_every_ten_steps_that_it_goes_on(caplog, monkeypatch):
     now = iter([0.0, 20.0, 60.0, 61.0])  # begun, and three lines
-    monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
-    callback = StepLine(BRANCHES, (), dict, batches=lambda: 1)
+    monkeypatch.setattr("salesrl_trl.parts.step_lines.time.perf_counter", lambda: next(now))
+    callback = connected(StepLine())
     state = TrainerState(max_steps=50, logging_steps=25, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
@@ -133,8 +144,8 @@ def test_the_shares_of_a_step_come_largest_first_and_crumbs_are_left_out():
 
 def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
     now = iter([0.0, 20.0, 23.0, 28.0])  # begun, and three lines: at 20 s, 23 s and 28 s
-    monkeypatch.setattr("salesrl_trl.telemetry.step_lines.time.perf_counter", lambda: next(now))
-    callback = StepLine(BRANCHES, ("openai",), dict, batches=lambda: 1)
+    monkeypatch.setattr("salesrl_trl.parts.step_lines.time.perf_counter", lambda: next(now))
+    callback = connected(StepLine(), providers=("openai",))
     state = TrainerState(global_step=0, max_steps=12, is_world_process_zero=True)
     callback.on_train_begin(None, state, TrainerControl())
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
@@ -152,7 +163,7 @@ def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_a_line_comes_with_each_step_and_not_with_summaries_of_the_main_process(caplog, is_main):
-    callback = StepLine(BRANCHES, ("openai",), dict, batches=lambda: 1)
+    callback = connected(StepLine(), providers=("openai",))
     state = TrainerState(global_step=1, max_steps=2, is_world_process_zero=is_main)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         callback.on_train_begin(None, state, TrainerControl())
@@ -164,7 +175,7 @@ def test_a_line_comes_with_each_step_and_not_with_summaries_of_the_main_process(
 @pytest.mark.parametrize("is_main", [True, False])
 def test_an_epochs_totals_are_those_of_its_log_lines_and_start_over(caplog, is_main):
     failed, control, entries = Counter(), TrainerControl(), []
-    callback = EpochLine(("fairness", "tone"), lambda: failed, entries.append)
+    callback = connected(EpochLine(), failed, entries.append)
     state = TrainerState(global_step=4, num_input_tokens_seen=1_000_000, is_world_process_zero=is_main)
     callback.on_train_begin(None, state, control)
     lines = [  # step, epoch, fairness, tokens so far, timeouts, share, GiB

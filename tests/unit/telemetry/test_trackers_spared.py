@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from trl.extras.profiling import ProfilingContext
 
-from salesrl_trl.telemetry.trackers import Trackers, keep_folders
+from salesrl_trl.config.trl_settings import keep_folders
+from salesrl_trl.parts.trackers import Trackers
 
 
 class Failing:

@@ -16,15 +16,14 @@ from salesrl_trl.judged.budget import (
     open_account,
     reported,
 )
-from salesrl_trl.judged.judge_client import JudgeRecord
 from salesrl_trl.judged.spending import Spending
 from salesrl_trl.kl.controller import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import SINGLE_SCORED, SKIPPED_UPDATE
+from salesrl_trl.parts.step_lines import spent
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
 from salesrl_trl.reward.figures import RewardFigures
-from salesrl_trl.telemetry.step_lines import spent
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import JudgeRecord, Outcome, Reward
 from salesrl_trl.update.ledger import Ledger
 
 GOOD = Reward(outcome=Outcome.OK, value=0.75, components={"judge": 0.75, "reference": 0.5})

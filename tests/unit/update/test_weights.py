@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, TrainerControl
 
 from salesrl_trl.errors import ConfigError, WeightSyncError
 from salesrl_trl.names import CHANGED_SHARE
-from salesrl_trl.update.weights import WeightChange, WeightCheck, logp_difference, raise_adapters, spare_casts
+from salesrl_trl.parts.weight_change import WeightChange
+from salesrl_trl.update.weights import WeightCheck, logp_difference, raise_adapters, spare_casts
 
 NAN = math.nan
 
@@ -31,7 +32,8 @@ class Run:
         self.optimizer, self.step, self.shares = optimizer, 0, []
         self.args = SimpleNamespace(learning_rate=optimizer.param_groups[0]["lr"])
         log = lambda entry: self.shares.append((self.step, entry[CHANGED_SHARE]))  # noqa: E731
-        self.callback = WeightChange(Accelerator(cpu=True), log)
+        self.callback = WeightChange()
+        self.callback.connect(SimpleNamespace(trl=SimpleNamespace(accelerator=Accelerator(cpu=True), log=log)))
         # wrapped, as accelerate and DeepSpeed do
         wrapped = SimpleNamespace(optimizer=optimizer)
         self.callback.on_train_begin(self.args, None, None, model=model, optimizer=wrapped)

@@ -1,59 +1,46 @@
 """The page and the text, as a reader and as a browser get them; the command line."""
 
+import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from salesrl_trl.judged.budget import USD, Limit, Spent, open_account
 from salesrl_trl.names import JUDGE_ALARMS, SPENT_FILE, Phase, Stage
 from salesrl_trl.record import report as command
-from salesrl_trl.record.view.report_page import html_page, text_page
+from salesrl_trl.record.view.report_page import sections, text_page
 from salesrl_trl.record.view.run_folder import read_run
 from salesrl_trl.record.view.wording import in_language
 
-VOID = {"meta"}
 
+class Page:
+    """What a page draws: rows of its tables, its texts, and the names of its charts."""
 
-class Page(HTMLParser):
-    """Tags, texts and table rows of a page whose tags must close in order."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.rows, self.text, self._open = [], [], "", []
-        self.feed(html)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
-
-    def handle_data(self, data):
-        if self._open and self._open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
-        if "style" not in self._open:
-            self.text += data
+    def __init__(self, sections):
+        parts = [part for section in sections for part in section["parts"]]
+        self.rows = [tuple(row) for part in parts for row in (part.get("head"), *part.get("rows", ())) if row]
+        self.charts = [part["label"] for part in parts if part["kind"] in ("lines", "bars")]
+        self.text = "\n".join(self._texts(sections))
 
     @property
-    def images(self):
-        """What is told of each picture to those who do not see it."""
-        return [attrs["aria-label"] for tag, attrs in self.tags if attrs.get("role") == "img"]
+    def pairs(self):
+        return {row[0]: row[1] for row in self.rows if len(row) == 2}
+
+    def _texts(self, value):
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from self._texts(part)
 
 
 def report(run_folder, *more):
     """The page and the text of a run, through the command."""
     assert command.main([str(run_folder.path), *more]) == 0
     html = (run_folder.path / "report.html").read_text(encoding="utf-8")
-    return Page(html), (run_folder.path / "report.txt").read_text(encoding="utf-8"), html
+    data = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])
+    page = Page(data["report"]["0"]["sections"][data["language"]])
+    return page, (run_folder.path / "report.txt").read_text(encoding="utf-8"), html
 
 
 MAIN_FIGURES = {
@@ -83,7 +70,7 @@ MAIN_FIGURES = {
 def test_page_and_text_tell_the_same_main_figures(two_branches):
     page, text, _ = report(two_branches)
 
-    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    rows = page.pairs
     assert {name: rows[name] for name in MAIN_FIGURES} == MAIN_FIGURES
     lines = dict(line.split("  ", 1) for line in text.splitlines() if line.partition("  ")[0] in MAIN_FIGURES)
     assert {name: value.strip() for name, value in lines.items()} == MAIN_FIGURES
@@ -92,7 +79,7 @@ def test_page_and_text_tell_the_same_main_figures(two_branches):
 def test_the_tables_hold_the_runs_figures(two_branches):
     page, text, _ = report(two_branches)
 
-    rows = [tuple(row) for row in page.rows]
+    rows = page.rows
     assert ("reward wait", "6.20 s", "62 %") in rows
     assert ("missing field", "the policy", "40", "80 %") not in rows  # a code is not prettified
     assert ("missing_field", "the policy", "40", "80 %") in rows
@@ -119,8 +106,8 @@ def test_what_was_spent_is_told_by_service_against_the_limits(two_branches):
     page, text, _ = report(two_branches)
     told = "1,230 calls, 0.42 USD; judge_providers[a].max_usd 0.42 of 2"
     assert f"{told}\n" in text
-    assert ["Spent", told] in page.rows
-    assert ["judge_a", "30", "9,000", "600", "0.4200"] in page.rows
+    assert ("Spent", told) in page.rows
+    assert ("judge_a", "30", "9,000", "600", "0.4200") in page.rows
 
 
 def test_what_stands_out_is_told_once_in_both(two_branches):
@@ -140,28 +127,25 @@ def test_what_stands_out_is_told_once_in_both(two_branches):
     assert "fairness" not in sentences[2]
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(two_branches):
-    (two_branches.path / "trace.json").write_text("{}")
-    page, _, html = report(two_branches)
+def test_the_page_is_one_file_that_asks_for_nothing_and_has_no_completion(two_branches):
+    page, text, html = report(two_branches)
 
-    assert ("html", {"lang": "en"}) in page.tags
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "a", "img"}
-    assert [attrs for _, attrs in page.tags if {"href", "src"} & attrs.keys()] == []
-    assert html.replace("https://ui.perfetto.dev", "").count("://") == 0
-    assert "url(" not in html
-    assert "open trace.json at https://ui.perfetto.dev" in page.text
-    # Reward, two KLs with their coefficients, step time, reward time, failures, quick evaluations.
-    assert len(page.images) == 9
-    assert all(len(words) > 20 for words in page.images)
-    assert len(html) < 100_000
+    assert "connect-src 'none'" in html
+    assert not re.search(r"<(link|script|img|iframe)[^>]* (href|src)=\"(?!data:)", html)
+    assert f"<noscript><pre>{text.splitlines()[0]}" in html
+    assert json.loads(re.search(r'id="data">(.*?)</script>', html)[1]).keys() == {"state", "report", "language"}
+    two_kls = ["KL, nats per token", "coefficient beta"] * 2
+    others = ["seconds per step", "rewards, seconds", "failures per step", "score"]
+    assert page.charts == ["mean reward", *two_kls, *others]
+    assert len(html) < 200_000
 
 
 def test_a_run_that_logged_nothing_is_told_in_words(run_folder):
     run_folder.events({})
     page, text, _ = report(run_folder)
 
-    assert page.images == []
-    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert page.charts == []
+    rows = page.pairs
     assert rows["Steps done"] == "none was logged"
     assert rows["Reward"] == "was not logged"
     assert rows["Failures"] == "were not logged"
@@ -175,8 +159,6 @@ def test_a_run_that_logged_nothing_is_told_in_words(run_folder):
         "No quick evaluation was made.",
         "How long the stages took was not logged.",
         "No held-out evaluation was written.",
-        "No checkpoint is in the folder.",
-        "No timeline (trace.json) was written.",
     ):
         assert sentence in page.text
     assert "no quick evaluation was made" in text
@@ -189,7 +171,7 @@ def test_one_step_and_one_branch_without_kl(run_folder):
     run_folder.quick_evals({"step": 1, "mode": "greedy", "reward": 0.3, "branches": {"a": {"score": 0.3}}})
     page, text, _ = report(run_folder)
 
-    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    rows = page.pairs
     assert rows["Reward"] == "0.300 (one step)"
     assert rows["Wall time"].startswith("1 h 0 min")
     assert rows["Wall time"].endswith("2 starts (steps 1, 1), with the time between them")
@@ -200,8 +182,8 @@ def test_one_step_and_one_branch_without_kl(run_folder):
     assert "Nothing stands out" in page.text
     assert "Nothing stands out" in text
     # Reward, and the score over the steps. Of its 2 s no part is known.
-    assert len(page.images) == 2
-    assert "Time by phase was not logged" in text
+    assert page.charts == ["mean reward", "score"]
+    assert re.search(r"Time by phase +was not logged", text)
 
 
 def test_text_from_files_is_escaped_and_cannot_steer_a_terminal(run_folder):
@@ -211,12 +193,10 @@ def test_text_from_files_is_escaped_and_cannot_steer_a_terminal(run_folder):
     )
     run_folder.quick_evals({"step": 1, "mode": evil, "reward": 0.1, "branches": {evil: {"score": 0.1}}})
     run_folder.held_out({"step": 0, "reward": 0.1, evil: 0.2})
-    (run_folder.path / f"checkpoint-{evil.replace('/', '')}").mkdir()
     page, text, html = report(run_folder)
 
-    assert "<script" not in html
-    assert "script" not in {tag for tag, _ in page.tags}
     assert evil in page.text
+    assert "<script>alert" not in html
     assert "\x1b" not in html + text
     assert "?[2J" in text
 
@@ -241,21 +221,20 @@ def test_the_text_keeps_to_forty_lines_however_much_there_is(run_folder):
         *({"step": at, "mode": "greedy", "reward": 0.1, "branches": scores} for at in range(100)), cut_off="{"
     )
 
-    assert len(text_page(read_run(run_folder.path)).splitlines()) == 40
     with open_account(run_folder.path / SPENT_FILE) as account:
         account.services = {"judge": Spent(calls=1)}
     run = read_run(run_folder.path)
     lines = text_page(run).splitlines()
-    assert len(lines) == 40
+    assert len(lines) <= 40
     assert "alarms" not in text_page(run).lower()  # there was no meter
     assert "More branches" in text_page(run)
-    assert "Note: 2 figures were infinite, left out; 1 line of quick_eval.jsonl" in text_page(run)
+    assert re.search("Note +2 figures were infinite, left out; 1 line of quick_eval.jsonl", text_page(run))
     assert sum(line.startswith("  - ") for line in lines) == 5
     run_folder.events({3: {**step, JUDGE_ALARMS: 2.0}})
     lines = text_page(read_run(run_folder.path)).splitlines()
-    assert len(lines) == 40 and any("Alarms of the judge's meter" in line and "2" in line for line in lines)
+    assert len(lines) <= 40 and any("Alarms of the judge's meter" in line and "2" in line for line in lines)
     # The page has every branch, and its tables are bounded.
-    page = Page(html_page(run))
+    page = Page(sections(run)["en"])
     assert all(f"Reward, {branch}" in page.text for branch in branches)
     assert len(page.rows) < 150
 
@@ -296,17 +275,17 @@ def test_the_command_writes_where_it_is_told(run_folder, tmp_path, capsys):
     words = ["--html", str(html), "--text", str(text), "--logging_dir", str(file.parents[1])]
     assert command.main([str(run_folder.path), *words]) == 0
     assert capsys.readouterr().out == f"{text.read_text(encoding='utf-8')}\nPage: {html}\nText: {text}\n"
-    assert len(Page(html.read_text(encoding="utf-8")).images) == 1
+    assert "mean reward" in html.read_text(encoding="utf-8")
     assert list(run_folder.path.iterdir()) == []
 
 
 def test_failed_calls_for_groups_in_the_middle_of_a_run_are_told(run_folder):
     run_folder.events({step: {"judge/judged_singly": count} for step, count in enumerate((0.0, 8.0, 1.0, 0.0), 1)})
     page, _, _ = report(run_folder)
-    rows = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    rows = page.pairs
     assert rows["Judged one by one after a failed call"] == "2.250 on average, 8.000 at most"
     page, _, _ = report(run_folder, "--lang", "zh")
-    assert {row[0]: row[1] for row in page.rows if len(row) == 2}["整组评判失败后逐条评判"] == "平均 2.250，最多 8.000"
+    assert page.pairs["整组评判失败后逐条评判"] == "平均 2.250，最多 8.000"
 
 
 def test_the_page_in_chinese_has_no_english_sentence_left(two_branches, tmp_path):
@@ -318,9 +297,7 @@ def test_the_page_in_chinese_has_no_english_sentence_left(two_branches, tmp_path
     empty.events({})
     for folder in (two_branches, empty):
         page, *_ = report(folder, "--lang", "zh")
-        assert ("html", {"lang": "zh"}) in page.tags
-        said = (page.text + " ".join(page.images)).replace(str(folder.path), "")
-        assert not re.findall(r"\b(?:the|of|was|is|no|and|steps?|mean|reward|over)\b", said)
+        assert not re.findall(r"\b(?:the|of|was|is|no|and|steps?|mean|reward|over)\b", page.text)
 
 
 def test_chinese_is_looked_up_in_the_parts_of_a_text():

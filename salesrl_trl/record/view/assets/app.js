@@ -1,14 +1,14 @@
 // The page around the views: its head, its keys, and how it follows a run.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { spoken, t, whole } from "./words.js";
-import { ask, choose, choosePaint, DATA, draw, load, page, readAddress, start, theme, THEMES, views } from "./core.js";
+import { ask, choose, choosePaint, DATA, draw, HOME, load, page, readAddress, start, theme, THEMES, views } from "./core.js";
 
 const FOLLOW_MS = 2000;
 const PAGE = 50; // items that come at once
 const total = () => page.state.runs.reduce((sum, run) => sum + run.many, 0);
 
 function App() {
-  const view = views[page.shown?.route] ?? views.overview;
+  const view = views[page.shown?.route] ?? views[HOME];
   const tab = (route) =>
     h("li", null, h("a", { href: `#${route}`, "aria-current": page.route === route ? "page" : undefined }, t(route)));
   const other = spoken() === "zh" ? "en" : "zh";
@@ -19,19 +19,17 @@ function App() {
     h(
       "header",
       null,
-      h(
-        "nav",
-        { "aria-label": "salesrl" },
-        h("ul", null, tab("overview"), tab("list"), tab("report"), page.state.runs.length > 1 && tab("compare")),
-      ),
+      HOME !== "report" &&
+        h(
+          "nav",
+          { "aria-label": "salesrl" },
+          h("ul", null, tab("overview"), tab("list"), tab("report"), page.state.runs.length > 1 && tab("compare")),
+        ),
       h(
         "p",
         { class: "runs muted" },
         page.state.runs.map((run) => run.name).join(" · "),
-        " · ",
-        whole(total()),
-        " ",
-        t("completions"),
+        HOME !== "report" && ` · ${whole(total())} ${t("completions")}`,
       ),
       !DATA &&
         h(

@@ -6,8 +6,11 @@ import { localAnswer } from "./local.js";
 const given = document.getElementById("data").textContent;
 export const DATA = given ? JSON.parse(given) : null;
 
+// A page of the figures alone has no completions to list.
+export const HOME = DATA && !DATA.items ? "report" : "overview";
+
 export const page = {
-  route: "overview",
+  route: HOME,
   params: {}, // of the address
   state: { runs: [], facets: {} }, // runs, and what there is to choose from
   shown: null, // { route, params, data } of the last answer
@@ -48,9 +51,9 @@ export function address(route, params = {}) {
 
 export function readAddress() {
   const [route, query] = location.hash.slice(1).split(/\?(.*)/s);
-  page.route = route || "overview";
+  page.route = route || HOME;
   page.params = Object.fromEntries(new URLSearchParams(query || ""));
-  speak(page.params.lang ?? stored("lang"));
+  speak(page.params.lang ?? DATA?.language ?? stored("lang"));
 }
 
 // The language and the colours that were chosen last. A page from a file may keep nothing: then they are the browser's.
@@ -106,7 +109,7 @@ export async function load({ arrive = false, quiet = false } = {}) {
   const mine = ++asked;
   page.seen = page.state.version;
   readAddress();
-  const view = views[page.route] ?? views.overview;
+  const view = views[page.route] ?? views[HOME];
   if (!quiet) {
     page.busy = true;
     draw();

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from salesrl_trl.demo.services.launcher import EmbeddedServices
-from salesrl_trl.demo.services.rag_app import NOTHING_FOUND
+from salesrl_trl.demo.services.writers import NOTHING_FOUND
 from salesrl_trl.ground.fencing import fence, read_sections
 
 PRICE_ZH = "Python数据分析课程的价格是3800元。"

@@ -8,7 +8,7 @@ import torch
 from support.answers import INVALID, answered
 
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.rollout.greedy import GreedySubject, ScoredBatch
+from salesrl_trl.launch.evaluation.greedy import GreedySubject, ScoredBatch
 
 END = 9
 ANSWERS = {0: [1, 2, END], 1: [3, 4, 5, 6], 2: [END], 3: []}

@@ -7,7 +7,7 @@ videos. This package sends no videos, so `NoVideos` takes the place of that part
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import transformers.processing_utils as processing
 from transformers import AutoProcessor
@@ -19,7 +19,6 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.patched import patched
 
 if TYPE_CHECKING:
-    import torch
     from transformers import ProcessorMixin
 
 
@@ -52,21 +51,6 @@ def videos_left_out() -> Iterator[None]:
     kinds = {**processing.MODALITY_TO_BASE_CLASS_MAPPING, "video_processor": "ImageProcessingMixin"}
     with patched(auto, "AutoVideoProcessor", NoVideos), patched(processing, "MODALITY_TO_BASE_CLASS_MAPPING", kinds):
         yield
-
-
-def leave_out_no_pictures(model: "torch.nn.Module") -> None:
-    """Leave out the model's vision tower for a batch without pictures. If other batches of the same rollout have
-    pictures, TRL gives the tower an empty tensor, and it fails."""
-
-    def leave_out(
-        _: object, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        pixels = kwargs.get("pixel_values")
-        if pixels is None or pixels.numel():
-            return None
-        return args, {name: value for name, value in kwargs.items() if name not in ("pixel_values", "image_grid_thw")}
-
-    model.register_forward_pre_hook(leave_out, with_kwargs=True)
 
 
 def load_processor(

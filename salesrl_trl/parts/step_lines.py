@@ -7,14 +7,15 @@ have words for the console, and others that are worded here.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from salesrl_trl import names
+from salesrl_trl.ground.tables import calls_and_usd
 from salesrl_trl.names import Phase
 from salesrl_trl.types import Outcome
+from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +24,12 @@ QUIET_STEPS = 10  # steps without a log line after which a short line says that 
 SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not shown
 
 
-@dataclass(eq=False)
-class StepLine(TrainerCallback):
-    """Logs two lines per step: `step_line` with the run's progress, and `judge_line`. `providers` are those of the
-    judge, none where no judge scores. `failures` returns the failures since the last line, by reason, and `batches`
-    the number of generation batches. `are_actions`: whether completions are actions, which may be invalid. With a
+class StepLine(Part):
+    """Logs two lines per step: `step_line` with the run's progress, and, where a judge scores, `judge_line`. With a
     large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
 
-    branches: Sequence[str]
-    providers: Sequence[str]
-    failures: Callable[[], Mapping[str, int]]
-    batches: Callable[[], int]
-    are_actions: bool = True
+    def connect(self, run: PartContext) -> None:
+        self._branches, self._names, self._ledger = run.args.branches, run.reward_loop.reward.names, run.ledger
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._started = self._last = time.perf_counter()
@@ -66,11 +61,12 @@ class StepLine(TrainerCallback):
             self._after_first = (now, step)
         else:
             average = (now - self._after_first[0]) / max(step - self._after_first[1], 1)
-        line = step_line(step, state.max_steps, logs, self.branches, self.failures(), seconds, self.are_actions)
+        failures, are_actions = self._ledger.failures("train"), self._names.has_actions
+        line = step_line(step, state.max_steps, logs, self._branches, failures, seconds, are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
         logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
-        if self.providers:
-            logger.info(judge_line(step, logs, self.providers, self.batches()))
+        if self._names.providers:
+            logger.info(judge_line(step, logs, self._names.providers, self._ledger.batches("train")))
         self._last, self._last_step, self._alive = now, step, (now, step)
 
 
@@ -135,11 +131,6 @@ def spent(logs: Logs) -> str:
     return f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}{at_end}"
 
 
-def calls_and_usd(calls: float, usd: float) -> str:
-    """`1,234 calls, 0.42 USD`; `1,234 calls` where they cost nothing."""
-    return f"{calls:,.0f} calls" + (f", {usd:,.{2 if usd >= 0.1 else 4}f} USD" if usd else "")
-
-
 def clock(seconds: float) -> str:
     """`1:31` minutes and seconds, `2:01:31` with hours."""
     minutes, rest = divmod(round(seconds), 60)
@@ -169,16 +160,14 @@ TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
 RATIOS = (names.DATA_LOADING_RATIO, names.COMPUTE_RATIO, names.MFU_STEP)  # shares of a step's wall time
 
 
-@dataclass(eq=False)
-class EpochLine(TrainerCallback):
+class EpochLine(Part):
     """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
     shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in the
     next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because new
-    reasons may come. `failures` returns those since the last line; `log` gives figures to the trackers."""
+    reasons may come."""
 
-    branches: Sequence[str]
-    failures: Callable[[], Mapping[str, int]]
-    log: Callable[[dict[str, float | None]], None]
+    def connect(self, run: PartContext) -> None:
+        self._branches, self._ledger, self._log = run.args.branches, run.ledger, run.trl.log
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._last_step, self._tokens = state.global_step, float(state.num_input_tokens_seen)
@@ -190,7 +179,7 @@ class EpochLine(TrainerCallback):
         self._most = dict[str, float | None].fromkeys(names.MEMORY)
         self._sums = dict.fromkeys(RATIOS, (0.0, 0.0))  # sum over steps, and steps; of a ratio over their seconds
         for tag in (listed.tag for listed in names.FIGURES if listed.console):
-            tags = names.of_branches(tag, self.branches).values() if names.BRANCH in tag else [tag]
+            tags = names.of_branches(tag, self._branches).values() if names.BRANCH in tag else [tag]
             self._sums |= dict.fromkeys(tags, (0.0, 0.0))
         self._counts = Counter[str]()
 
@@ -206,7 +195,7 @@ class EpochLine(TrainerCallback):
                 self._sums[name] = (total + value * weight, count + weight)
         for name, most in self._most.items():
             self._most[name] = max((each for each in (most, logs.get(name)) if each is not None), default=None)
-        self._counts.update(self.failures())
+        self._counts.update(self._ledger.failures("train"))
         self._last_step, self._tokens = state.global_step, logs.get(TOKENS) or self._tokens
 
     def on_epoch_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
@@ -221,10 +210,10 @@ class EpochLine(TrainerCallback):
                 **self._seconds,
                 **self._most,
             }
-            self.log({f"{names.EPOCH_TOTALS}{name}": value for name, value in totals.items()})
+            self._log({f"{names.EPOCH_TOTALS}{name}": value for name, value in totals.items()})
             if self._counts:
                 start = f"{names.EPOCH_TOTALS}{names.FAILURE_REASONS}"
-                self.log({f"{start}{reason}": float(count) for reason, count in self._counts.items()})
+                self._log({f"{start}{reason}": float(count) for reason, count in self._counts.items()})
         self._start_over()
 
     def _means(self) -> dict[str, float | None]:
@@ -235,7 +224,7 @@ class EpochLine(TrainerCallback):
         wall = self._seconds[names.STEP_SECONDS]
         parts = (
             f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
-            *figures_shown(self._means(), self.branches),
+            *figures_shown(self._means(), self._branches),
             f"{self._tokens - self._first_tokens:,.0f} tokens",
             f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
             failures_shown(self._counts),

@@ -1,51 +1,23 @@
-"""Text of tools and agents that the policy reads, and text of the policy that parsers read.
+"""Text of tools and agents that the policy reads.
 
-Owns the marks that the result of a tool and the message of an agent may not contain, because they open or end turns,
-and how deeply values in them may be nested. `chat_turns` applies it to agents, `trainer` to tools.
+Owns the marks that the result of a tool and the message of an agent may not contain, because they open or end turns.
+`chat_turns` applies it to agents, `trainer` to tools.
 """
 
 import functools
 import logging
 import re
-from types import MethodType
 from typing import Any
 
 from salesrl_trl.ground.fencing import make_nonce, neutralise
 from salesrl_trl.ground.texts import encodable
+from salesrl_trl.rollout.turn_parser import is_deep
 
 logger = logging.getLogger(__name__)
 _tell = functools.cache(logger.warning)  # each line once
 
-MOST_ENDS = 16  # spelled in one turn. Parsers take seconds for a thousand: time grows faster than the square.
-MOST_NESTED = 64  # levels of lists and dictionaries. Copies and templates fail with `RecursionError` at some hundreds.
 _TAG = re.compile(r"<[^\s<>]{1,64}>|\[/?[A-Z_]{2,64}\]")  # a mark of a chat template that need not be a token
 _NAMED = re.compile(r"(?i)</?(?!\w*turn)[a-z_]+>")  # prompts name it, e.g. `<think>`
-
-
-def is_deep(value: object) -> bool:
-    """Whether lists and dictionaries are nested too deeply to be copied and written. Not recursive itself."""
-    level: dict[int, Any] = {0: [value]}
-    for _ in range(MOST_NESTED):
-        inner = (each.values() if isinstance(each, dict) else each for each in level.values())
-        level = {id(one): one for each in inner for one in each if isinstance(one, dict | list | tuple)}
-    return bool(level)
-
-
-def guard_parser(tokenizer: Any) -> None:
-    """Have a tokenizer, and its copies, raise `ValueError` for each turn that it can't read. TRL takes it as text."""
-    tokenizer.parse_response = MethodType(parse_response, tokenizer)
-
-
-def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -> dict[str, Any]:
-    if str(self.decode(ids)).count(str(self.eos_token)) > MOST_ENDS:
-        raise ValueError("the turn has more ends than are sampled")
-    try:
-        message = type(self).parse_response(self, ids, *args, **kwargs)
-    except Exception as error:  # `RecursionError`, or whatever a template's parser raises for a policy's text
-        raise ValueError(f"the turn can't be read: {type(error).__name__}") from error
-    if not isinstance(message, dict) or is_deep(message):
-        raise ValueError("the turn is empty or nested too deeply")
-    return encodable(message, "a turn of the policy")
 
 
 class ForeignText:

@@ -10,8 +10,7 @@ import torch
 
 from salesrl_trl.kl.estimators import penalty
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.launch.evaluation.subject import Answered
-from salesrl_trl.types import Example, Reward
+from salesrl_trl.types import Answered, Example, Reward
 
 Tensors = Mapping[str, torch.Tensor]
 """TRL's output for a batch: `completion_mask` of shape (B, C), and log-probs of that shape where TRL computed them."""

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.judged.stage import Case, RewardStage, check_stages
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.stage import Case, RewardStage, check_stages
-from salesrl_trl.types import Answer, InvalidAction, Outcome, Reward
+from salesrl_trl.types import FORMAT, REFERENCE, Answer, InvalidAction, Outcome, Reward
 
-FORMAT = "format"
 COMPONENTS = {
     "judge": "score of the answer by the branch's own rubric, in [0, 1]",
     "margin": "that score less the reference's, in [-1, 1]; missing without a reference",
@@ -22,8 +21,6 @@ COMPONENTS = {
 }
 """The components that a branch may weigh, beside `judge_<rubric>`, the score by another rubric."""
 OTHER_RUBRIC = "judge_"
-REFERENCE = "reference"
-"""The reference's own score by the branch's rubric. Logged beside the components, never weighed."""
 MAX_WEIGHT = 1e6  # largest weight, and largest reward of an invalid action. Sums stay far from infinity.
 MISSING_RULES = ("none", "reweight")  # rules for a completion that lacks a weighed component
 
@@ -155,11 +152,6 @@ class Scoring:
             return None
         scale = sum(weights.values()) / sum(known.values())
         return scale * sum(weight * (components[name] or 0.0) for name, weight in known.items())
-
-
-def missing(outcome: Outcome, reason: str) -> Reward:
-    """No number: a service or the judge failed. Out of the group's baseline, the loss and the reward metrics."""
-    return Reward(outcome=outcome, value=None, reason=reason)
 
 
 def _is_judged(component: str) -> bool:

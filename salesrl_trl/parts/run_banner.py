@@ -1,5 +1,4 @@
-"""Lines at the start of a run about its training. `build.banner` has them in a recipe's banner, `components` in the
-banner of a script.
+"""The banner of a script, and lines at the start of a run about its training: `launch.banner` has them in a recipe's.
 
 Owns their wording. Loads nothing.
 """
@@ -8,17 +7,16 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
 from salesrl_trl.ground.own_code import code
-from salesrl_trl.judged.budget import Budget, read_account
 from salesrl_trl.kl.law import KLTarget
-from salesrl_trl.names import REPORT_PAGE_FILE
-from salesrl_trl.record.schema import record_file
-from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
+from salesrl_trl.service.quota import SharedBudget
 from salesrl_trl.telemetry.logs import QUIET
-from salesrl_trl.telemetry.step_lines import calls_and_usd
 from salesrl_trl.types import ALL
+from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
@@ -30,48 +28,54 @@ def shown(lines: Sequence[Line]) -> list[str]:
     return [f"[Run] {name:<12} {text}" for name, text in lines]
 
 
-def log_banner(
-    args: SalesGRPOConfig, reward: Scorer, tools: Sequence[str], staleness: int, refill: int, partial: float
-) -> None:
-    """Log the banner of a script, unless a recipe has logged its own. The main process does. `staleness`, `refill`,
-    `partial`: `max_staleness`, `refill_groups` and `partial_rollouts`, 0 where they have no effect."""
-    if args.is_introduced or args.process_index:
-        return
-    args.is_introduced = True
-    report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: salesrl report {args.output_dir}"
-    if "tensorboard" not in args.report_to:
-        report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'
-    lines = shown(
-        [
-            *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
-            *([("reward", TOGETHER)] if reward.names.judges_groups else []),
-            *(("tool", name) for name in tools),
-            *training_lines(args, staleness, refill, partial),
-            ("budget", budget_text(reward.budget)),
-            ("version", f"salesrl_trl {code()}"),
-            record_line(args),
-            *hub_lines(args),
-            ("report", report),
-            ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
-            ("output", args.output_dir),
-        ]
-    )
-    for line in lines:
-        logger.info(line)
+class Banner(Part):
+    """Logs what a run consists of, unless a recipe has."""
+
+    def connect(self, run: PartContext) -> None:
+        self._run = run
+
+    def begin(self, resumed: str | None, run_id: str) -> None:
+        agreed(self._log)  # an account of the spending may be damaged
+
+    def _log(self) -> None:
+        run, args = self._run, self._run.args
+        if args.is_introduced or args.process_index:
+            return
+        args.is_introduced = True
+        reward, policy = run.reward_loop.reward, run.pipeline.buffer.policy
+        staleness, refill = policy.max_age, policy.refill_limit
+        report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: salesrl report {args.output_dir}"
+        if "tensorboard" not in args.report_to:
+            report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'
+        lines = shown(
+            [
+                *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
+                *([("reward", TOGETHER)] if reward.names.judges_groups else []),
+                *(("tool", name) for name in run.trl.tool_names),
+                *training_lines(args, staleness, refill, run.partial_rollouts),
+                ("budget", budget_text(reward.budget)),
+                ("version", f"salesrl_trl {code()}"),
+                record_line(args),
+                *hub_lines(args),
+                ("report", report),
+                ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
+                ("output", args.output_dir),
+            ]
+        )
+        for line in lines:
+            logger.info(line)
 
 
-def budget_text(budget: Budget | None) -> str:
+def budget_text(budget: SharedBudget | None) -> str:
     """Limits of the spending, and what was spent by its account so far."""
     if budget is None:
         return "off: no request is counted (a quota of a `Budget` for a function's `Transport` counts its calls)"
-    limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in budget.limits) or "no limit"
-    before = read_account(budget.path).total()
-    so_far = f"; spent in this folder so far: {calls_and_usd(before.calls, before.usd)}" if before.calls else ""
-    return f"{limits}{so_far}"
+    return budget.in_words()
 
 
 def training_lines(args: SalesGRPOConfig, staleness: int, refill: int, partial: float) -> list[Line]:
-    """Its steps, rollouts and branches. `staleness`, `refill`, `partial`: as in `log_banner`."""
+    """Its steps, rollouts and branches. `staleness`, `refill`, `partial`: `max_staleness`, `refill_groups` and
+    `partial_rollouts`, 0 where they have no effect."""
     targets = args.kl_targets()
     return [
         ("step", _step(args)),
@@ -85,7 +89,7 @@ def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
         return "record", "off: no completion is kept (record: true keeps them, with customers' texts)"
     gib, clean = args.parsed_record()
     filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
-    folder = record_file(Path(args.output_dir), 0).parent
+    folder = Path(args.output_dir) / RECORD_FOLDER
     return "record", f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"
 
 

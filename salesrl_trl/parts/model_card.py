@@ -1,0 +1,98 @@
+"""The model card of a run, in place of TRL's: what was trained, by which rewards, and what came of it.
+
+Owns its contents: no text of a row, no address, no key and no path. `model_card.jinja` has the words.
+"""
+
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import TrainerState
+
+from salesrl_trl import __version__
+from salesrl_trl.config.keys import is_secret
+from salesrl_trl.ground.process import installed, write_whole
+from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
+from salesrl_trl.names import MODEL_CARD_FILE, SAVING_FOLDER
+from salesrl_trl.parts.run_banner import training_lines
+from salesrl_trl.telemetry.spared import spared
+from salesrl_trl.wiring.part import Part, PartContext
+
+PACKAGES = ("trl", "transformers", "torch", "peft", "vllm")
+_PLAIN = re.compile(r"[+-]?\d*\.?\d+(e[+-]?\d+)?|[A-Za-z_]\w*")
+_PLACE = re.compile("url|host|address|server|path|dir|file|folder|id|name|dataset|text|prompt|env", re.IGNORECASE)
+
+
+class ModelCard(Part):
+    """Writes the card beside each policy that is saved."""
+
+    def connect(self, run: PartContext) -> None:
+        self._run = run
+        self._model = run.trl.accelerator.unwrap_model(run.trl.model)
+
+    def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, Any]) -> None:
+        with spared("the model card"):
+            write_whole(folder / MODEL_CARD_FILE, self._text(state, **given) + "\n")
+
+    def _text(
+        self,
+        state: TrainerState,
+        name: str | None = None,
+        dataset: str | None = None,
+        tags: Sequence[str] | None = None,
+    ) -> str:
+        """The card. `name`, `dataset` and `tags` are of the user's choice."""
+        run, args, model = self._run, self._run.args, self._model
+        is_adapter = any(isinstance(module, BaseTunerLayer) for module in model.modules())
+        place, names = model.name_or_path, run.reward_loop.reward.names
+        base = hub_name(place)
+        if name in (None, SAVING_FOLDER):  # the latter is TRL's, of a checkpoint that is being written
+            name = (args.hub_model_id or str(Path(args.output_dir).resolve())).rpartition("/")[2]
+        metadata = ModelCardData(
+            base_model=base if base == place else None,
+            datasets=dataset if dataset and dataset == hub_name(dataset) else None,
+            library_name="peft" if is_adapter else "transformers",
+            model_name=name,
+            pipeline_tag="image-text-to-text" if hasattr(model.config, "vision_config") else "text-generation",
+            tags=sorted({"generated_from_trainer", "trl", "grpo", "salesrl_trl", *(tags or ())}),
+        )
+        models = {service: re.fullmatch(r"model (.+) at \S+", where) for service, where in names.places.items()}
+        spending = run.run_control.spending
+        values: dict[str, Any] = {"ends": ()}  # of evaluations, which a run may do without
+        for part in run.parts:
+            values |= part.card_values()
+        return filled(
+            Path(__file__).with_name("model_card.jinja"), metadata=metadata.to_yaml(), name=name, base=base, args=args,
+            state=state, rewards=dict(zip(run.trl.reward_names, run.trl.reward_weights, strict=True)),
+            services={service: found and hub_name(found[1]) for service, found in models.items()},
+            has_meter=names.meter is not None, is_adapter=is_adapter,
+            spent="0 calls" if spending is None else spending.in_words(),
+            step=dict(training_lines(args, 0, 0, 0.0))["step"],
+            figure={tag: value for entry in state.log_history for tag, value in entry.items()}.get,  # the last of each
+            number=number, command=public_command(sys.argv), python=platform.python_version(), version=__version__,
+            versions={package: version for package in PACKAGES if (version := installed(package)) is not None},
+            **values,
+        )  # fmt: skip
+
+
+def hub_name(name: str) -> str:
+    """A model's name: that of the hub, or the last part of a path."""
+    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists()
+    return name if is_id else Path(name).name or NOT_KNOWN
+
+
+def public_command(argv: Sequence[str]) -> str:
+    """The command without what may be private: values that are neither numbers nor words, and those of settings whose
+    name speaks of a key or a place."""
+    shown, name = [Path(argv[0]).name], ""
+    for argument in argv[1:]:
+        name, is_joined, value = argument.partition("=") if argument.startswith("--") else (name, "", argument)
+        is_open = _PLAIN.fullmatch(value) and not is_secret(name) and not _PLACE.search(name)
+        value = value if is_open else "..." * bool(value)
+        shown.append(argument if argument == name else f"{name}{is_joined}{value}" if is_joined else value)
+    return " ".join(shown)

@@ -1,0 +1,168 @@
+"""Completions from the moment they are asked for until they have been trained on, and the groups that they form."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from salesrl_trl.generation.sampler import Handle, Sampled
+from salesrl_trl.reward.batch import BatchResult, Completion, RewardBatch
+from salesrl_trl.rollout.groups import ScoredGroups, parts
+from salesrl_trl.types import Example
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Rollout:
+    """Completions that were generated together, or groups of several generations that are trained on together."""
+
+    inputs: list[Example]  # B rows
+    rewards: RewardBatch
+    steps: list[int]  # of each completion, the optimizer steps that the weights had taken which sampled it
+    is_trained_on: bool
+    handle: Handle | None = None  # the generation. `None` where TRL generates inside its own scoring.
+    sampled: Sampled | None = None
+    behaviour_logps: torch.Tensor | None = None
+    """Log-probs of the policy that sampled, shape (B, C), where the sampler gives none and they are needed."""
+    logps: dict[bool, torch.Tensor] = field(default_factory=dict)
+    """Log-probs that TRL has computed, shape (B, C), by whether they are the reference's. Unchanged while the batch is
+    repeated."""
+    is_corrected_at_step: bool = False
+    """Whether the pass that trains gives the old log-probs. `logps` then has NaN for them."""
+    groups: ScoredGroups | None = None  # set while the batch is trained on part by part
+    result: BatchResult | None = None
+    completions: Sequence[Completion] = ()
+    """The completions as TRL has them, B of them, once it has asked for their rewards."""
+    scored: torch.Tensor | None = None
+    """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
+    reports: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """Table of `encode_report` of all ranks, once all rewards are in."""
+    failed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
+    is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in
+    group: int = 1  # completions of a prompt. They are neighbours.
+    is_reported: bool = False
+    turnover: tuple[float, ...] = ()
+    """Sums and counts of this rank for the metrics `names.TURNOVER`, where a policy replaces groups."""
+    left: list[range] = field(init=False)  # places of the groups that nobody has trained on yet
+
+    def __post_init__(self) -> None:
+        self.left = parts(len(self.inputs), 1, self.group)
+
+    @property
+    def groups_left(self) -> "list[PromptGroup]":
+        return [PromptGroup(self, places) for places in self.left]
+
+    @property
+    def mode(self) -> str:
+        return "train" if self.is_trained_on else "eval"
+
+    @property
+    def newest(self) -> int:
+        """The latest version among the completions; -1 without any."""
+        return max(self.steps, default=-1)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether TRL has gone over the batch with all rewards in."""
+        return self.groups is None or self.groups.complete
+
+    def drain_metrics(self) -> tuple[Mapping[str, list[float]], int]:
+        """TRL's figures of the generation, and its tokens on all ranks: once, then nothing."""
+        if self.sampled is None or self.is_reported:
+            return {}, 0
+        self.is_reported = True
+        return self.sampled.metrics, self.sampled.tokens
+
+
+class PromptGroup(NamedTuple):
+    """Completions of one prompt, at these places of a rollout. A rank's whole batch where a prompt's completions lie
+    on two ranks."""
+
+    rollout: Rollout
+    places: range
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the weights had taken which sampled it."""
+        return self.rollout.steps[self.places.start]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion, once they are generated."""
+        assert self.rollout.sampled is not None
+        return [len(self.rollout.sampled.completion_ids[place]) for place in self.places]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether each completion has its reward, or the reason of its failure."""
+        return self.rollout.rewards.is_settled(self.places)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all rewards are in and the same number, so that the group has no advantage."""
+        return self.rollout.rewards.is_equal(self.places)
+
+    def cut(self, column: Sequence[Any]) -> list[Any]:
+        """This group's part of a column with an entry for each completion of the rollout."""
+        return [column[place] for place in self.places]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptRollouts:
+    """Completions of a turn, as its training or a checkpoint keeps them."""
+
+    rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
+    steps: list[int]
+    sampled: Sampled | None  # `None` for completions that are not there, or not kept
+    behaviour_logps: torch.Tensor | None
+    inputs: list[Example] = field(default_factory=list)  # the rows, where a policy chooses groups; perhaps none
+
+    @classmethod
+    def of(cls, groups: Sequence[PromptGroup], figures: Sampled | None) -> "KeptRollouts":
+        """The completions of these groups, without pictures. The figures of generation are those of `figures`."""
+        rollouts = [group.rollout for group in groups]
+        inputs = [row for group in groups for row in group.cut(group.rollout.inputs)]
+        sampled = [rollout.sampled for rollout in rollouts if rollout.sampled is not None]
+        return cls(
+            rows=keys_of(inputs),
+            steps=[step for group in groups for step in group.cut(group.rollout.steps)],
+            sampled=_joined(groups, sampled, figures) if figures and len(sampled) == len(groups) else None,
+            behaviour_logps=_padded([
+                rollout.behaviour_logps[group.places.start : group.places.stop]
+                for rollout, group in zip(rollouts, groups, strict=True)
+                if rollout.behaviour_logps is not None
+            ]),
+            inputs=inputs,
+        )  # fmt: skip
+
+
+def _padded(logps: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One tensor of several, each of which is padded as its rollout was."""
+    width = max((piece.size(1) for piece in logps), default=0)
+    return torch.cat([pad(piece, (0, width - piece.size(1))) for piece in logps]) if logps else None
+
+
+def _joined(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figures: Sampled) -> Sampled:
+    """The completions of each group, whose rollout's are at the same place of `sampled`."""
+
+    def column(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):  # of a `rollout_func`
+            return {name: column([value[name] for value in values]) for name in first}
+        if not isinstance(first, list) or not first:
+            return first
+        return [entry for value, group in zip(values, groups, strict=True) for entry in group.cut(value)]
+
+    columns = tuple(column(values) for values in zip(*(each.generated for each in sampled), strict=True))
+    return Sampled(generated=columns, metrics=figures.metrics, tokens=figures.tokens)
+
+
+def keys_of(inputs: Sequence[Example]) -> list[int]:
+    """A number for each row by which it is known again."""
+    return [
+        example["row"] if isinstance(example.get("row"), int) else zlib.crc32(repr(example["prompt"]).encode())
+        for example in inputs
+    ]

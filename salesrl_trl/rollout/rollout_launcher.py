@@ -1,0 +1,172 @@
+"""Begins generation, and each completion's reward from the moment the completion is finished.
+
+Knows neither turns nor steps: `pipeline` and `buffer` say what is generated when.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from trl.data_utils import is_conversational, prepare_multimodal_messages
+
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
+from salesrl_trl.names import Phase
+from salesrl_trl.reward.batch import Completion, Origin
+from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.rollout.in_flight import KeptRollouts, Rollout
+from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.timing import Span
+from salesrl_trl.types import Example
+
+
+@dataclass(eq=False, kw_only=True)
+class Launcher:
+    """Begins rollouts, and collects those that are generated in the background."""
+
+    sampler: Sampler
+    reward_loop: RewardLoop
+    timeline: Timeline
+    decode: Callable[[Sequence[int]], str]
+    """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
+    behaviour_logps: Callable[[Sampled], torch.Tensor]
+    """Log-probs of completions under the current policy, where the sampler gives none."""
+    record_span: Callable[[Span], None]  # gets times of a generation that went on beside training
+    group: Callable[[], int] = lambda: 1  # completions of a prompt at the moment, in training or in an evaluation
+    reward_arguments: Callable[[], Mapping[str, object]] = dict
+    """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
+    inside_trl: bool = False
+    """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
+    play: Callable[[Sequence[Example], Finished, bool], Handle] | None = None
+    """Plays an episode with each row, in place of a completion of the sampler's."""
+    go_on: Callable[[], None] = lambda: None
+    """Generates the next turns of conversations that are out."""
+
+    def prepare(self, inputs: Sequence[Example]) -> None:
+        """Ask for what the rewards of these rows need before their completions come."""
+        self.reward_loop.prepare(self._rows(inputs))
+
+    def launch(
+        self, inputs: list[Example], step: int, *, ahead: bool = False, needs_logps: bool = False,
+        is_trained_on: bool = True, group: int | None = None,
+    ) -> Rollout:  # fmt: skip
+        """Generate, or begin to where the trainer has other work before it asks for the result (`ahead`). `step`:
+        optimizer steps that the weights have taken. `needs_logps`: another policy may train on the completions.
+        `group`: completions of a prompt, by default the trainer's number."""
+        rollout = self._begun(inputs, step, is_trained_on=is_trained_on, group=group)
+        if self.inside_trl:
+            return rollout
+        with self.timeline.phase(Phase.GENERATION):
+            starts = self._starts(rollout)
+            if self.play is None:
+                handle = self.sampler.start(prompts_of(inputs), starts, ahead=ahead)
+            else:
+                handle = self.play(inputs, starts, ahead)
+            rollout.handle = handle
+            sampled = handle.result() if handle.is_ready or not ahead else None
+        if sampled is not None:
+            self._keep(rollout, sampled)
+            if needs_logps and sampled.logprobs is None:
+                rollout.behaviour_logps = self.behaviour_logps(sampled)
+        return rollout
+
+    def collect(self, rollout: Rollout) -> None:
+        """Wait for the completions of a rollout, if they are generated in the background."""
+        if rollout.sampled is not None or rollout.handle is None:
+            return
+        with self.timeline.phase(Phase.GENERATION):
+            sampled = rollout.handle.result()
+        self._keep(rollout, sampled)
+        if sampled.logprobs is None:
+            raise ConfigError(
+                "completions were generated ahead of training, and the sampler gives no log-probs of them. Expected "
+                "log-probs, or a sampler that generates in `start`. Mend the sampler, or set `rollout_lookahead: 0`."
+            )
+
+    def restore(self, kept: KeptRollouts, inputs: list[Example], sampled: Sampled, step: int) -> Rollout:
+        """A rollout of an earlier start of the run, with its completions. Its rewards start anew, from the cache."""
+        rollout = self._begun(inputs, max(kept.steps, default=step))
+        rollout.handle, rollout.behaviour_logps, rollout.steps = Ready(sampled), kept.behaviour_logps, kept.steps
+        self._keep(rollout, sampled)
+        return rollout
+
+    def generate_inside(
+        self, rollout: Rollout, prompts: Sequence[object], environments: Sequence[object] | None
+    ) -> None:
+        """Generate inside TRL's scoring: the prompts as it uses them, and each one's environment."""
+        rows = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
+        if environments is not None:
+            rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]
+        with self.timeline.phase(Phase.GENERATION):
+            sampled = self.sampler.start(prompts, self._starts(rollout, rows), ahead=False).result()
+        self._keep(rollout, sampled, rows)
+
+    def _begun(
+        self, inputs: list[Example], step: int, *, is_trained_on: bool = True, group: int | None = None
+    ) -> Rollout:
+        group, steps = group or self.group(), [step] * len(inputs)
+        origin = Origin(rows=inputs, mode="train" if is_trained_on else "eval", step=step)
+        rewards = self.reward_loop.begin(self._rows(inputs), group, origin)
+        return Rollout(inputs=inputs, rewards=rewards, steps=steps, is_trained_on=is_trained_on, group=group)
+
+    def _starts(self, rollout: Rollout, rows: Sequence[Example] = ()) -> Finished:
+        """What starts the reward of a completion that is finished. `rows`: the batch's, with more in them."""
+        in_messages = is_conversational({"prompt": prompts_of(rows or rollout.inputs)[0]})
+        made = self._rows(rows) if rows else None
+
+        def finished(
+            place: int,
+            token_ids: Sequence[int],
+            messages: Sequence[Any] | None = None,
+            failed: str | None = None,
+            columns: Mapping[str, Any] | None = None,
+        ) -> None:
+            completion: Completion
+            if messages is not None:
+                completion = messages
+            else:
+                text = self.decode(token_ids)
+                completion = [{"role": "assistant", "content": text}] if in_messages else text
+            row = None if made is None else made[place]
+            if columns is not None:
+                row = {**rollout.rewards.rows[place], **columns}
+            self.reward_loop.start(rollout.rewards, place, completion, token_ids, row, failed)
+
+        return finished
+
+    def _keep(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
+        """Keep the completions, and start the rewards that have not. `rows`: the batch's, with more in them."""
+        rollout.sampled = sampled
+        for span in sampled.spans:
+            lane = rollout.rewards.lane
+            self.record_span(replace(span, track=f"{span.track} ahead {lane}") if lane else span)
+        extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
+        if extra:
+            rows = [
+                {**row, **{name: value[place] if isinstance(value, list) else value for name, value in extra.items()}}
+                for place, row in enumerate(rows or rollout.inputs)
+            ]
+        made = self._rows(rows) if rows else ()
+        self.reward_loop.start_all(rollout.rewards, sampled.completions, sampled.completion_ids, made)
+
+    def _rows(self, rows: Sequence[Example]) -> list[Example]:
+        """The rows with their pictures in the prompts, and with what functions may ask for beside columns."""
+        further = self.reward_arguments()
+        return [{**row, "prompt": prompt, **further} for row, prompt in zip(rows, prompts_of(rows), strict=True)]
+
+
+def prompts_of(inputs: Sequence[Example]) -> list[object]:
+    """The prompts, with their pictures where TRL puts them: before the first user message."""
+    pictures = [_pictures(example) for example in inputs]
+    prompts = [example.get("prompt") for example in inputs]  # an environment may have them
+    if not any(pictures):
+        return prompts
+    return [prepare_multimodal_messages(prompt, own) for prompt, own in zip(prompts, pictures, strict=True)]
+
+
+def _pictures(example: Example) -> list[Any] | None:
+    """The pictures of a row: TRL takes a column `images`, or one picture in a column `image`."""
+    if "images" in example:
+        return example["images"]  # type: ignore[no-any-return]
+    return None if example.get("image") is None else [example["image"]]

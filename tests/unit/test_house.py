@@ -1,0 +1,62 @@
+"""The bars of the package's layout: none is passed again. Each stands at what was reached; lower it with the code.
+
+tests/unit/test_layering.py has the order of imports.
+"""
+
+import ast
+
+import pytest
+from support import house
+
+BARS = {
+    "lines that the trainer's import reaches": 16_700,
+    "layers that it reaches": 0,
+    "imports from the core into a layer": 0,
+    "fan-out": 30,
+    "lines of the largest module": 530,
+    "lines of the four files": 1_540,
+    "`patched` and `setattr`": 72,
+    "`setattr` by a computed name": 15,
+    "lambda, partial and Callable in 1,000 lines": 12.5,
+    "Any in 1,000 lines": 7.2,
+    "circles of imports": 0,
+    "classes with more than 15 methods": 16,
+    "lines of the package": 41_700,
+    "lines of code": 29_600,
+    "modules": 281,
+}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return house.measured()
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_a_bar_holds(measured, name):
+    value, of = measured[name]
+    assert value <= BARS[name], f"{name}: {value:g}, and the bar is {BARS[name]:g} {of}"
+
+
+def test_each_figure_has_its_bar(measured):
+    assert measured.keys() == BARS.keys()
+
+
+BROKEN = (
+    """
+class Large:
+    """
+    + "\n    ".join(f"def m{number}(self): ..." for number in range(16))
+    + """
+def change(owner, name):
+    setattr(owner, name, lambda: None)
+    setattr(owner, "written", partial(change))
+"""
+)
+
+
+def test_what_the_bars_are_about_is_seen():
+    trees = {"broken.py": ast.parse(BROKEN)}
+    assert house.large_classes(trees) == ["Large 16"]
+    assert house.computed_names(trees) == ["broken.py"]
+    assert house.indirections(trees) == 2
