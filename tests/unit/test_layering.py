@@ -151,7 +151,7 @@ def test_a_name_stands_for_one_class():
 
 
 LIGHT = {
-    # benchmarks/policies.py has both this and vLLM on a GPU, which JAX, if bm25s brings it, takes for itself
+    # where vLLM is in the same process: JAX, if bm25s brings it, takes the GPU for itself
     "salesrl_trl.demo.services.services_app": "bm25s",
     **dict.fromkeys(
         (
