@@ -53,9 +53,8 @@ class Buffer:
     _behind: list[Rollout] = field(default_factory=list)  # whose turn is over, with groups that are left
 
     def restart(self, micro_step: int, update: int, has_batch: bool, kept: Mapping[int, KeptRollouts]) -> None:
-        """A run begins after these micro-steps and optimizer steps. `has_batch`: a generation batch is there to go on
-        with. `kept`: from `in_flight` of an earlier start."""
-        self.cancel()
+        """A run begins after these micro-steps and optimizer steps, with nothing in flight. `has_batch`: a generation
+        batch is there to go on with. `kept`: from `in_flight` of an earlier start."""
         self._kept = {micro_step + after: rollouts for after, rollouts in kept.items()}
         self.turns.restart(micro_step, update, has_batch)
 

@@ -129,7 +129,7 @@ class KeptRollouts:
         return cls(
             rows=keys_of(inputs),
             steps=[step for group in groups for step in group.cut(group.rollout.steps)],
-            sampled=_joined(groups, sampled, figures) if figures and len(sampled) == len(groups) else None,
+            sampled=_sampled_of(groups, sampled, figures) if figures and len(sampled) == len(groups) else None,
             behaviour_logps=_padded([
                 rollout.behaviour_logps[group.places.start : group.places.stop]
                 for rollout, group in zip(rollouts, groups, strict=True)
@@ -145,7 +145,7 @@ def _padded(logps: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return torch.cat([pad(piece, (0, width - piece.size(1))) for piece in logps]) if logps else None
 
 
-def _joined(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figures: Sampled) -> Sampled:
+def _sampled_of(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figures: Sampled) -> Sampled:
     """The completions of each group, whose rollout's are at the same place of `sampled`."""
 
     def column(values: Sequence[Any]) -> Any:
@@ -156,7 +156,7 @@ def _joined(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figures: 
             return first
         return [entry for value, group in zip(values, groups, strict=True) for entry in group.cut(value)]
 
-    columns = tuple(column(values) for values in zip(*(each.generated for each in sampled), strict=True))
+    columns = tuple(column(values) for values in zip(*(batch.generated for batch in sampled), strict=True))
     return Sampled(generated=columns, metrics=figures.metrics, tokens=figures.tokens)
 
 

@@ -7,11 +7,11 @@ import pytest
 from datasets import Dataset
 from support.scripted import Scripted, settings, steps_of
 
-from salesrl_trl import per_completion
+from salesrl_trl import ByArrival, per_completion
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import STALENESS_MAX
-from salesrl_trl.rollout.buffer_policy import ByArrival, choose
+from salesrl_trl.rollout.buffer_policy import choose
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 MOST = 5
