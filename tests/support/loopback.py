@@ -111,8 +111,8 @@ class Services(Answers):
 
     def __init__(self, server):
         super().__init__(server.url_for("").rstrip("/"))
-        for path in ("/healthz", "/v1/models"):
-            server.expect_request(path, method="GET").respond_with_data("{}")
+        for path in ("/healthz", "/v1/models"):  # a judge that lists no model, and has the one that is asked for
+            server.expect_request(path, method="GET").respond_with_data('{"data": []}')
         for name, path in self.PATHS.items():
             server.expect_request(path, method="POST").respond_with_handler(
                 lambda request, name=name: self._respond(name, request)
