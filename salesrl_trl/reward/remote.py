@@ -217,8 +217,6 @@ class RemoteReward(Scorer):
     batch when these are settled. So a text that ends each child that reads it costs its own batch alone.
     """
 
-    holds_up = False
-
     is_apart = True
 
     def __init__(self, reward: Scorer) -> None:

@@ -66,7 +66,7 @@ class RewardLoop:
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
         self._batches = LoopThread("rewards")  # of batches and deadlines
-        self._calls = WatchedLoop(reward.deadline_s, self.cut_off) if reward.holds_up else Calls()
+        self._calls = Calls() if reward.is_apart else WatchedLoop(reward.deadline_s, self.cut_off)
 
     # A batch, from its beginning to its result
 
@@ -217,7 +217,7 @@ class RewardLoop:
             return NOTHING_SCORED
         draining = asyncio.ensure_future(self._calls.call(self.reward.drain))
         try:
-            await asyncio.wait([draining], timeout=DRAIN_S if self.reward.holds_up else None)
+            await asyncio.wait([draining], timeout=None if self.reward.is_apart else DRAIN_S)
         finally:
             draining.cancel()
         return draining.result() if draining.done() else NOTHING_SCORED

@@ -138,8 +138,6 @@ class Scorer(ABC):
     is_replay = False  # whether a record answers, which knows rows by their ids
     is_apart = False  # whether it runs in a process of its own
     is_played = False  # whether its own episodes make the completions
-    holds_up = True
-    """Whether its code may hold up its event loop."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
