@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.generation [--shape 7b|0.5b|tiny] [--prompt_tokens 1024] [--profile FILE]
 
 Trains some steps with random weights, 64 completions of exactly `--tokens` tokens, and rewards that answer at once, in
-a process of their own. Of each step's generation it takes the time of all, and the time inside `LLM.generate`. Then
-`LLM.generate` gets the same requests again, with nothing that watches the engine. The first step is not counted.
+a process of their own. Of each step's generation it takes the time of all, and the time inside the engine's loop. Then
+`LLM.generate` gets the same requests again. The first step is not counted.
 """
 
 import cProfile
@@ -27,6 +27,7 @@ from benchmarks.common import device, device_name, dtype, now, parser, quiet, ro
 from benchmarks.pipeline import TEMPLATE, WORDS
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.generation.sampler import Ready
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -63,37 +64,43 @@ def measure(folder: Path, tokens: int, args: Any) -> dict[str, Any]:
         peft_config=LoraConfig(r=16, target_modules="all-linear") if on_gpu else None,
     )  # fmt: skip
     llm, sampler = trainer.vllm_generation.llm, trainer.components.sampler
-    generate, start, profile = llm.generate, sampler.start, cProfile.Profile()
+    loop = trainer.vllm_generation.loop
+    run, enqueue, start, profile = loop.run, llm.enqueue, sampler.start, cProfile.Profile()
     inside: list[float] = []
     whole: list[float] = []
     requests: list[tuple[Any, Any]] = []
 
-    def timed(prompts: Any, sampling_params: Any, **kwargs: Any) -> Any:
+    def noted(prompts: Any, sampling_params: Any, **kwargs: Any) -> Any:
         params = sampling_params.clone()
         params.detokenize = False
         requests.append((prompts, params))
+        return enqueue(prompts, sampling_params=sampling_params, **kwargs)
+
+    def timed(batch: Any, *, ahead: bool = False) -> None:
+        if batch.is_over:  # its results are asked for
+            return
         began = now()
         if args.profile and len(whole) == args.steps - 1:
-            outputs = profile.runcall(generate, prompts, sampling_params=sampling_params, **kwargs)
+            profile.runcall(run, batch, ahead=ahead)
         else:
-            outputs = generate(prompts, sampling_params=sampling_params, **kwargs)
+            run(batch, ahead=ahead)
         inside.append(now() - began)
-        return outputs
 
     def timed_start(*arguments: Any, **named: Any) -> Any:
         began = now()
-        handle = start(*arguments, **named)
+        sampled = start(*arguments, **named).result()
         whole.append(now() - began)
-        return handle
+        return Ready(sampled)
 
-    llm.generate, sampler.start = timed, timed_start
+    loop.run, llm.enqueue, sampler.start = timed, noted, timed_start
     trainer.train()
+    llm.enqueue = enqueue
     pushes = [line["time/weight_push_s"] for line in trainer.state.log_history if "time/weight_push_s" in line]
     alone: list[float] = []
     for prompts, params in requests:
         llm.reset_prefix_cache()
         began = now()
-        generate(prompts, sampling_params=params, use_tqdm=False)
+        llm.generate(prompts, sampling_params=params, use_tqdm=False)
         alone.append(now() - began)
     trainer.finish()
     if args.profile:
@@ -113,10 +120,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--compiled", action="store_true", help="vLLM compiles the model, and not CUDA graphs alone")
     made.add_argument("--detokenize", action="store_true", help="vLLM makes texts, as for stock TRL")
     made.add_argument("--model", type=Path, help="folder of weights made before, or where they are to be kept")
-    made.add_argument("--profile", type=Path, help="add a profile of the last step's `LLM.generate` to this file")
+    made.add_argument("--profile", type=Path, help="add a profile of the last step's loop to this file")
     args = made.parse_args(argv)
     print(f"{args.shape} on {device_name(device())}, {args.tokens} tokens a completion", flush=True)
-    print("| prompt | generation of a step | inside `LLM.generate` | alone | ratio |\n|---|---|---|---|---|")
+    print("| prompt | generation of a step | inside the loop | alone | ratio |\n|---|---|---|---|---|")
     figures = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "model"

@@ -84,7 +84,6 @@ from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import passes_of
 from salesrl_trl.demo.packaged import packaged_tokenizer
-from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.record.recorder import RecorderPart
@@ -266,7 +265,6 @@ class Bench:
             fix_lengths(ours.vllm_generation.llm, most)
         else:
             fix_server_lengths(ours.vllm_generation.vllm_client, most)
-        self._partial: PartialEngine | None = None
         self._meter = Meter()
         self._meter.watch_instruments(self._instruments)
         self._measured_s = self._inside_s = 0.0
@@ -330,17 +328,14 @@ class Bench:
         """As `partial_rollouts: 0.5` does, or not."""
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         if self._args.server is None:
-            if is_partial and self._partial is None:
-                self._partial = PartialEngine(trainer.vllm_generation.llm, size // 2)
-            trainer.vllm_generation.partial = self._partial if is_partial else None
-            trainer.components.sampler._ask = trainer._ask_vllm if is_partial else None
+            trainer.vllm_generation.leave_unfinished(size // 2 if is_partial else 0)
 
     def close(self) -> None:
         """Close connections and instruments."""
         self._instruments.close()
         self._recorder.close()
         loop = self._trainers["ours"].components.reward_loop
-        loop._run(self._rewards["recorded"].aclose)
+        loop._batches.run(self._rewards["recorded"].aclose)
         loop.reward = self._rewards["ours"]
         self._trainers["ours"].finish()
         stock = self._trainers["stock"].async_loop  # all of stock's arms share the reward

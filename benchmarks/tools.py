@@ -46,11 +46,11 @@ from benchmarks.common import (
     save_model,
     write_json,
 )
+from salesrl_trl.agents import tool_turns
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.wiring import trl_access
 
 CALLS, GROUP, CONVERSATIONS = 3, 8, 64
 ARMS = ("stock", "ours_0", "ours_1", "ours_2", "ours_4")
@@ -111,7 +111,7 @@ def work(args: argparse.Namespace) -> None:
     tokenizer = packaged_tokenizer()
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     tokenizer.chat_template = template.read_text(encoding="utf-8")
-    trl_access.parse_response = upstream.parse_response = parsed  # type: ignore[assignment]
+    tool_turns.parse_response = upstream.parse_response = parsed  # type: ignore[assignment]
     engine: dict[str, Any] = {"generation_kwargs": {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens}}
     if on_gpu:
         engine = {

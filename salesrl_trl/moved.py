@@ -34,7 +34,7 @@ MOVED = {
     "launch.data.files": "data.files",
     "parts.bbq": "launch.evaluation.bbq_part",
     "parts.closing_report": "record.closing_report",
-    "parts.held_out": "launch.evaluation.held_out_part",
+    "parts.held_out": "launch.evaluation.held_out",
     "parts.judge_meter": "judged.meter_part",
     "parts.quick_eval": "launch.evaluation.quick_part",
     "parts.recorder": "record.recorder",

@@ -18,7 +18,6 @@ The overrides of a micro-step stand below in the order in which TRL comes to the
 import copy
 import functools
 import inspect
-import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
@@ -37,7 +36,7 @@ from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream
-from salesrl_trl.ground.own_code import warn_of_changes
+from salesrl_trl.ground.changed_code import warn_of_changes
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
@@ -286,15 +285,16 @@ class SalesGRPOTrainer(SavingTrainer):
         return rollout.sampled.generated
 
     def _tokenize_prompts(self, prompts):
-        """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet."""
-        ids, images, self._vision = super()._tokenize_prompts(prompts)
+        """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet. Prompts of
+        completions that exist have been encoded."""
+        ids, images, self._vision = self._made.encoded or super()._tokenize_prompts(prompts)
         return ids, images, self._vision
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
         """Lets another engine generate, if there is one. Heartbeats say so in the midst of tools."""
         with patched(self.components, "calls_tools", False):
-            if self._tokens is not None:
-                return self._tokens(prompt_ids, num_generations)
+            if self._made.tokens is not None:
+                return self._made.tokens(prompt_ids, num_generations)
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
             )
@@ -303,15 +303,14 @@ class SalesGRPOTrainer(SavingTrainer):
         """Returns what conversations have become. Refuses tools that TRL does not know of."""
         if not self.tools:
             raise ConfigError(NO_TOOLS.format("a `rollout_func`"))
-        if (talked := self._talked) is not None:
-            parts = zip(*(each.loop for each in talked), strict=True)  # lists, counts, and perhaps no log-probs
-            return tuple(None if None in part else functools.reduce(operator.add, part) for part in parts)
+        if self._made.talked is not None:
+            return self._made.talked
         with patched(self.components, "calls_tools", True):
             return super()._tool_call_loop(*args, **kwargs)
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
-        foreign = self._agents.of(self.components.parts).foreign
+        foreign = self._agents.foreign
         for message in tool_messages:
             message.update(foreign.message(message))
         return super()._get_tool_suffix_ids(tool_messages)

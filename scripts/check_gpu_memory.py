@@ -25,12 +25,12 @@ if __name__ == "__main__":
 
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.cards import Card, card_here, named_card
 from salesrl_trl.launch.memory_estimate import Estimate, Setup, Sharding, advice, estimate, setup_of
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import policy_shape, settle_precision, weigher
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import RunConfig, parse
+from salesrl_trl.launch.software import Card, card_here, named_card
 
 SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
 SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.
@@ -69,7 +69,7 @@ def _examine(argv: Sequence[str]) -> int:
             "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
             "vllm_sequences": estimated.sequences,
             "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
-            "remedies": [] if estimated.fits else advice(setup),
+            "remedies": [] if estimated.fits else advice(setup, card.gib),
         }
         print(strict_json(report))
     return 0 if estimated.fits else EXIT_FAILED
@@ -146,7 +146,7 @@ def _as_text(setup: Setup, estimated: Estimate, preset: tuple[str, float] | None
         where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
         lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
     lines.append("What takes less:")
-    return "\n".join([*lines, *(f"  {setting}" for setting in advice(setup))])
+    return "\n".join([*lines, *(f"  {setting}" for setting in advice(setup, card.gib))])
 
 
 def _parser() -> ToolParser:

@@ -6,30 +6,32 @@ call tools or an episode is given.
 
 import importlib.util
 import math
+from asyncio import run_coroutine_threadsafe
 from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 from accelerate.logging import get_logger
 
-from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, Sequenced
-from salesrl_trl.agents.episodes import PLAYED, Playing, kept
+from salesrl_trl.agents.episodes import Episode, Playing
 from salesrl_trl.agents.foreign_text import ForeignText
+from salesrl_trl.agents.playing import EpisodeTurns
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, drain_traffic, tried
+from salesrl_trl.agents.tool_turns import ToolTurns
+from salesrl_trl.agents.tools import ToolCalls, tried
 from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.wiring.part import Part, PartContext, lacking
-
-__all__ = [
-    "PLAYED", "AgentCalls", "AgentsPart", "ChatForm", "ConversationNotes", "Sequenced", "ToolCalls", "drain_traffic",
-    "kept", "of", "tried",
-]  # fmt: skip
+from salesrl_trl.generation.sampler import Finished, Handle
+from salesrl_trl.generation.turn_access import TurnAccess
+from salesrl_trl.types import Example
+from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
 
 logger = get_logger(__name__)
 
 
 class AgentsPart(Part):
     """The calls and episodes under way, and the endpoint at which episodes ask the policy."""
+
+    name = AGENTS
 
     def connect(self, run: PartContext) -> None:
         if run.reward_loop.reward.is_played and importlib.util.find_spec("openai") is None:
@@ -39,11 +41,25 @@ class AgentsPart(Part):
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
         self._endpoint: PolicyEndpoint | None = None  # once there was an episode
+        self._tool_turns: ToolTurns | None = None
+        self._episode_turns: EpisodeTurns | None = None
 
-    @property
-    def endpoint(self) -> PolicyEndpoint:
-        assert self._endpoint is not None
-        return self._endpoint
+    def converse(self, access: TurnAccess, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+        """Begin a conversation with each prompt, whose turns may call tools."""
+        self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
+        calls = self.begin_calls(tool.__name__ for tool in access.tools)
+        return self._tool_turns.start(prompts, finished, ahead, calls)
+
+    def play(self, access: TurnAccess, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
+        """Begin an episode with each row. The endpoint is there before their threads, which share it."""
+        if self._endpoint is None or self._episode_turns is None:
+            episode = self._loop.reward
+            assert isinstance(episode, Episode)
+            self._endpoint = PolicyEndpoint()
+            self._episode_turns = EpisodeTurns(access, episode, self._endpoint, self._loop)
+        playing = Playing(self._loop.stopped)
+        self._under_way.add(playing)
+        return self._episode_turns.start(rows, finished, ahead, playing)
 
     def begin_calls(self, names: Iterable[str]) -> ToolCalls:
         """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
@@ -55,13 +71,6 @@ class AgentsPart(Part):
         self._under_way.add(calls)
         return calls
 
-    def begin_episodes(self) -> Playing:
-        """Before their threads begin, which share the endpoint."""
-        self._endpoint = self._endpoint or PolicyEndpoint()
-        playing = Playing(self._loop.stopped)
-        self._under_way.add(playing)
-        return playing
-
     def begin(self, resumed: str | None, run_id: str) -> None:
         if self._trl.tools == "tools" and resumed is None:
             agreed(self._try_tools)
@@ -70,7 +79,8 @@ class AgentsPart(Part):
         """Call tools once, on the main process. Raises `ConfigError` for one that fails."""
         if not self._trl.accelerator.is_main_process or self._loop.reward.is_replay:
             return
-        for name, ended in self._trl.try_tools().items():
+        ended_by_name = run_coroutine_threadsafe(tried(self._trl.functions), self._trl.tools_loop()).result()
+        for name, ended in ended_by_name.items():
             if isinstance(ended, ServiceError):
                 raise ConfigError(
                     f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "
@@ -94,7 +104,3 @@ class AgentsPart(Part):
     def close(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
-
-
-def of(parts: Sequence[Part]) -> AgentsPart:
-    return next(part for part in parts if isinstance(part, AgentsPart))

@@ -6,6 +6,7 @@ form of requests and answers; `wiring.trl_access` asks for what trains.
 """
 
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -22,7 +23,7 @@ from trl.chat_template_utils import (
 )
 
 from salesrl_trl.agents.foreign_text import ForeignText
-from salesrl_trl.generation.conversations import Turn
+from salesrl_trl.generation.tasks import Turn
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.rollout.turn_parser import guard_parser, is_deep
 
@@ -67,6 +68,10 @@ class ChatForm:
                 return replace(form, template=get_training_chat_template(tokenizer))
         return form
 
+    def shared(self) -> "ChatForm":
+        """The same for several threads."""
+        return replace(self, tokenizer=_Locked(self.tokenizer))
+
     def follows(self, message: Message) -> bool:
         """Whether a turn is written in the same way when this message follows it."""
         with contextlib.suppress(Refused):
@@ -103,6 +108,25 @@ class ChatForm:
             if tools or not message.get("tool_calls"):
                 return message
         return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+
+
+class _Locked:
+    """An object whose methods one thread at a time calls. Threads share no tokenizer otherwise."""
+
+    def __init__(self, shared: object) -> None:
+        self._shared, self._lock = shared, threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._shared, name)
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def locked(*args: object, **kwargs: object) -> object:
+            with self._lock:
+                return value(*args, **kwargs)
+
+        return locked
 
 
 def _reads_calls(tokenizer: object) -> bool:

@@ -5,10 +5,9 @@ two methods of `Sampler`. The trainer calls the class with one argument, `Upstre
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,10 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
-from salesrl_trl.generation.partial import PartialRequests
-from salesrl_trl.generation.requests import Requests
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.names import SERVER_TRACK, Phase
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
 
@@ -60,7 +56,6 @@ TokenSource = Callable[[list[list[int]], int], Tokens]
 """From token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is repeated for
 each of its completions, so that each of the B has one."""
 
-Ask = Callable[[Sequence[object], Finished], Requests | PartialRequests]
 SAMPLING_FLAGS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
@@ -223,21 +218,17 @@ class Begun:
     is_ready: bool = False
 
 
-Converse = Callable[[Sequence[object], Finished, bool], "Handle"]
+Start = Callable[[Sequence[object], Finished, bool], Handle]
+"""`Sampler.start`."""
 
 
 class WholeBatch:
-    """TRL's own generation (`_generate`), a whole batch at once: none is reported before. With `converse`, completions
-    may call tools: each goes through its turns by itself (`generation.conversations`), and is reported at its end."""
+    """TRL's own generation (`_generate`), a whole batch at once: no completion is reported before."""
 
-    def __init__(
-        self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", converse: Converse | None = None
-    ) -> None:
-        self._generate, self._owner, self._converse = generate, owner, converse
+    def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig") -> None:
+        self._generate, self._owner = generate, owner
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        if self._converse is not None:
-            return self._converse(prompts, finished, ahead)
         return Ready(self._generate(prompts))
 
     @contextlib.contextmanager
@@ -255,30 +246,15 @@ class WholeBatch:
 
 
 class Streamed(WholeBatch):
-    """vLLM: each completion is reported when it is finished. `ask` is that of a server, which generates while the
-    trainer trains, or of an engine that leaves completions unfinished meanwhile."""
+    """Each completion, or conversation, is reported when it is finished (`generation.engine`). `begin` begins a batch;
+    it may be under way while the trainer trains."""
 
-    _owner: "SalesVLLMGeneration"
-
-    def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", ask: Ask | None) -> None:
+    def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", begin: Start) -> None:
         super().__init__(generate, owner)
-        self._ask = ask
+        self._begin = begin
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        if ahead and self._ask is not None:
-            requests = self._ask(prompts, finished)
-            return Begun(functools.partial(self._collect, requests, prompts), requests.give_up)
-        with self._owner.streamed(finished, len(prompts)):
-            return Ready(self._generate(prompts))
-
-    def _collect(self, requests: Requests | PartialRequests, prompts: Sequence[object]) -> Sampled:
-        with self._owner.answered(requests):
-            sampled = self._generate(prompts)
-        if isinstance(requests, PartialRequests):
-            return sampled
-        track = f"{SERVER_TRACK} {requests.lane + 1}"
-        span = Span(name=Phase.GENERATION, started=requests.started, ended=requests.ended, track=track)
-        return replace(sampled, spans=[span])
+        return self._begin(prompts, finished, ahead)
 
 
 VISION_FIELDS = (

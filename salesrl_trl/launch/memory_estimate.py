@@ -6,9 +6,11 @@ formulas are those of a decoder as transformers 5 has it, of TRL 1.16's tiled lo
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from trl import ModelConfig
 
@@ -28,6 +30,7 @@ MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "li
 TRAINING, STEP, GENERATION = "forward and backward", "optimizer step", "generation"
 SCORING = "passes without gradients"  # the moments. The last one is an evaluation, or the log-probs of the reference.
 STOCHASTIC_OPTIM = "adamw_torch_8bit"  # torchao's optimizer, which can round stochastically
+LEAST_GIB = 0.05  # a change that saves no more is no advice
 
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
@@ -244,26 +247,39 @@ def estimate(setup: Setup, card_gib: float) -> Estimate:
     return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
 
 
-def advice(setup: Setup) -> list[str]:
-    """Settings that take less memory and are not set, the cheapest first."""
-    training, batch = setup.training, setup.micro_batch
-    steps = batch * training.gradient_accumulation_steps
-    rounds = "torchao rounds updates"
-    less = {
-        "`per_device_eval_batch_size: 1`": training.per_device_eval_batch_size == 1,
-        "`gradient_checkpointing: true`: each block is computed twice": training.gradient_checkpointing,
-        f"`per_device_train_batch_size: 1` with `gradient_accumulation_steps: {steps}`: the same update": batch == 1,
-        "another `vllm_gpu_memory_utilization`: vLLM's share of the card": not setup.has_engine,
-        "`vllm_enable_sleep_mode: true`: vLLM gets its weights and its cache anew at every step": (
-            not setup.has_engine or training.vllm_enable_sleep_mode
-        ),
-        f"`optim: {STOCHASTIC_OPTIM}` with `optim_args: bf16_stochastic_round=True`: {rounds}": (
-            setup.lora or setup.weight_bytes == 2 or setup.sharding is not Sharding.NONE
-        ),
-        "`use_peft: true`: adapters are trained in place of all weights; `learning_rate` higher": setup.lora,
-        "DeepSpeed ZeRO-3 on several cards (`accelerate_configs/`)": setup.sharding.level == 3,
+def advice(setup: Setup, card_gib: float) -> list[str]:
+    """Settings that take less memory, the cheapest first, each with what it alone leaves to be needed."""
+    now, lora, batch = estimate(setup, card_gib), copy(setup.model), setup.micro_batch
+    lora.use_peft = True
+    one_by_one = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": batch * setup.training.gradient_accumulation_steps,
+        "steps_per_generation": setup.rollouts,
     }
-    return [*(text for text, is_set in less.items() if not is_set), "more cards or a larger one, or a smaller model"]
+    changes: list[tuple[str, dict[str, object], dict[str, Any]]] = [  # a text, settings of training, and of the setup
+        ("`per_device_eval_batch_size: 1`", {"per_device_eval_batch_size": 1}, {}),
+        ("`gradient_checkpointing: true`", {"gradient_checkpointing": True}, {}),
+        (", ".join(f"`{name}: {value}`" for name, value in one_by_one.items()), one_by_one, {}),
+        ("`vllm_enable_sleep_mode: true`", {"vllm_enable_sleep_mode": True}, {}),
+    ]
+    for share in (0.3, 0.45, 0.6):
+        text = f"`vllm_gpu_memory_utilization: {share}`"
+        changes.append((text, {"vllm_gpu_memory_utilization": share}, {}))
+    if not setup.lora and setup.sharding is Sharding.NONE:
+        text = f"`optim: {STOCHASTIC_OPTIM}` with `optim_args: bf16_stochastic_round=True` (torchao)"
+        changes.append((text, {}, {"dtype": "bfloat16", "optim": STOCHASTIC_OPTIM}))
+        changes.append(("`use_peft: true`, with a higher `learning_rate`", {}, {"model": lora, "dtype": "bfloat16"}))
+    if setup.sharding.level < 3:
+        sharded = {"sharding": Sharding.ZERO3, "processes": max(setup.processes, 2)}
+        changes.append((f"DeepSpeed ZeRO-3 on {sharded['processes']} cards (`accelerate_configs/`)", {}, sharded))
+    lines = []
+    for text, settings, others in changes:
+        training = copy(setup.training)
+        training.__dict__.update(settings)
+        after = estimate(replace(setup, training=training, **others), card_gib)
+        if after.needed_gib < now.needed_gib - LEAST_GIB or after.starts_engine > now.starts_engine:
+            lines.append(f"{text}: {after.needed_gib:.1f} GiB")
+    return [*lines, "more cards or a larger one, or a smaller model"]
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:

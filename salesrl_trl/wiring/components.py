@@ -32,7 +32,6 @@ from salesrl_trl.config.rollouts import (
 )
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
-from salesrl_trl.generation.partial import PartialEngine
 from salesrl_trl.generation.sampler import (
     Sampled,
     Sampler,
@@ -58,7 +57,7 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.wiring.part import Part, PartContext, built_in, layer
+from salesrl_trl.wiring.part import Part, PartContext, connect_parts, layer
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -182,14 +181,6 @@ class Components:
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. the parts
-        self._connect_parts(trl, quick_eval)
-        return [
-            self.stopping,
-            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
-            *self.parts,
-        ]
-
-    def _connect_parts(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> None:
         run = PartContext(
             args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
             figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
@@ -197,15 +188,12 @@ class Components:
             least_lookahead=int(self._is_served or self._partial > 0), partial_rollouts=self._partial,
             recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
         )  # fmt: skip
-        self.parts += [*built_in(run), *self._own_parts]
-        names = [part.name or type(part).__name__ for part in self.parts]
-        for name in names:
-            check(
-                names.count(name) == 1,
-                f"two parts are named {name!r}. Expected a `name` for each: checkpoints keep their states by it.",
-            )
-        for part in self.parts:
-            part.connect(run)
+        connect_parts(run, self.parts, self._own_parts)
+        return [
+            self.stopping,
+            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
+            *self.parts,
+        ]
 
     def _cut_off(self, reason: str) -> None:
         self.reward_loop.cut_off(reason)
@@ -249,7 +237,7 @@ class Components:
     ) -> None:
         args = self._args
         is_served = self._is_served = bool(args.use_vllm) and args.vllm_mode == "server"
-        self.sampler = self._sampler(trl, build, is_served)
+        self.sampler = self._sampler(trl, build)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
         launcher = Launcher(
@@ -283,7 +271,7 @@ class Components:
             device=trl.accelerator.device, score=trl.score, advantages=trl.advantages, parts=self.parts,
         )  # fmt: skip
 
-    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, is_served: bool) -> Sampler:
+    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         args, talks = self._args, self.converses or self.reward.is_played
         whole: str | None = "`sampler` is an engine of its own"
         if build is None:
@@ -295,16 +283,16 @@ class Components:
             reason = why_not_partial(args, whole, talks, trl.reads_pictures)
             if reason is None:
                 self._partial = args.partial_rollouts
-                trl.engine.partial = PartialEngine(trl.engine.llm, args.most_unfinished)
+                trl.engine.leave_unfinished(args.most_unfinished)
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
         if self.reward.is_played:
             return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
         if self.converses:
-            return WholeBatch(trl.generate, trl.engine, trl.converse)
+            return Streamed(trl.generate, trl.engine, trl.converse)
         if build is None:
             if whole is None:
-                return Streamed(trl.generate, trl.engine, trl.ask if is_served or self._partial else None)
+                return Streamed(trl.generate, trl.engine, trl.ask)
             logger.info(f"off: rewards start as soon as a completion is finished, because {whole}")
             return WholeBatch(trl.generate, trl.engine)
         return build(

@@ -62,8 +62,8 @@ class Conversing(ScriptedTrainer):
     """Every completion calls a tool first."""
 
     def _generate_single_turn(self, prompt_ids, images, fields, group, *args, **kwargs):
-        if self._tokens is not None:
-            return self._tokens(prompt_ids, group)
+        if self._made.tokens is not None:
+            return self._made.tokens(prompt_ids, group)
         ids, _ = super()._generate_single_turn(prompt_ids)
         for place, prompt in enumerate(self._tokenizer.batch_decode(prompt_ids)):
             if "<tool_response>" not in prompt:

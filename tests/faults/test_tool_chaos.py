@@ -167,7 +167,7 @@ def run(folder, many):
 
     class Scripted(SalesGRPOTrainer):
         def _generate_single_turn(self, ids, images, fields, group, *args, **kwargs):
-            return self._tokens(ids, group) if self._tokens is not None else ledger.generate(ids)
+            return self._made.tokens(ids, group) if self._made.tokens is not None else ledger.generate(ids)
 
     args = SalesGRPOConfig(**settings(folder / "run", max_completion_length=4096, record=True))
     rows = [{"prompt": [{"role": "user", "content": f"Conversation {place}."}]} for place in range(many)]

@@ -41,8 +41,8 @@ def main(policy, out):
     from datasets import Dataset
 
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion, tool
-    from salesrl_trl.generation import vllm
-    from salesrl_trl.wiring import trl_access
+    from salesrl_trl.agents import tool_turns
+    from salesrl_trl.generation import engine_loop
 
     calls, sampled, held = [], {}, []
 
@@ -82,14 +82,14 @@ def main(policy, out):
     async def length(completion):
         return float(len(completion))
 
-    upstream.parse_response = trl_access.parse_response = parse
+    upstream.parse_response = tool_turns.parse_response = parse
     args = SalesGRPOConfig(**settings(
         out / "run", beta=0.0, max_steps=STEPS, per_device_train_batch_size=4, num_generations=2, use_vllm=True,
         vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=1024, max_completion_length=400,
         rollout_lookahead=2, generation_kwargs={"max_tokens": 8}, report_to="none",
     ))  # fmt: skip
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {place}?"}]} for place in range(16)])
-    turn_of = vllm._turn_of
+    turn_of = engine_loop._turn_of
 
     def turn(output):
         made = turn_of(output)
@@ -102,7 +102,7 @@ def main(policy, out):
         sampled[json.dumps([*prompt, *made[0]])] = [made[0]]
         return made
 
-    vllm._turn_of = turn
+    engine_loop._turn_of = turn
 
     trainer = SalesGRPOTrainer(str(policy), [length], args, rows, tools=[look])
     trained, reasons, differences = trained_by(trainer)

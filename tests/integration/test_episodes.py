@@ -220,7 +220,7 @@ def main(policy, out):
     from datasets import Dataset
 
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_episode
-    from salesrl_trl.generation import vllm
+    from salesrl_trl.generation import engine_loop
 
     sampled, episodes, down = [], [], []
 
@@ -250,14 +250,14 @@ def main(policy, out):
         {"prompt": [{"role": "user", "content": f"What is {place}?"}], "kind": "sums" if place % 8 else "down"}
         for place in range(16)
     ]
-    turn_of = vllm._turn_of
+    turn_of = engine_loop._turn_of
 
     def turn(output):
         made = turn_of(output)
         sampled.append((list(output.prompt_token_ids), made[0]))
         return made
 
-    vllm._turn_of = turn
+    engine_loop._turn_of = turn
     trainer = SalesGRPOTrainer(str(policy), [episode], args, Dataset.from_list(rows))
     trained, reasons, differences = trained_by(trainer)
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Rollouts ahead of the step that trains on them: how old they are, which prompts come when, and what is logged."""
 
 import asyncio
+import functools
 import json
 import re
 import threading
@@ -54,6 +55,10 @@ class Watched(SalesGRPOTrainer):
         self.launches, self.micro_batches, self.weights_after = [], [], {}
         super().__init__(*args, **kwargs)
         self.add_callback(_Weights(self))
+        self.components.reward.score = functools.partial(self._scored, self.components.reward.score)
+
+    async def _scored(self, score, sample, stages):
+        return await score(sample, stages)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self.model.training:
@@ -387,18 +392,12 @@ def test_slow_rewards_are_waited_for_together(trained, monkeypatch):
 class Slow(Scripted):
     """Every fifth group is scored some steps later than others."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        score = self.components.reward.score
-
-        async def slow(sample, stages):
-            launch, place = map(int, re.search(r"l(\d+)p(\d+)", sample.text).groups())
-            number, began = 4 * launch + place // 2, max(launch - 3, 0)
-            while number % 5 == 1 and self.state.global_step < min(began + 3 + number % 2, 10):
-                await asyncio.sleep(0.01)
-            return await score(sample, stages)
-
-        self.components.reward.score = slow
+    async def _scored(self, score, sample, stages):
+        launch, place = map(int, re.search(r"l(\d+)p(\d+)", sample.text).groups())
+        number, began = 4 * launch + place // 2, max(launch - 3, 0)
+        while number % 5 == 1 and self.state.global_step < min(began + 3 + number % 2, 10):
+            await asyncio.sleep(0.01)
+        return await score(sample, stages)
 
 
 BY_GROUPS = {"rollout_lookahead": 2, "max_staleness": 5, "rows": 24, "per_device_train_batch_size": 8, "max_steps": 12}
@@ -457,17 +456,11 @@ class Equal(Scripted):
 
     teaches = 2
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        score = self.components.reward.score
-
-        async def equal(sample, stages):
-            if sample.row["row"] % self.teaches == 0:
-                return await score(sample, stages)
-            # functions whose numbers differ, and whose weighted sum does not: one may have no weight
-            return replace(Reward.scored(0.5), by_function={"of no weight": float(sample.place)})
-
-        self.components.reward.score = equal
+    async def _scored(self, score, sample, stages):
+        if sample.row["row"] % self.teaches == 0:
+            return await score(sample, stages)
+        # functions whose numbers differ, and whose weighted sum does not: one may have no weight
+        return replace(Reward.scored(0.5), by_function={"of no weight": float(sample.place)})
 
     def rows_trained_on(self):
         """The numbers of their rows by step."""
@@ -512,18 +505,12 @@ def test_a_step_replaces_so_many_groups_and_no_more(trained, caplog):
 
 
 def test_a_step_has_waited_for_groups_too_that_turn_out_to_be_equal(trained):
-    class Slow(Equal):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            score = self.components.reward.score
+    class SlowEqual(Equal):
+        async def _scored(self, score, sample, stages):
+            await asyncio.sleep(0.4 * (sample.row["row"] % 2))  # those that are equal
+            return await super()._scored(score, sample, stages)
 
-            async def slow(sample, stages):
-                await asyncio.sleep(0.4 * (sample.row["row"] % 2))  # those that are equal
-                return await score(sample, stages)
-
-            self.components.reward.score = slow
-
-    entries = steps_of(trained(Slow, **{**REFILL, "max_steps": 6}))
+    entries = steps_of(trained(SlowEqual, **{**REFILL, "max_steps": 6}))
     for entry in entries:
         assert entry[REWARD_EXPOSED] == pytest.approx(entry[time_of(Phase.REWARD_WAIT)], abs=0.1)
         assert entry[REWARD_HIDDEN] >= 0
@@ -532,13 +519,8 @@ def test_a_step_has_waited_for_groups_too_that_turn_out_to_be_equal(trained):
 
 def test_a_group_with_a_failed_completion_is_not_replaced(trained):
     class Failing(Equal):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-
-            async def fails(sample, stages):
-                return Reward.scored(0.5) if sample.place % 2 else Reward.missing("busy")
-
-            self.components.reward.score = fails
+        async def _scored(self, score, sample, stages):
+            return Reward.scored(0.5) if sample.place % 2 else Reward.missing("busy")
 
     trainer = trained(Failing, **REFILL, min_valid_reward_fraction=0.4)
     assert [(entry[REFILLED], entry[EQUAL]) for entry in steps_of(trainer)] == [(0, 0)] * 12
@@ -548,21 +530,18 @@ def test_a_step_that_is_told_to_stop_generates_none_in_place_of_equal_groups(tra
     class Stopped(AllEqual):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            own.append(self)
-            score = self.components.reward.score
+            built.append(self)
 
-            async def stopped(sample, stages):
-                if self.state.global_step == 2 and sample.place >= 4:
-                    self.request_stop("SIGTERM")
-                    await asyncio.sleep(60)
-                return await score(sample, stages)
+        async def _scored(self, score, sample, stages):
+            if self.state.global_step == 2 and sample.place >= 4:
+                self.request_stop("SIGTERM")
+                await asyncio.sleep(60)
+            return await super()._scored(score, sample, stages)
 
-            self.components.reward.score = stopped
-
-    own = []
+    built = []
     with pytest.raises(RunStopped):
         trained(Stopped, **{**REFILL, "refill_groups": 1})
-    assert [launch["step"] for launch in own[0].launches] == [0, 0, 1, 1, 2]
+    assert [launch["step"] for launch in built[0].launches] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -41,7 +41,7 @@ def main(policy, out):
 
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
 
-    left, sampled, trained, weights, spans = [], [], [], [], {}
+    left, sampled, trained, weights, spans, of_training = [], [], [], [], {}, {}
 
     @per_completion
     async def length(completion):
@@ -66,16 +66,17 @@ def main(policy, out):
             ]
             (trained if self.model.training else evaluated).extend(own)
             if self.model.training:
-                left.append(len(self.vllm_generation.partial._under_way))
+                left.append(len(self.vllm_generation.loop.under_way))
             return output
 
     trainer = Kept(str(policy), [length], args, Dataset.from_list(rows), Dataset.from_list(rows[:4]))
     generation = trainer.vllm_generation
-    llm, partial = generation.llm, generation.partial
-    add, step, push = llm.llm_engine.add_request, partial._step, generation.sync_weights
+    llm, loop = generation.llm, generation.loop
+    add, step, push = llm.llm_engine.add_request, loop._step, generation.sync_weights
 
     def added(request_id, *args, **kwargs):
         spans[request_id] = [len(weights), None]
+        of_training[request_id] = trainer.model.training
         params = args[1]
         params.max_tokens = LONGEST * (len(spans) % BATCH + 1) // BATCH
         params.ignore_eos = True
@@ -86,7 +87,7 @@ def main(policy, out):
         for output in outputs:
             if output.finished:
                 spans[output.request_id][1] = len(weights)
-                sampled.append((output, output.request_id in partial._under_way))
+                sampled.append(output)
         return outputs
 
     def pushed():
@@ -96,10 +97,10 @@ def main(policy, out):
         weights.append({name: value.detach().clone() for name, value in trainer.model.state_dict().items()})
         push()
 
-    llm.llm_engine.add_request, partial._step, generation.sync_weights = added, stepped, pushed
+    llm.llm_engine.add_request, loop._step, generation.sync_weights = added, stepped, pushed
     trainer.train()
     model, differences = trainer.model.eval(), []
-    for output, _ in sampled:
+    for output in sampled:
         begun, ended = spans[output.request_id]
         model.load_state_dict(weights[begun - 1])
         ids, own = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
@@ -109,7 +110,7 @@ def main(policy, out):
         given = zip(output.outputs[0].logprobs, own, strict=True)
         theirs = torch.tensor([place[token].logprob for place, token in given])
         differences.append({"begun": begun, "ended": ended, "difference": float((ours - theirs).abs().max())})
-    ids = [list(output.outputs[0].token_ids) for output, is_trained_on in sampled if is_trained_on]
+    ids = [list(output.outputs[0].token_ids) for output in sampled if of_training[output.request_id]]
     told = {
         "left": left, "trained": trained, "sampled": ids, "differences": differences, "evaluated": len(evaluated),
     }  # fmt: skip

@@ -1,5 +1,7 @@
-"""What trains is what was sampled, for the chat templates of several families, whatever tools return."""
+"""What trains is what was sampled, and what TRL's own loop makes of the same turns, for the chat templates of several
+families, whatever tools return."""
 
+import copy
 import itertools
 import os
 import random
@@ -12,10 +14,12 @@ import trl.trainer.grpo_trainer as upstream
 from datasets import Dataset
 from support.scripted import settings
 from transformers import AutoTokenizer
+from trl import GRPOTrainer
 
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
-from salesrl_trl.agents.tools import ToolCalls
-from salesrl_trl.wiring import trl_access
+from salesrl_trl.agents import tool_turns
+from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
+from salesrl_trl.generation.tasks import Turn
 
 TURNS = int(os.environ.get("TURNS", "100"))
 """Of each template. 10,000 were tried: docs/experiments/2026-11-26-generation-and-tools.md."""
@@ -32,15 +36,38 @@ def said(draw):
     return "".join(draw.choices(MARKS, k=draw.randrange(12)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_sampled_ids_are_the_trained_ids(tiny, tmp_path, monkeypatch, family):
-    policy, draw = tmp_path / "policy", random.Random(family)
-    shutil.copytree(tiny, policy)
-    template = Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
-    (policy / "chat_template.jinja").write_text(template.read_text("utf-8"), "utf-8")
+@pytest.fixture
+def build(tiny, tmp_path, monkeypatch):
+    """A trainer of a family's template, in which `parse` reads turns and `look` is the tool."""
 
-    def look(word: str) -> str:
+    def built(family, look, parse, **own):
+        policy = tmp_path / "policy"
+        shutil.copytree(tiny, policy)
+        template = Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
+        (policy / "chat_template.jinja").write_text(template.read_text("utf-8"), "utf-8")
+        monkeypatch.setattr(upstream, "parse_response", parse)
+        monkeypatch.setattr(tool_turns, "parse_response", parse)
+        rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "What is it?"}]}] * 4)
+        args = SalesGRPOConfig(**settings(tmp_path / "run", beta=0.0, max_steps=1, **own))
+        rewards = [lambda completions, **_: [0.0] * len(completions)]
+        trainer = SalesGRPOTrainer(str(policy), rewards, args, rows, tools=[look])
+        trainers.append(trainer)
+        return trainer, len(AutoTokenizer.from_pretrained(policy))
+
+    trainers = []
+    yield built
+    for trainer in trainers:
+        trainer.finish()
+
+
+class Case:
+    """One conversation, drawn by a seed: the same turns, calls and results each time that it is gone through."""
+
+    def __init__(self, seed, vocabulary):
+        self._draw, self._vocabulary = random.Random(seed), vocabulary
+        self.asked, self.turns = [], []
+
+    def look(self, word: str) -> str:
         """Looks a word up.
 
         Args:
@@ -49,48 +76,88 @@ def test_the_sampled_ids_are_the_trained_ids(tiny, tmp_path, monkeypatch, family
         Returns:
             What was found.
         """
+        draw = random.Random(f"{word} {len(self.asked)}")  # calls of a turn are made at once
+        if draw.random() < 0.2:
+            raise ValueError(said(draw))
         return said(draw)
 
-    def parse(tokenizer, ids, prefix=None, tools=None):
-        message = {"role": "assistant", "content": said(draw)}  # what the template would make of it is never read
-        if len(asked) < IN_ONE - 1:
-            function = {"name": "look", "arguments": {"word": said(draw)}}
-            message["tool_calls"] = [{"type": "function", "function": function}] * draw.choice((1, 2))
+    def parse(self, tokenizer, ids, prefix=None, tools=None):
+        message = {"role": "assistant", "content": said(self._draw)}  # what the template makes of it is never read
+        if len(self.asked) < IN_ONE - 1:
+            function = {"name": "look", "arguments": {"word": said(self._draw)}}
+            calls = [{"type": "function", "function": function}] * self._draw.choice((1, 2))
+            if self._draw.random() < 0.2:
+                calls.insert(self._draw.randrange(len(calls) + 1), {"type": "strange", "name": "look"})
+            message["tool_calls"] = calls
         return message
 
-    monkeypatch.setattr(upstream, "parse_response", parse)
-    monkeypatch.setattr(trl_access, "parse_response", parse)
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "What is it?"}]}] * 4)
-    args = SalesGRPOConfig(**settings(tmp_path / "run", beta=0.0, max_steps=1, max_completion_length=900))
-    trainer = SalesGRPOTrainer(
-        str(policy), [lambda completions, **_: [0.0] * len(completions)], args, rows, tools=[look]
-    )
-    trainer.model.config.max_position_embeddings = 100_000
-    size = len(AutoTokenizer.from_pretrained(policy))
-    one, asked, turns = trainer._one_conversation, [], []
-
-    def sampled():
+    def turn(self):
         """Any ids: broken text, marks of the template, an end in the middle."""
-        ids = [draw.randrange(size) for _ in range(draw.randrange(1, 12))]
-        turns.append((ids, [-draw.random() for _ in ids]))
-        return turns[-1]
+        ids = [self._draw.randrange(self._vocabulary) for _ in range(self._draw.randrange(1, 12))]
+        self.turns.append(Turn(ids, [-self._draw.random() for _ in ids]))
+        return self.turns[-1]
 
-    def ask(place, ids):
-        asked.append(ids)
-        return sampled()
+    def ask(self, ids):
+        self.asked.append(ids)
+        return self.turn()
 
-    for _ in range(TURNS // IN_ONE):
-        asked.clear()
-        turns.clear()
+
+def by_trl(trainer, prompt, prompt_ids, case):
+    """TRL's own loop for one conversation, with our tools in place of its own."""
+    other = copy.copy(trainer)
+
+    def single_turn(ids, *_, **__):
+        turn = case.ask(ids[0])
+        return [list(turn.ids)], [list(turn.logprobs)]
+
+    first = case.turn()
+    calls = ToolCalls(["look"]).of([trainer.tools[0]], ConversationNotes(track=""))
+    other._generate_single_turn, other.async_loop = single_turn, trainer._tools_loop
+    other._sync_tool_dicts, other._async_tool_dicts = [{}], [calls]
+    message = case.parse(None, first.ids)
+    return GRPOTrainer._tool_call_loop(
+        other, [prompt], [prompt_ids], [list(first.ids)], [[message]], [list(first.logprobs)], None, {}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_is_what_was_sampled_and_what_trls_loop_makes_of_it(build, family):
+    cases = []
+
+    def look(word: str) -> str:
+        return cases[-1].look(word)
+
+    look.__doc__ = Case.look.__doc__
+    trainer, size = build(
+        family, look, lambda *arguments, **named: cases[-1].parse(*arguments, **named), max_completion_length=900
+    )
+    draw = random.Random(family)
+    for number in range(TURNS // IN_ONE):
+        room = draw.choice((900, 900, draw.randrange(20, 300)))  # some conversations end where there is none
+        trainer.model.config.max_position_embeddings = draw.choice((100_000, 100_000, draw.randrange(40, 400)))
+        trainer.max_completion_length = room
+        trainer.__dict__.pop("_turn_access", None)
+        one = tool_turns.ToolTurns(trainer._turn_access, trainer._agents.foreign)
         prompt = [{"role": "user", "content": said(draw)}]
         prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
-        talked = one.talk(0, prompt, prompt_ids, sampled(), ask, ToolCalls(["look"]))
-        [mask], _, [completion_ids], [logprobs], *_ = talked.loop
-        own = [token for token, mine in zip(completion_ids, mask, strict=True) if mine]
-        assert own == [*itertools.chain.from_iterable(ids for ids, _ in turns)]
-        kept = [logp for logp, mine in zip(logprobs, mask, strict=True) if mine]
-        assert kept == [*itertools.chain.from_iterable(logps for _, logps in turns)]
-        whole = prompt_ids + completion_ids
-        assert all(whole[: len(ids)] == ids for ids in asked)  # each turn was sampled behind what is trained before it
-        assert len(turns) == IN_ONE
-    trainer.finish()
+        cases.append(case := Case(f"{family} {number}", size))
+        talked = one.talk(0, prompt_ids, case.turn(), case.ask, ToolCalls(["look"]))
+        # 1. the policy's tokens and their log-probs are its turns, cut where there is no room
+        own = [token for token, mine in zip(talked.ids, talked.mask, strict=True) if mine]
+        sampled = [*itertools.chain.from_iterable(turn.ids for turn in case.turns)]
+        assert own == sampled[: len(own)]
+        assert len(own) == len(sampled) or len(talked.ids) == room
+        kept = [logp for logp, mine in zip(talked.logprobs, talked.mask, strict=True) if mine]
+        assert kept == [*itertools.chain.from_iterable(turn.logprobs for turn in case.turns)][: len(own)]
+        # 2. each turn was sampled behind what is trained before it
+        whole = prompt_ids + talked.ids
+        assert all(whole[: len(ids)] == ids for ids in case.asked)
+        # 3. TRL's own loop makes the same of the same turns, calls and results
+        cases.append(again := Case(f"{family} {number}", size))
+        theirs = by_trl(trainer, prompt, prompt_ids, again)
+        assert again.asked == case.asked
+        [mask], [completion], [ids], [logprobs], count, failures, [images] = theirs
+        assert (talked.ids, talked.mask, talked.logprobs) == (ids, mask, logprobs)
+        assert (talked.calls, talked.failures, talked.images) == (count, failures, images)
+        assert talked.completion == completion

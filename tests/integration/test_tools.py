@@ -16,6 +16,7 @@ from support.viewing import asked, served
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from salesrl_trl.agents.chat_turns import ChatForm
 from salesrl_trl.agents.tools import tool
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
@@ -127,14 +128,14 @@ def test_a_result_opens_no_turn_and_no_text_of_policy_or_tool_ends_the_run_or_is
         rewarded.extend(completions)
         return [float(len(each)) for each in completions]
 
-    suffix = SalesGRPOTrainer._get_tool_suffix_ids
+    between = ChatForm.between
 
-    def suffixed(self, messages):
-        ids = suffix(self, messages)
-        read.append(self._tokenizer.decode(ids))
+    def noted(self, messages):
+        ids = between(self, messages)
+        read.append(self.tokenizer.decode(ids))
         return ids
 
-    monkeypatch.setattr(SalesGRPOTrainer, "_get_tool_suffix_ids", suffixed)
+    monkeypatch.setattr(ChatForm, "between", noted)
     own = {"record": True, "max_completion_length": 1600}
     lines = lines_of(
         SalesGRPOTrainer, SalesGRPOConfig, caller, tmp_path, [reward], own=own,

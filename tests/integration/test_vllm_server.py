@@ -33,6 +33,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import WeightSyncError
+from salesrl_trl.generation.tasks import CompletionTasks
 from salesrl_trl.judged.verdict import response_format
 from salesrl_trl.launch.checks.outcome import StageVerdict
 from salesrl_trl.launch.data.sources import build_dataset
@@ -220,7 +221,7 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
     trainer = build(rollout_lookahead=2, max_steps=5, instruments=instruments, temperature=0.6)
     client, ask, compute_loss = (
         trainer.vllm_generation.vllm_client,
-        trainer.components.sampler._ask,
+        trainer.components.sampler._begin,
         trainer.compute_loss,
     )
     asked, trained = [], [threading.Event() for _ in range(5)]  # the step at which each rollout was asked for
@@ -244,7 +245,7 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
         trained[trainer.state.global_step].set()
         return compute_loss(*arguments, **given)
 
-    trainer.components.sampler._ask, trainer.compute_loss = watched, training
+    trainer.components.sampler._begin, trainer.compute_loss = watched, training
     trainer.train()
     check_steps(trainer.state.log_history, 2)
     assert asked == [0, 0, 0, 1, 2]
@@ -344,14 +345,14 @@ def test_a_seed_gives_the_same_completions_one_by_one_as_all_at_once(build):
 
     at_once = generation.generate(prompts=prompts, images=None, num_generations=GROUP)
     assert not told
-    with generation.streamed(finished, BATCH):
-        one_by_one = generation.generate(prompts=prompts, images=None, num_generations=GROUP)
-    assert one_by_one[0] == at_once[0] == prompts
-    assert one_by_one[1] == at_once[1]
+    batch = CompletionTasks(BATCH, generation.loop, finished)
+    generation.batch = batch
+    assert generation.generate(prompts=prompts, images=None, num_generations=GROUP) == ([], [], [], [])
+    generation.batch = None
+    assert [turn.ids for turn in batch.results()] == at_once[1]
     assert len({tuple(ids) for ids in at_once[1][:GROUP]}) > 1  # samples of a prompt differ
-    assert one_by_one[3] == at_once[3]
-    for mine, theirs in zip(one_by_one[2], at_once[2], strict=True):
-        assert [value for [value] in mine] == pytest.approx([value for [value] in theirs], abs=1e-4)
+    for turn, theirs in zip(batch.results(), at_once[2], strict=True):
+        assert turn.logprobs == pytest.approx([value for [value] in theirs], abs=1e-4)
     assert [told[place] for place in range(BATCH)] == at_once[1]
     assert generation.generate(prompts=prompts, images=None, num_generations=GROUP)[1] == at_once[1]
     assert len(told) == BATCH  # nothing is told of once it is no longer asked for

@@ -1,10 +1,12 @@
 """The push of weights to vLLM, into an engine that only takes them."""
 
 import hashlib
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
 
+from salesrl_trl.generation.server import ServerLoop
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 
 GPU, CPU, SERVER = "an engine on a GPU", "an engine on a CPU", "a server"
@@ -43,6 +45,7 @@ def generation_of(model, way=GPU, take=lambda name, weight: None, fsdp_version=N
     worker = SimpleNamespace(model_runner=runner, reload_weights=lambda weights_iterator: take_all(weights_iterator))
     executor = SimpleNamespace(driver_worker=worker)
     made.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None)
+    made.loop = ServerLoop() if way == SERVER else SimpleNamespace(pushing=nullcontext)
     made.vllm_client = SimpleNamespace(
         update_named_params=lambda metadata, weights: take_all(weights), reset_prefix_cache=lambda: None
     )

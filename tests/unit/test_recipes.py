@@ -18,7 +18,6 @@ from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
 from salesrl_trl.launch.building import build_instruments
-from salesrl_trl.launch.cards import Card
 from salesrl_trl.launch.checks.folders import claim_output_dir
 from salesrl_trl.launch.data.sources import PACKAGED
 from salesrl_trl.launch.data_config import DataConfig
@@ -26,12 +25,14 @@ from salesrl_trl.launch.memory_estimate import Estimate, Moment
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.settings import SALES_CHAIN, parse
+from salesrl_trl.launch.software import Card
 from salesrl_trl.launch.train import main
 from salesrl_trl.record.reader import recorded, run_of
 from salesrl_trl.record.recorder import recorder_of
 from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Batch, Entry
 from salesrl_trl.telemetry.instruments import InstrumentSettings
+from salesrl_trl.types import Reward
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -240,8 +241,8 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
         assert wrote(checkpoint, run, 3) == ([3], run)
 
 
-ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0, outcome="ok", reason="",
-              reward=1.0, reference_reward=None, parts={}, functions={}, seconds={}, record=None)  # fmt: skip
+ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0,
+              reward=Reward.scored(1.0), record=None)  # fmt: skip
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
@@ -250,7 +251,7 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
         gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
         return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.launch.cards.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda device: Card("a card", 80.0))
     monkeypatch.setattr("salesrl_trl.launch.memory_estimate.estimate", weighed)
     monkeypatch.setattr("salesrl_trl.launch.preflight.memory.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--dtype", "bfloat16"]

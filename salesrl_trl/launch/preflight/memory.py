@@ -15,9 +15,9 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch import cards
 from salesrl_trl.launch import memory_estimate as memory
 from salesrl_trl.launch import memory_shape as shapes
+from salesrl_trl.launch import software
 from salesrl_trl.launch.checks.folders import free_gib
 from salesrl_trl.launch.checks.model import empty_model
 from salesrl_trl.launch.checks.outcome import Findings
@@ -49,7 +49,7 @@ def weigher(setup: Setup, card_gib: float) -> Weigh:
 def check_memory(plan: Plan, findings: Findings) -> None:
     """Choose the number format, with an optimizer that suits it, and compare the estimate with the card."""
     training, model = plan.config.training, plan.config.model
-    card, shape, setup = cards.card_here(training.device), None, None
+    card, shape, setup = software.card_here(training.device), None, None
     unknown = "this run is on the CPU" if card is None else "the packaged small policy fits every card"
     if model.model_name_or_path is not None and (card is not None or model.use_peft):
         try:
@@ -161,7 +161,7 @@ def _compare(setup: Setup, estimated: Estimate, findings: Findings) -> None:
     if estimated.fits:
         return
     model = setup.model
-    remedy = f"What takes less: {'; '.join(memory.advice(setup))}. "
+    remedy = f"What takes less: {'; '.join(memory.advice(setup, card))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
     if not estimated.starts_engine:
         findings.fail(

@@ -10,9 +10,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaFor
 
 from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch import cards, memory_estimate, software
+from salesrl_trl.launch import memory_estimate, software
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
-from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment, Sharding, estimate, moment_bytes, setup_of
+from salesrl_trl.launch.memory_estimate import (
+    SCORING,
+    Estimate,
+    Moment,
+    Sharding,
+    advice,
+    estimate,
+    moment_bytes,
+    setup_of,
+)
 from salesrl_trl.launch.memory_shape import model_shape, parameter_count
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight import memory
@@ -28,14 +37,14 @@ SEVEN = 7_615_616_512  # parameters of Qwen2.5-7B
 def weigh(tmp_path):
     """The estimate of a row of the benchmark, with some settings changed, on a card of so many GiB."""
 
-    def weigh(row, card_gib=80.0, sharding=None, processes=None, **settings):
+    def weigh(row, card_gib=80.0, sharding=None, processes=None, make=estimate, **settings):
         args, model = settings_of(row, torch.device("cpu"), tmp_path)
         args.bf16 = row.bf16_passes  # a CPU's settings have none
         for name, value in settings.items():
             setattr(args, name, value)
         shape = figures_of(row.shape, model if row.lora else None)
         setup = setup_of(args, model, shape, 512, dtype=row.dtype, sharding=sharding, processes=processes)
-        return estimate(setup, card_gib)
+        return make(setup, card_gib)
 
     return weigh
 
@@ -89,6 +98,24 @@ def test_vllm_has_its_share_and_gives_it_back_asleep(weigh):
     assert not tight.starts_engine and not tight.fits
 
 
+@pytest.mark.parametrize(
+    ("row", "given", "named", "absent"),
+    [
+        (Row("7b", lora=True, checkpointing=False), {}, "`gradient_checkpointing: true`: ", "adamw_torch_8bit"),
+        (Row("7b", lora=True), {"per_device_train_batch_size": 32}, "`per_device_train_batch_size: 1`", "`use_peft"),
+        (Row("7b", lora=True), {"held_out_eval": True, "per_device_eval_batch_size": 512}, "`per_device_eval", "vllm"),
+        (Row("7b", lora=False, dtype="float32"), {}, "`optim: adamw_torch_8bit`", "`gradient_checkpointing"),
+        (Row("7b", lora=False), {}, "`use_peft: true`", "adamw_torch_8bit"),
+    ],
+    ids=["activations", "batch", "evaluation", "states", "states in 16 bits"],
+)
+def test_advice_has_what_saves_memory_and_is_not_set(weigh, row, given, named, absent):
+    steps = weigh(row, 40.0, make=advice, **given)
+    needed = weigh(row, 40.0, **given).needed_gib
+    assert any(step.startswith(named) for step in steps) and absent not in " ".join(steps)
+    assert all(float(step.split()[-2]) < needed for step in steps[:-1])
+
+
 @pytest.fixture
 def stage(tiny, monkeypatch, tmp_path):
     """Runs the stage `memory` for a card of 80 GiB, with an estimate and a driver that say what the test wants."""
@@ -100,7 +127,7 @@ def stage(tiny, monkeypatch, tmp_path):
 
         rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"{used_gib * 1024}, 41, python"}
         monkeypatch.setattr(memory_estimate, "estimate", weighed)
-        monkeypatch.setattr(cards, "card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
+        monkeypatch.setattr(software, "card_here", lambda device: software.Card("a card", 80.0, "GPU-1"))
 
         def ask(command, **_):
             said = next(rows[name] for name in rows if any(name in word for word in command))
@@ -168,7 +195,7 @@ def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, 
 
     names = names[0] if names else ""
     monkeypatch.setattr(software.subprocess, "run", ask)
-    card = cards.Card("a card", 80.0, "GPU-1")
+    card = software.Card("a card", 80.0, "GPU-1")
     assert card.used_gib() == used
     assert card.users() == (f"{names} (7) 1.0 GiB" if names else "")
 

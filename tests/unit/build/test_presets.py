@@ -8,11 +8,11 @@ import torch
 from check_gpu_memory import main
 
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.launch.cards import named_card
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.presets import FOLDER, PRESETS
 from salesrl_trl.launch.reward_config import Attempts
 from salesrl_trl.launch.settings import parse
+from salesrl_trl.launch.software import named_card
 from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]

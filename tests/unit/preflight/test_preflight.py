@@ -27,7 +27,6 @@ from transformers import AutoTokenizer
 
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.launch import env, software
-from salesrl_trl.launch.cards import Card
 from salesrl_trl.launch.checks import environment
 from salesrl_trl.launch.checks.addresses import PROBE_TIMEOUT_S
 from salesrl_trl.launch.checks.outcome import StageVerdict
@@ -38,6 +37,7 @@ from salesrl_trl.launch.preflight.__main__ import main
 from salesrl_trl.launch.preflight.runner import chosen, examine, prepare
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.launch.settings import parse
+from salesrl_trl.launch.software import Card
 
 RECIPE = Path(__file__).parents[3] / "recipes/debug.yaml"
 CHEAP = runner.STAGES[:4]  # those that ask no service and load no model
@@ -382,7 +382,7 @@ def test_checkpoints_have_room(told, policy, monkeypatch):
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
     free = {"gib": 200.0}
     monkeypatch.setattr("salesrl_trl.launch.preflight.memory.free_gib", lambda *_: free["gib"])
-    monkeypatch.setattr("salesrl_trl.launch.cards.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda device: Card("a card", 80.0))
     asked_with = functools.partial(told, *given, stages=runner.STAGES[1:5])
     assert "free disk" not in asked_with()
     free["gib"] = 30.0

@@ -176,12 +176,6 @@ def test_what_is_not_scored_by_the_deadline_is_missing_with_its_seconds_and_the_
     assert late.seconds == pytest.approx({"parse": 0.0, "rag_8b": 0.0, "rag_32b": 0.0, "judge": 2.5})
 
 
-def test_attempts_are_bounded_and_the_client_adds_none_of_its_own(score, services):
-    services.set("judge", {}, status=500)
-    score([ACTION], attempts=3)
-    assert services.calls["judge"] == 3
-
-
 def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, caplog):
     services.set("8b", {"error": "rag-secret I'm a nurse"}, status=401)
     with caplog.at_level("DEBUG", logger="salesrl_trl"), caplog.at_level("INFO"):

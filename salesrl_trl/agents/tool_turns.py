@@ -1,0 +1,172 @@
+"""Conversations whose turns call tools: parse, call, append, and ask again.
+
+Owns one conversation's way through its turns, as TRL's `_tool_call_loop` goes through those of a batch (its test
+compares them token by token), and what a batch of conversations becomes.
+"""
+
+import asyncio
+import time
+from asyncio import run_coroutine_threadsafe
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trl.chat_template_utils import parse_response
+
+from salesrl_trl.agents.chat_turns import ChatForm, Message
+from salesrl_trl.agents.conversations import Ask, Conversations
+from salesrl_trl.agents.foreign_text import ForeignText
+from salesrl_trl.agents.tools import ConversationNotes, OwnTools, ToolCalls, drain_traffic
+from salesrl_trl.generation.sampler import Finished, Handle, Sampled
+from salesrl_trl.generation.tasks import Turn
+from salesrl_trl.generation.turn_access import Encoded, Made, TurnAccess
+from salesrl_trl.names import tool_figure, traffic_of
+from salesrl_trl.telemetry.completion_record import CompletionRecord
+
+
+@dataclass(kw_only=True, slots=True)
+class Talked:
+    """A conversation, as far as it has gone."""
+
+    first: Turn
+    notes: ConversationNotes
+    ids: list[int]  # behind the prompt, those of tools' results too
+    mask: list[int]  # 1 for tokens of the policy, 0 for those of results
+    logprobs: list[float] | None  # 0.0 for results
+    completion: list[Message] = field(default_factory=list)
+    calls: int = 0
+    failures: int = 0  # of calls, as TRL counts them
+    images: list[Any] = field(default_factory=list)  # of results
+
+    def add(self, between: Sequence[int], turn: Turn) -> None:
+        """The tokens of results, and the turn behind them."""
+        self.ids += [*between, *turn.ids]
+        self.mask += [0] * len(between) + [1] * len(turn.ids)
+        if self.logprobs is not None and turn.logprobs is not None:
+            self.logprobs += [0.0] * len(between) + turn.logprobs
+
+
+class ToolTurns:
+    """The conversations with tools of one trainer."""
+
+    def __init__(self, access: TurnAccess, foreign: ForeignText) -> None:
+        self._access = access
+        tokenizer, template = access.tokenizer, access.template  # TRL has chosen it for tools
+        self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form).shared()
+
+    def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:
+        """Begin a conversation with each prompt: its first turn, and then what its calls of tools make of it."""
+        access = self._access
+        encoded = access.encode(prompts)
+
+        def talk(place: int, first: Turn, ask: Ask) -> Talked:
+            talked = self.talk(place, encoded.ids[place], first, ask, calls)
+            if not batch.is_cancelled:
+                finished(place, talked.ids, talked.completion, talked.notes.failed)
+            return talked
+
+        def sample() -> Sampled:
+            return self._sampled(prompts, encoded, calls, batch.results())
+
+        batch = Conversations(len(prompts), access.loop, talk, lambda: calls.cut_off("given_up"))
+        return access.begin(batch, encoded, sample, ahead)
+
+    def talk(self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
+        """One conversation, in its thread. A failed call that leaves it out ends it."""
+        access, form = self._access, self._form
+        record = CompletionRecord() if access.keeps_records else None
+        notes = ConversationNotes(track=f"conversation {place}", record=record)
+        notes.end_turn(calls.began)
+        schemas, functions = access.tools_of(place)
+        tools = calls.of(functions, notes)
+        talked = Talked(first=first, notes=notes, ids=[], mask=[], logprobs=None if first.logprobs is None else [])
+        talked.add([], first)
+        message = parse_response(form.tokenizer, first.ids, prefix=prompt_ids, tools=schemas)
+        talked.completion.append(message)
+        for _ in range(access.most_turns):
+            if not (asked := message.get("tool_calls")):
+                break
+            messages, failures = self._results(asked, tools)
+            talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
+            between = form.between(messages)
+            if between is None:
+                raise ValueError("the chat template writes a turn otherwise when results of tools follow it")
+            size = len(talked.ids) + len(between)
+            if size > form.most_completion or len(prompt_ids) + size >= form.most_tokens:
+                break
+            talked.completion += messages
+            talked.images += [part["image"] for message in messages for part in _pictures(message)]
+            prefix = [*prompt_ids, *talked.ids, *between]
+            turn = Turn([], None if first.logprobs is None else [])
+            if notes.failed is None:
+                began = time.perf_counter()
+                turn = ask(prefix)
+                notes.end_turn(began)
+            own = turn.ids[: form.most_completion - size]
+            talked.add(between, Turn(own, None if turn.logprobs is None else turn.logprobs[: len(own)]))
+            if not own:
+                break
+            message = parse_response(form.tokenizer, own, prefix=prefix, tools=schemas)
+            talked.completion.append(message)
+        return talked
+
+    def _results(self, asked: Sequence[Mapping[str, Any]], tools: OwnTools) -> tuple[list[Message], int]:
+        """The messages of calls that are made at once, and how many have failed, as TRL counts them. Those that can't
+        be begun come first, as with TRL."""
+        early: list[tuple[str, object]] = []
+        begun: list[tuple[str, Any]] = []
+        for call in asked:
+            if call["type"] != "function":
+                early.append((call.get("name", "unknown"), ValueError(f"Unsupported tool call type: {call['type']}")))
+                continue
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if isinstance(arguments, Mapping):
+                begun.append((name, tools[name](**arguments)))
+            else:
+                early.append((name, TypeError(f"expected an object of arguments, not {type(arguments).__name__}")))
+
+        async def gathered() -> list[object]:
+            return list(await asyncio.gather(*(call for _, call in begun), return_exceptions=True))
+
+        ended = run_coroutine_threadsafe(gathered(), self._access.tools_loop).result() if begun else []
+        results = [*early, *((name, result) for (name, _), result in zip(begun, ended, strict=True))]
+        messages = []
+        for name, result in results:
+            told = {"error": str(result)} if isinstance(result, Exception) else result
+            content = told if isinstance(told, list) else str(told)
+            messages.append(self._form.foreign.message({"role": "tool", "name": name, "content": content}))
+        return messages, sum(isinstance(result, Exception) for _, result in results)
+
+    def _sampled(
+        self, prompts: Sequence[object], encoded: Encoded, calls: ToolCalls, talked: Sequence[Talked]
+    ) -> Sampled:
+        """TRL's `_generate` around conversations that have ended, and the figures of their tools over all ranks."""
+        access = self._access
+        logprobs = [each.logprobs for each in talked if each.logprobs is not None]
+        loop = (
+            [each.mask for each in talked], [each.completion for each in talked], [each.ids for each in talked],
+            logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
+            [each.images for each in talked],
+        )  # fmt: skip
+        first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
+        turns = [each.first.ids for each in talked], first or None
+        sampled = access.sample(prompts, Made(encoded=encoded, tokens=lambda *_: turns, talked=loop))
+        traffic = run_coroutine_threadsafe(drain_traffic(access.tools), access.tools_loop).result()
+        mine = {tool_figure(name, kind): count for name, of in calls.counts.items() for kind, count in of.items()}
+        mine |= {traffic_of(name, kind): count for name, of in traffic.items() for kind, count in of.items()}
+        figures = access.sums(mine)
+        for name in calls.counts:
+            figures[tool_figure(name, "seconds")] /= max(figures[tool_figure(name, "calls")], 1.0)
+        records = [each.notes.record for each in talked if each.notes.record is not None]
+        return replace(
+            sampled,
+            metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
+            spans=[span for each in talked for span in each.notes.spans],
+            calls=[record.calls for record in records],
+        )
+
+
+def _pictures(message: Message) -> list[Any]:
+    """The parts of a result that are pictures."""
+    parts = message["content"] if isinstance(message["content"], list) else []
+    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]

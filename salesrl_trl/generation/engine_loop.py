@@ -1,0 +1,131 @@
+"""The loop over vLLM in this process. Owns what is under way in its engine between two generations."""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import trl.generation.vllm_generation as upstream_vllm
+
+from salesrl_trl.generation.tasks import Task, TaskBatch, Turn, TurnLoop
+from salesrl_trl.ground.patched import patched
+
+LINGER_S = 0.05
+"""Seconds for which an idle engine waits for the next turn of a conversation before training resumes."""
+
+
+class EngineLoop(TurnLoop):
+    """The loop over vLLM's `LLM` in this process. Only the trainer's thread calls vLLM.
+
+    A `LLM.generate` of somebody else runs beside the tasks under way and does not see them. After a push such a task
+    resumes with the new weights, behind the keys and values of the earlier ones; a `cache_salt` keeps those apart from
+    what begins later.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__()
+        self.most_unfinished = 0
+        """Tasks that a run may leave, those of all batches together."""
+        self._llm, self._salt = llm, 0  # pushes for which the cache of prefixes could not be emptied
+        self.under_way: dict[str, Task] = {}  # by the request's id
+        self._adding: deque[Task] = deque()
+        engine = llm.llm_engine
+        self._step, self._add = engine.step, engine.add_request
+        engine.step, engine.add_request = self.step, self._add_request
+
+    @property
+    def leaves_completions(self) -> bool:  # type: ignore[override]
+        return self.most_unfinished > 0
+
+    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
+        """Generate until the batch is over and few tasks are left, those of others among them. With `ahead` it returns
+        as soon as few are left; where none is, it waits for the next turn of conversations for a moment."""
+        while True:
+            if not batch.is_over:
+                self._feed()
+            if len(self.under_way) > (self.most_unfinished if ahead or batch.is_over else 0):
+                self.step()
+            elif self.under_way or batch.is_over or not self._wait(batch, LINGER_S if ahead else None):
+                return
+
+    def _wait(self, batch: TaskBatch[Any], seconds: float | None) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: bool(self._waiting) or batch.is_over, seconds)
+
+    def resume(self) -> None:
+        self._feed()
+        while len(self.under_way) > self.most_unfinished:
+            self.step()
+            self._feed()
+
+    def step(self) -> list[Any]:
+        """A step of vLLM's engine. Returns the outputs of requests that are not tasks. What an exception leaves behind
+        nobody knows, so that it ends all tasks under way."""
+        try:
+            outputs = self._step()
+            others = [output for output in outputs if output.request_id not in self.under_way]
+            for output in outputs:
+                if output.finished and (task := self.under_way.pop(output.request_id, None)) is not None:
+                    task.prompt_ids = output.prompt_token_ids
+                    task.answer.set_result(_turn_of(output))
+        except BaseException as error:
+            self._abort([*self.under_way], error)
+            raise
+        return others
+
+    def cancel(self, batch: TaskBatch[Any], place: int | None = None) -> None:
+        super().cancel(batch, place)
+        if place is None:
+            self._abort([request for request, task in self.under_way.items() if task.batch is batch])
+
+    def _abort(self, requests: list[str], error: BaseException | None = None) -> None:
+        tasks = [self.under_way.pop(request) for request in requests]
+        with contextlib.suppress(Exception):  # the engine may be gone: the first error is the one to raise
+            self._llm.llm_engine.abort_request(requests)
+        _drop(tasks, error)
+
+    def _feed(self) -> None:
+        """Add what was submitted. An error of a prompt is that of the tasks that were submitted with it."""
+        for tasks in filter(None, self._take()):
+            self._adding.extend(tasks)
+            try:
+                self._llm.enqueue([task.prompt for task in tasks], sampling_params=tasks[0].params, use_tqdm=False)
+            except BaseException as error:
+                self._abort([request for request, task in self.under_way.items() if task in tasks], error)
+                _drop(self._adding, error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self._adding.clear()
+
+    def _add_request(self, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._adding:
+            self.under_way[request_id] = self._adding.popleft()
+        if self._salt:
+            prompt = {**prompt, "cache_salt": str(self._salt)}
+        return self._add(request_id, prompt, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def pushing(self) -> Iterator[None]:
+        """While active, weights are pushed. vLLM does not empty a cache that requests under way use."""
+        if not self.under_way:
+            yield
+            return
+        self._salt += 1
+        with patched(self._llm, "reset_prefix_cache", bool):
+            yield
+
+
+def _drop(tasks: Iterable[Task], error: BaseException | None) -> None:
+    """End tasks that nobody answers: with an error, or as cancelled where there is none or an interruption."""
+    for task in tasks:
+        if isinstance(error, Exception):
+            task.answer.set_exception(error)
+        else:
+            task.answer.cancel()
+
+
+def _turn_of(output: Any) -> Turn:
+    """A finished output of vLLM. Log-probs are those of the sampled tokens, as TRL takes them."""
+    logprobs, _ = upstream_vllm.extract_logprobs([output])
+    return Turn(list(output.outputs[0].token_ids), None if logprobs is None else [token[0] for token in logprobs[0]])
