@@ -15,12 +15,9 @@ STEPS, BATCH, LONGEST = 5, 8, 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rollout_lookahead", [1, 2])
-def test_long_completions_go_on_beside_the_next_batch_and_the_cache_is_of_their_own_weights(
-    tmp_path, rollout_lookahead
-):
+def test_long_completions_go_on_beside_the_next_batch_and_the_cache_is_of_their_own_weights(tmp_path):
     policy = make_tiny_policy(tmp_path / "policy", hidden_size=64, max_position_embeddings=1024)
-    done = done_on_vllm(__file__, policy, tmp_path, rollout_lookahead)
+    done = done_on_vllm(__file__, policy, tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     # 1. training goes on with as many unfinished completions as the share allows, and fewer at the end
     assert max(told["left"]) == BATCH // 2 and told["left"][-1] == 0
@@ -39,7 +36,7 @@ def test_long_completions_go_on_beside_the_next_batch_and_the_cache_is_of_their_
     assert "up to 50% of a batch unfinished" in done.stderr + done.stdout
 
 
-def main(policy, out, rollout_lookahead):
+def main(policy, out):
     from datasets import Dataset
 
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
@@ -53,7 +50,7 @@ def main(policy, out, rollout_lookahead):
     args = SalesGRPOConfig(**settings(
         out / "run", beta=0.0, max_steps=STEPS, per_device_train_batch_size=BATCH, num_generations=2, use_vllm=True,
         vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=512, learning_rate=0.05,
-        max_completion_length=LONGEST, rollout_lookahead=rollout_lookahead, partial_rollouts=0.5,
+        max_completion_length=LONGEST, rollout_lookahead=2, partial_rollouts=0.5,
         eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4, num_generations_eval=1,
         vllm_importance_sampling_mode="token_truncate",
     ))  # fmt: skip
@@ -122,4 +119,4 @@ def main(policy, out, rollout_lookahead):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
